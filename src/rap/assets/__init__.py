@@ -1,0 +1,45 @@
+"""The bundled reference model and corpus, so that demo and tests run on trained weights and real text, offline.
+
+Provenance and licence of every file are stated in README.md beside this file.
+"""
+
+import lzma
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..errors import RapError
+
+SPLITS = ("calibration", "validation", "test")
+
+_FOLDER = Path(__file__).parent
+
+
+def reference_path() -> Path:
+    """Directory of the bundled model: a plain Hugging Face checkpoint with its tokenizer."""
+    return _FOLDER / "model"
+
+
+def reference_model(dtype: torch.dtype | None = None) -> Any:
+    """A fresh copy of the bundled Llama in eval mode; `dtype` None keeps the stored bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(
+        reference_path(), dtype=dtype or "auto", local_files_only=True
+    )
+    return model.eval()
+
+
+def reference_tokenizer() -> Any:
+    """The tokenizer of the bundled model: byte-level BPE, 4096 tokens, adds no special token."""
+    return AutoTokenizer.from_pretrained(reference_path(), local_files_only=True)
+
+
+def reference_text(split: str) -> str:
+    """One split of the bundled novels: "calibration" (seen in training), "validation" or "test".
+
+    Raises RapError for any other name.
+    """
+    if split not in SPLITS:
+        raise RapError(f"unknown split {split!r} of the bundled text: use one of {', '.join(SPLITS)}")
+    return lzma.decompress((_FOLDER / "corpus" / f"{split}.txt.xz").read_bytes()).decode("utf-8")
