@@ -1,0 +1,263 @@
+"""The decision as data: what every layer keeps, checked, saved and loaded without pickle.
+
+Shapes: G KV heads, M kept pairs (slots) of a head, P dense pairs, N kept non-rotating channels,
+C kept value channels, D dense head dim.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import PlanError
+from .rope import AttentionShape, HeadGeometry
+
+FORMAT = "rap-plan"
+VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """What one attention layer keeps, the same number of slots and channels for every KV head.
+
+    `frequency_GM` is the dense pair whose frequency each key slot rotates at, ascending in a head.
+    Without mixing matrices the slot is that dense pair itself. With them, slot s of head g is the
+    complex combination `sum_p mix[g, s, p] * pair_p` of the dense rows (last axis real, imaginary).
+    `free_GN` indexes the head's non-rotating channels, counted from the first of them.
+    Values keep the dense channels `channels_GC`, or the subspace `value_down` folded back by
+    `value_up`.
+    """
+
+    frequency_GM: Tensor
+    free_GN: Tensor
+    channels_GC: Tensor | None = None
+    query_mix_GMP2: Tensor | None = None
+    key_mix_GMP2: Tensor | None = None
+    value_down_GCD: Tensor | None = None
+    value_up_GDC: Tensor | None = None
+
+    @classmethod
+    def of_indices(
+        cls,
+        pairs: Sequence[Sequence[int]],
+        channels: Sequence[Sequence[int]],
+        free: Sequence[Sequence[int]] | None = None,
+    ) -> "LayerPlan":
+        """Plain pruning: kept dense pairs, value channels and free channels, one list a KV head."""
+        return cls(
+            frequency_GM=_rectangle(pairs, "pairs"),
+            free_GN=_rectangle(free or [[] for _ in pairs], "free channels"),
+            channels_GC=_rectangle(channels, "value channels"),
+        )
+
+    @property
+    def num_pairs(self) -> int:
+        """M: rotated slots kept in every head."""
+        return self.frequency_GM.shape[1]
+
+    @property
+    def num_free(self) -> int:
+        """N: non-rotating key channels kept in every head."""
+        return self.free_GN.shape[1]
+
+    @property
+    def key_width(self) -> int:
+        """Cached key channels of a head, 2M + N."""
+        return 2 * self.num_pairs + self.num_free
+
+    @property
+    def value_width(self) -> int:
+        """Cached value channels of a head, C."""
+        kept = self.channels_GC if self.channels_GC is not None else self.value_down_GCD
+        assert kept is not None
+        return kept.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are set, by field name."""
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayerPlan):
+            return NotImplemented
+        mine, theirs = self.tensors(), other.tensors()
+        return mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def check(self, layer: int, shape: AttentionShape) -> None:
+        """Raise PlanError, naming the layer, if this cannot be cut from a layer of that shape."""
+        geometry, heads = shape.geometry, shape.num_kv_heads
+        for name, tensor in self.tensors().items():
+            if tensor.shape[0] != heads:
+                raise PlanError(
+                    f"layer {layer}: {name} is for {tensor.shape[0]} KV heads, the model has {heads}"
+                )
+        if self.key_width == 0 or self.value_width == 0:
+            raise PlanError(f"layer {layer}: a head must keep at least one channel of K and of V")
+        mixed = self.key_mix_GMP2 is not None
+        _check_index(layer, "pair", self.frequency_GM, geometry.num_pairs, repeats=mixed)
+        _check_index(layer, "free channel", self.free_GN, geometry.num_free)
+        if self.channels_GC is not None:
+            _check_index(layer, "value channel", self.channels_GC, geometry.head_dim)
+        if mixed != (self.query_mix_GMP2 is not None):
+            raise PlanError(f"layer {layer}: key and query mixing must come together")
+        if (self.channels_GC is None) != (
+            self.value_down_GCD is not None and self.value_up_GDC is not None
+        ):
+            raise PlanError(f"layer {layer}: values need either channels or a subspace, not both")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One LayerPlan per decoder layer (None: left dense), and the model and method it came from.
+
+    `retain` is what was asked for; `kept_fraction` what this plan keeps. `shapes` describes the
+    dense layers, `dense_fingerprint` their weights.
+    """
+
+    layers: tuple[LayerPlan | None, ...]
+    shapes: tuple[AttentionShape | None, ...]
+    model_type: str
+    retain: float
+    dense_fingerprint: str = ""
+    method: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != len(self.shapes):
+            raise PlanError(f"{len(self.layers)} layers planned for {len(self.shapes)} shapes")
+        for index, (layer, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
+            if layer is not None:
+                if shape is None:
+                    raise PlanError(f"layer {index} has no attention to prune")
+                layer.check(index, shape)
+
+    @property
+    def kept_fraction(self) -> float:
+        """Kept KV channels over dense KV channels, all planned or eligible layers counted."""
+        kept = dense = 0
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            if shape is not None:
+                width = 2 * shape.head_dim
+                kept += shape.num_kv_heads * (
+                    layer.key_width + layer.value_width if layer else width
+                )
+                dense += shape.num_kv_heads * width
+        return kept / dense
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def check_model(
+        self,
+        model_type: str,
+        shapes: Sequence[AttentionShape | None],
+        fingerprint: str | None = None,
+    ) -> None:
+        """Raise PlanError unless the plan was made for a model of these shapes and weights."""
+        if model_type != self.model_type:
+            raise PlanError(f"the plan is for a {self.model_type} model, this one is {model_type}")
+        if len(shapes) != len(self.shapes):
+            raise PlanError(f"the plan has {len(self.shapes)} layers, the model {len(shapes)}")
+        for index, (mine, theirs) in enumerate(zip(self.shapes, shapes, strict=True)):
+            if mine != theirs:
+                raise PlanError(
+                    f"layer {index} differs: planned for {mine}, the model has {theirs}"
+                )
+        if fingerprint and self.dense_fingerprint and fingerprint != self.dense_fingerprint:
+            raise PlanError(
+                f"the plan was made from other weights ({self.dense_fingerprint[:12]}) than this "
+                f"model's ({fingerprint[:12]}): make a new plan for this model"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write one file: tensors in safetensors format, everything else as JSON in its header."""
+        tensors = {
+            f"layers.{index}.{name}": tensor.contiguous()
+            for index, layer in enumerate(self.layers)
+            if layer is not None
+            for name, tensor in layer.tensors().items()
+        }
+        about = {
+            "version": VERSION,
+            "num_layers": len(self.layers),
+            "planned": [index for index, layer in enumerate(self.layers) if layer is not None],
+            "shapes": [asdict(shape) if shape else None for shape in self.shapes],
+            "model_type": self.model_type,
+            "retain": self.retain,
+            "dense_fingerprint": self.dense_fingerprint,
+            "method": self.method,
+        }
+        save_file(tensors, path, metadata={"format": FORMAT, "plan": json.dumps(about)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan written by `save`; PlanError if the file is not one or is of a newer version."""
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise PlanError(f"cannot read a plan from {path}: {error}") from error
+        if header.get("format") != FORMAT:
+            raise PlanError(f"{path} is not a plan file: write one with `rap plan`")
+        about = json.loads(header["plan"])
+        if about["version"] > VERSION:
+            raise PlanError(
+                f"{path} has plan version {about['version']}, this release reads up to {VERSION}: "
+                "upgrade the package"
+            )
+        shapes = tuple(_shape_of(entry) for entry in about["shapes"])
+        layers: list[LayerPlan | None] = [None] * about["num_layers"]
+        names = [item.name for item in fields(LayerPlan)]
+        for index in about["planned"]:
+            found = {
+                n: tensors[f"layers.{index}.{n}"] for n in names if f"layers.{index}.{n}" in tensors
+            }
+            layers[index] = LayerPlan(**found)
+        kept = ("model_type", "retain", "dense_fingerprint", "method")
+        return cls(layers=tuple(layers), shapes=shapes, **{key: about[key] for key in kept})
+
+
+def _rectangle(rows: Sequence[Sequence[int]], what: str) -> Tensor:
+    widths = {len(row) for row in rows}
+    if len(widths) != 1:
+        raise PlanError(f"heads of one layer keep different numbers of {what}: {sorted(widths)}")
+    return torch.tensor([list(row) for row in rows], dtype=torch.int32).reshape(len(rows), -1)
+
+
+def _check_index(layer: int, what: str, index: Tensor, size: int, *, repeats: bool = False) -> None:
+    if index.numel() == 0:
+        return
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= size:
+        raise PlanError(
+            f"layer {layer}: {what} {low if low < 0 else high} is outside 0..{size - 1}"
+        )
+    steps = index[:, 1:] - index[:, :-1]
+    if repeats:
+        if (steps < 0).any():
+            raise PlanError(f"layer {layer}: {what} indices must ascend within a head")
+        return
+    for head, row in enumerate(index.tolist()):
+        if len(set(row)) < len(row):
+            again = next(value for value in row if row.count(value) > 1)
+            raise PlanError(f"layer {layer}, KV head {head}: {what} {again} is kept twice")
+    if (steps < 0).any():
+        raise PlanError(f"layer {layer}: {what} indices must ascend within a head")
+
+
+def _shape_of(entry: dict[str, Any] | None) -> AttentionShape | None:
+    if entry is None:
+        return None
+    return AttentionShape(**{**entry, "geometry": HeadGeometry(**entry["geometry"])})

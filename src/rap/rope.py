@@ -1,0 +1,117 @@
+"""RoPE geometry: which channels of a head rotate together, and the rotation of kept pairs.
+
+Shapes: B batch, T tokens, H query heads, G KV heads, R = H/G query heads per KV head, D dense head
+dim, P rotated pairs, M kept pairs of a head, W = 2M + kept pass-through channels.
+
+The canonical order of a head's channels is [first of every pair | second of every pair | rest].
+Everything past the conversion of weights works in it, so only this file knows a dense layout.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UnsupportedModelError
+
+Pairing = Literal["half", "interleaved"]
+TableKind = Literal["repeated", "interleaved", "half"]
+
+
+@dataclass(frozen=True)
+class HeadGeometry:
+    """How the `head_dim` channels of one dense head rotate.
+
+    `rotary_dim` channels at the front rotate (0 for a layer without positions); `pairing` says
+    whether pair j is (j, j + rotary_dim/2) (`half`) or (2j, 2j + 1) (`interleaved`).
+    """
+
+    head_dim: int
+    rotary_dim: int
+    pairing: Pairing = "half"
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0, self
+
+    @property
+    def num_pairs(self) -> int:
+        """P: the number of 2x2 rotation planes of a head."""
+        return self.rotary_dim // 2
+
+    @property
+    def num_free(self) -> int:
+        """The number of channels that never rotate."""
+        return self.head_dim - self.rotary_dim
+
+    def canonical_order(self) -> Tensor:
+        """Dense channel of every canonical position, LongTensor [D]."""
+        pairs = torch.arange(self.num_pairs)
+        if self.pairing == "half":
+            first, second = pairs, pairs + self.num_pairs
+        else:
+            first, second = 2 * pairs, 2 * pairs + 1
+        return torch.cat([first, second, torch.arange(self.rotary_dim, self.head_dim)])
+
+    def pair_channels(self) -> Tensor:
+        """Dense channels (first, second) of every pair, LongTensor [P, 2]."""
+        order = self.canonical_order()
+        return torch.stack([order[: self.num_pairs], order[self.num_pairs : self.rotary_dim]], 1)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of one attention layer: H query heads, G KV heads, model dim E, and a head's geometry."""
+
+    num_heads: int
+    num_kv_heads: int
+    hidden_size: int
+    geometry: HeadGeometry
+
+    @property
+    def group_size(self) -> int:
+        """R: query heads that read one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """D of the dense head."""
+        return self.geometry.head_dim
+
+
+def read_frequencies(rotary: nn.Module) -> Tensor:
+    """Angular frequency per position of every pair, float64 [P], read from a model's rotary module.
+
+    Recomputing them from a base would miss llama3, yarn, linear and longrope scaling.
+    """
+    frequencies = getattr(rotary, "inv_freq", None)
+    if not isinstance(frequencies, Tensor):
+        raise UnsupportedModelError(
+            f"{type(rotary).__name__} has no inv_freq: its RoPE frequencies cannot be read"
+        )
+    return frequencies.detach().double().cpu()
+
+
+def pair_table(table: Tensor, num_pairs: int, kind: TableKind) -> Tensor:
+    """One column per pair, [1|B, T, P], of a model-level cos or sin table in any of its layouts."""
+    if kind == "interleaved":
+        return table[..., : 2 * num_pairs : 2]
+    return table[..., :num_pairs]
+
+
+def gather_pairs(table_BTP: Tensor, index_GM: Tensor) -> Tensor:
+    """cos or sin of every kept slot, [1|B, G, T, M]. An index may repeat within a head."""
+    return table_BTP[:, :, index_GM].transpose(1, 2)
+
+
+def rotate_pairs(x_BHTW: Tensor, cos_BGTM: Tensor, sin_BGTM: Tensor) -> Tensor:
+    """Rotate the first 2M canonical channels of every head; the rest passes through.
+
+    `x` has H query heads or G KV heads; head h uses the slots of KV head h // (H/G). The arithmetic
+    is x1 cos - x2 sin, x2 cos + x1 sin: per channel the same as in the dense model (eq. `rope`).
+    """
+    num_kv, num_slots = cos_BGTM.shape[1], cos_BGTM.shape[-1]
+    x = x_BHTW.unflatten(1, (num_kv, -1))
+    cos, sin = cos_BGTM.unsqueeze(2), sin_BGTM.unsqueeze(2)
+    x1, x2, rest = x.split([num_slots, num_slots, x.shape[-1] - 2 * num_slots], dim=-1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1).flatten(1, 2)
