@@ -41,5 +41,7 @@ def reference_text(split: str) -> str:
     Raises RapError for any other name.
     """
     if split not in SPLITS:
-        raise RapError(f"unknown split {split!r} of the bundled text: use one of {', '.join(SPLITS)}")
+        raise RapError(
+            f"unknown split {split!r} of the bundled text: use one of {', '.join(SPLITS)}"
+        )
     return lzma.decompress((_FOLDER / "corpus" / f"{split}.txt.xz").read_bytes()).decode("utf-8")

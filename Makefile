@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Both make .venv when it is missing; only a change of pyproject.toml or constraints.txt renews it.
+
+PYTHON  ?= python3.11
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+# Two pytest workers suit two cores; WORKERS=0 runs in one process (for a debugger).
+WORKERS ?= 2
+ARGS    ?=
+
+# Neither tests nor demo may need a network: everything they use is bundled.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format coverage clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
+	@touch $@
+
+demo: $(STAMP) ## compress the bundled model and print the table
+	$(BIN)/rap demo $(ARGS)
+
+test: $(STAMP) ## run the tests (ARGS="-k rope" for some of them)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(STAMP) ## ruff check, ruff format --check, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+coverage: $(STAMP) ## run the tests and report the lines they miss
+	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(ARGS)
+
+clean: ## remove builds and caches; .venv and runs/ stay
+	rm -rf build dist .coverage .coverage.* coverage.xml htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
