@@ -1,4 +1,4 @@
-"""Every error a user can cause, as named subclasses of ValueError with a message that says what to do."""
+"""Every error a user can cause: named subclasses of ValueError that say what to do."""
 
 
 class RapError(ValueError):

@@ -3,8 +3,8 @@
 Every class is derived from the family's own, so generation, tensor-parallel plans, gradient
 checkpointing and output capture are inherited. The `rap` section of the config holds the widths,
 the frequency index of every layer is a persistent buffer. This file and its siblings `families`,
-`rope` and `errors` are also copied into checkpoints, where they load as remote code: they may
-import torch, transformers and each other, nothing else.
+`fingerprint`, `rope` and `errors` are also copied into checkpoints, where they load as remote code:
+they may import torch, transformers and each other, nothing else.
 
 Shapes: B batch, T tokens, H query heads, G KV heads, E model dim, M slots, W key width, C value
 width, P dense pairs.
@@ -34,6 +34,7 @@ from .families import (
     attention_spec,
     sliding_window,
 )
+from .fingerprint import fingerprint_model, fingerprint_tensors
 from .rope import gather_pairs, pair_table, rotate_pairs
 
 CONFIG_VERSION = 1
@@ -139,8 +140,16 @@ class RapModelMixin:
             parent, _, name = layer.path.rpartition(".")
             setattr(self.get_submodule(parent), name, pruned)
 
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
+        """As the base class; the config records the fingerprint of exactly these weights."""
+        state = kwargs.get("state_dict")
+        self.config.rap["fingerprint"] = (
+            fingerprint_model(self) if state is None else fingerprint_tensors(state.items())
+        )
+        return super().save_pretrained(save_directory, **kwargs)
+
     def _get_static_cache_init_shape(self) -> None:
-        """Head widths differ from config.head_dim: let a static cache take them from the tensors."""
+        """Head widths differ from config.head_dim: a static cache takes them from the tensors."""
         return None
 
 

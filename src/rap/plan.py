@@ -97,7 +97,7 @@ class LayerPlan:
         for name, tensor in self.tensors().items():
             if tensor.shape[0] != heads:
                 raise PlanError(
-                    f"layer {layer}: {name} is for {tensor.shape[0]} KV heads, the model has {heads}"
+                    f"layer {layer}: {name} has {tensor.shape[0]} KV heads, the model has {heads}"
                 )
         if self.key_width == 0 or self.value_width == 0:
             raise PlanError(f"layer {layer}: a head must keep at least one channel of K and of V")
@@ -202,7 +202,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan written by `save`; PlanError if the file is not one or is of a newer version."""
+        """Read a plan written by `save`; PlanError if it is no plan or of a newer version."""
         try:
             with safe_open(path, "pt") as file:
                 header = file.metadata() or {}

@@ -32,7 +32,8 @@ class HeadGeometry:
     pairing: Pairing = "half"
 
     def __post_init__(self) -> None:
-        assert 0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0, self
+        assert 0 <= self.rotary_dim <= self.head_dim, self
+        assert self.rotary_dim % 2 == 0, self
 
     @property
     def num_pairs(self) -> int:
@@ -61,7 +62,7 @@ class HeadGeometry:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of one attention layer: H query heads, G KV heads, model dim E, and a head's geometry."""
+    """Sizes of one attention layer: H query heads, G KV heads, model dim E, the head's geometry."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,4 +1,4 @@
-"""The bundled reference model and corpus, so that demo and tests run on trained weights and real text, offline.
+"""The bundled reference model and corpus: demo and tests run on real weights and text, offline.
 
 Provenance and licence of every file are stated in README.md beside this file.
 """

@@ -1,0 +1,174 @@
+"""Checkpoint directories: reading with clear errors, and writing whole or not at all."""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from .errors import CheckpointError
+from .families import PREFIX, attention_spec, refuse_pruned
+from .fingerprint import fingerprint_model
+from .modeling import register
+
+PLAN_FILE = "plan.rap"
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def load_config(source: str | Path) -> Any:
+    """The config of a checkpoint directory or hub name; CheckpointError if there is none."""
+    register()
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise CheckpointError(f"{source} is a directory without a model: config.json is missing")
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read a model config from {source}: {_first(error)}"
+        ) from error
+
+
+def load_dense(source: str | Path, **kwargs: Any) -> Any:
+    """A dense causal LM to compress, in eval mode; refused before its weights are read.
+
+    Keyword arguments go to `AutoModelForCausalLM.from_pretrained` (dtype, device_map, ...).
+    Raises UnsupportedModelError or CheckpointError.
+    """
+    config = load_config(source)
+    refuse_pruned(config)
+    attention_spec(config)
+    return _load(source, **kwargs)
+
+
+def load(source: str | Path, *, verify: bool = True, **kwargs: Any) -> Any:
+    """Any causal LM, dense or pruned, in eval mode.
+
+    A pruned checkpoint's weights are checked against the fingerprint in its config, unless
+    `verify` is off or the requested dtype cannot represent the stored values.
+    """
+    config = load_config(source)
+    model = _load(source, **kwargs)
+    stored = (getattr(config, "rap", None) or {}).get("fingerprint")
+    exact = model.dtype in (config.dtype, torch.float32, torch.float64)
+    if verify and exact and stored and stored != fingerprint_model(model):
+        raise CheckpointError(
+            f"the weights in {source} are not the ones its config describes (fingerprint "
+            f"{stored[:12]}): the checkpoint was changed or mixed with another one"
+        )
+    return model
+
+
+def is_pruned(model: Any) -> bool:
+    """Whether a model or config is of a pruned family."""
+    config = getattr(model, "config", model)
+    return str(config.model_type).startswith(PREFIX)
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """The tokenizer of a checkpoint; CheckpointError if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot load a tokenizer from {source}: {_first(error)}") from error
+
+
+def check_output(output: str | Path, *, force: bool) -> None:
+    """Raise CheckpointError if `output` exists and may not be replaced."""
+    path = Path(output)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{output} is a file: name a directory")
+    if path.is_dir() and any(path.iterdir()) and not force:
+        raise CheckpointError(
+            f"{output} exists: pass --force to replace it, or name another output"
+        )
+
+
+@contextlib.contextmanager
+def whole_directory(output: str | Path, *, force: bool = False) -> Iterator[Path]:
+    """A directory to write into that becomes `output` only when the block ends well.
+
+    A process killed inside leaves `output` as it was. An exception removes what was written.
+    """
+    check_output(output, force=force)
+    target = Path(output).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _move_into_place(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON whole or not at all, sorted and indented."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise CheckpointError if a safetensors file is shorter than its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little") if len(start) == 8 else size
+        try:
+            header = json.loads(file.read(length)) if length < size else None
+        except ValueError:
+            header = None
+    entries = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
+    if header is None or 8 + length + max(entries, default=0) != size:
+        raise CheckpointError(f"{path} is truncated or damaged ({size} bytes): download it again")
+
+
+def _load(source: str | Path, **kwargs: Any) -> Any:
+    if Path(source).is_dir():
+        for shard in sorted(Path(source).glob("*.safetensors")):
+            check_safetensors(shard)
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, **kwargs).eval()
+    except OSError as error:
+        raise CheckpointError(f"cannot load weights from {source}: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    if not target.exists():
+        partial.rename(target)
+    elif not _exchange(partial, target):
+        # Without an atomic exchange there is a moment with only the backup: keep it beside.
+        backup = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        target.rename(backup)
+        partial.rename(target)
+        shutil.rmtree(backup)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step (Linux renameat2); False where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    names = (os.fsencode(first), os.fsencode(second))
+    return rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
+
+
+def _remove_abandoned(target: Path) -> None:
+    for old in target.parent.glob(f".{target.name}.partial-*"):
+        process = old.name.rpartition("-")[2]
+        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():
+            shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,156 @@
+"""Step 3, the pruned model: a plan applied to a dense model in memory."""
+
+from typing import Any
+
+import torch
+from accelerate import dispatch_model
+from torch import Tensor, nn
+
+from .errors import CheckpointError, PlanError
+from .families import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    base_model_type,
+    projection_tensors,
+    refuse_pruned,
+)
+from .fingerprint import fingerprint_model
+from .modeling import CONFIG_VERSION, config_class, model_class
+from .plan import LayerPlan, Plan
+from .surgery import cut, kept_rows
+
+
+def apply(model: Any, plan: Plan) -> Any:
+    """A new Rap<Family>ForCausalLM cut from `model` as planned; `model` is left untouched.
+
+    The result holds its own copy of every weight, on the devices of the dense ones. Raises
+    PlanError if the plan was made for another model, CheckpointError if the model is pruned
+    already or has weights offloaded to the meta device.
+    """
+    refuse_pruned(model.config)
+    layers = attention_layers(model)
+    shapes = [layer.shape for layer in layers]
+    plan.check_model(base_model_type(model.config), shapes, fingerprint_model(model))
+    state = pruned_state(model.state_dict(), plan, layers, attention_spec(model.config))
+
+    small_class = model_class(base_model_type(model.config))
+    config = pruned_config(model.config, plan)
+    with torch.device("meta"):
+        small = small_class(config)
+    small.load_state_dict(state, assign=True, strict=True)
+    _copy_buffers(model, small)
+    small.tie_weights()
+    small.config._attn_implementation = model.config._attn_implementation
+    small.generation_config = model.generation_config
+    small.train(model.training)
+    return _dispatch_like(model, small)
+
+
+def pruned_config(dense_config: Any, plan: Plan) -> Any:
+    """The base config's own fields, unchanged, plus the `rap` section with every layer's widths."""
+    kept = dense_config.to_dict()
+    for key in ("model_type", "architectures", "auto_map", "transformers_version"):
+        kept.pop(key, None)
+    base_type = base_model_type(dense_config)
+    config = config_class(base_type)(**kept, rap=rap_section(plan))
+    config.architectures = [model_class(base_type).__name__]
+    return config
+
+
+def rap_section(plan: Plan) -> dict[str, Any]:
+    """The `rap` section of config.json: format version, widths, and where the model came from."""
+    return {
+        "version": CONFIG_VERSION,
+        "base_model_type": plan.model_type,
+        "layers": [_widths(layer) for layer in plan.layers],
+        "retain": plan.retain,
+        "kept_fraction": plan.kept_fraction,
+        "method": plan.method,
+        "dense_fingerprint": plan.dense_fingerprint,
+    }
+
+
+def pruned_state(
+    state: dict[str, Tensor], plan: Plan, layers: list[AttentionLayer], spec: Any
+) -> dict[str, Tensor]:
+    """The pruned model's state dict: cut attention weights, copies of everything else."""
+    cuts = projection_tensors(layers, spec)
+    result = {}
+    for name, tensor in state.items():
+        if tensor.device.type == "meta":
+            raise CheckpointError(
+                f"{name} is offloaded: load the model whole, or use `rap apply --stream`"
+            )
+        layer, role = cuts.get(name, (None, ""))
+        planned = plan.layers[layer.index] if layer is not None else None
+        if layer is None or planned is None:
+            result[name] = tensor.detach().clone()
+        else:
+            assert layer.shape is not None
+            result[name] = cut(role, tensor.detach(), planned, layer.shape)
+    for name, index in frequency_tensors(plan, layers).items():
+        layer_index = int(name.split(".layers.")[1].split(".")[0])
+        weight = f"{layers[layer_index].path}.{spec.projection_names()['k']}.weight"
+        result[name] = index.to(state[weight].device)
+    return result
+
+
+def frequency_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, Tensor]:
+    """Checkpoint name and value of every pruned layer's frequency index, int32 [G, M]."""
+    return {
+        f"{layer.path}.frequency_index": planned.frequency_GM.to(torch.int32).contiguous()
+        for layer, planned in zip(layers, plan.layers, strict=True)
+        if planned is not None
+    }
+
+
+def masked_dense(model: nn.Module, plan: Plan) -> None:
+    """Zero, in place, what a plain plan drops from a dense model: the identity's other side.
+
+    q, k and v rows of dropped pairs and channels become zero; the output is the pruned model's
+    (eq. `masked-logit-equivalence`). Raises PlanError for mixed slots or value subspaces.
+    """
+    spec = attention_spec(model.config)
+    tensors = dict(model.named_parameters())
+    for name, (layer, role) in projection_tensors(attention_layers(model), spec).items():
+        planned, shape = plan.layers[layer.index], layer.shape
+        if planned is None or shape is None or role == "o":
+            continue
+        if planned.channels_GC is None or planned.key_mix_GMP2 is not None:
+            raise PlanError("only plain pruning is a mask of the dense model")
+        heads = shape.num_heads if role == "q" else shape.num_kv_heads
+        keep = _kept_mask(role, planned, shape, heads)
+        with torch.no_grad():
+            rows = tensors[name].unflatten(0, (heads, shape.head_dim))
+            rows[~keep.to(rows.device)] = 0
+
+
+def _kept_mask(role: str, planned: LayerPlan, shape: Any, heads: int) -> Tensor:
+    assert planned.channels_GC is not None
+    kept = planned.channels_GC.long() if role == "v" else kept_rows(planned, shape)
+    mask = torch.zeros(shape.num_kv_heads, shape.head_dim, dtype=torch.bool)
+    mask.scatter_(1, kept, True)
+    return mask.repeat_interleave(heads // shape.num_kv_heads, 0)
+
+
+def _widths(layer: LayerPlan | None) -> dict[str, int] | None:
+    if layer is None:
+        return None
+    return {"pairs": layer.num_pairs, "free": layer.num_free, "values": layer.value_width}
+
+
+def _copy_buffers(dense: nn.Module, small: nn.Module) -> None:
+    """Non-persistent buffers (RoPE frequencies) are in no state dict."""
+    source = dict(dense.named_buffers())
+    for name, buffer in small.named_buffers():
+        if buffer.device.type == "meta":
+            parent, _, leaf = name.rpartition(".")
+            setattr(small.get_submodule(parent), leaf, source[name].clone())
+
+
+def _dispatch_like(dense: Any, small: Any) -> Any:
+    device_map = getattr(dense, "hf_device_map", None)
+    if not device_map or len(set(device_map.values())) < 2:
+        return small
+    return dispatch_model(small, device_map=device_map)

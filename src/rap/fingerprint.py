@@ -1,0 +1,54 @@
+"""What a set of weights is: one hash over every tensor's name, shape and values.
+
+Values are hashed as float32, so a bfloat16 checkpoint loaded in float32 keeps its fingerprint.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Fingerprint:
+    """Accumulates tensors in any order; `value()` does not depend on it."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Hash one tensor (copied to the CPU and to float32 if it is of another float type)."""
+        values = tensor.detach().cpu()
+        if values.is_floating_point():
+            values = values.float()
+        flat = values.contiguous().reshape(-1).view(torch.uint8)
+        digest = hashlib.sha256(str(tuple(tensor.shape)).encode())
+        digest.update(flat.numpy())
+        self._digests[name] = digest.hexdigest()
+
+    def value(self) -> str:
+        """64 hexadecimal digits."""
+        lines = (f"{name} {digest}" for name, digest in sorted(self._digests.items()))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def fingerprint_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Fingerprint of (name, tensor) pairs."""
+    result = Fingerprint()
+    for name, tensor in named:
+        result.add(name, tensor)
+    return result.value()
+
+
+def tied_names(model: Any) -> set[str]:
+    """State-dict names that repeat another weight and are not stored in a checkpoint."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def fingerprint_model(model: nn.Module) -> str:
+    """Fingerprint of a model's stored weights: its state dict without tied repetitions."""
+    skip = tied_names(model)
+    return fingerprint_tensors(
+        (name, tensor) for name, tensor in model.state_dict().items() if name not in skip
+    )

@@ -1,0 +1,237 @@
+"""Step 3 without the model: a checkpoint rewritten tensor by tensor as a plan says.
+
+The output's layout is known from the plan before anything is read, so each shard's header is
+written first and every tensor follows as soon as it is cut: one tensor is in memory at a time.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from huggingface_hub import snapshot_download
+from rich.progress import Progress
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import custom_object_save
+
+from .checkpoint import PLAN_FILE, check_safetensors, load_config, whole_directory
+from .construction import frequency_tensors, pruned_config
+from .errors import CheckpointError, PlanError
+from .families import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    base_model_type,
+    projection_tensors,
+    refuse_pruned,
+)
+from .fingerprint import Fingerprint, tied_names
+from .modeling import model_class
+from .plan import Plan
+from .surgery import cut
+
+INDEX_FILE = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of an output shard: where it comes from and its shape after the cut."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layer: AttentionLayer | None = None
+    role: str = ""
+    value: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class _Rewriter:
+    """The state of one streamed application: the plan, names to cut, and both fingerprints."""
+
+    def __init__(self, model: Any, plan: Plan):
+        self.plan, self.spec = plan, attention_spec(model.config)
+        self.layers = attention_layers(model)
+        self.cuts = projection_tensors(self.layers, self.spec)
+        self.tied = tied_names(model)
+        self.index_tensors = frequency_tensors(plan, self.layers)
+        self.dense, self.small = Fingerprint(), Fingerprint()
+
+    def entries(self, shard: Any) -> list[_Entry]:
+        """The tensors of an output shard, in the order of the input shard."""
+        result = []
+        for name in shard.keys():  # noqa: SIM118 (a file handle, not a dict)
+            if name in self.tied:
+                continue
+            part = shard.get_slice(name)
+            if part.get_dtype() not in _DTYPES:
+                raise CheckpointError(
+                    f"{name} is stored as {part.get_dtype()}: streamed surgery takes float "
+                    "weights, compress the unquantized checkpoint"
+                )
+            dtype, dense_shape = _DTYPES[part.get_dtype()], tuple(part.get_shape())
+            layer, role = self.cuts.get(name, (None, ""))
+            if layer is None or self.plan.layers[layer.index] is None:
+                result.append(_Entry(name, dtype, dense_shape))
+                continue
+            like = torch.empty(dense_shape, dtype=dtype, device="meta")
+            result.append(
+                _Entry(name, dtype, tuple(self._cut(like, layer, role).shape), layer, role)
+            )
+            if role == "k" and name.endswith(".weight"):
+                index_name = f"{layer.path}.frequency_index"
+                value = self.index_tensors[index_name]
+                result.append(_Entry(index_name, value.dtype, tuple(value.shape), value=value))
+        return result
+
+    def rewrite(self, shard: Any, entry: _Entry) -> Tensor:
+        """The output tensor of an entry, hashed on both sides."""
+        if entry.value is not None:
+            result = entry.value
+        else:
+            dense = shard.get_tensor(entry.name)
+            self.dense.add(entry.name, dense)
+            result = self._cut(dense, entry.layer, entry.role) if entry.layer is not None else dense
+        self.small.add(entry.name, result)
+        return result
+
+    def _cut(self, tensor: Tensor, layer: AttentionLayer, role: str) -> Tensor:
+        planned = self.plan.layers[layer.index]
+        assert planned is not None
+        assert layer.shape is not None
+        return cut(role, tensor, planned, layer.shape)
+
+
+def apply_streamed(
+    source: str | Path,
+    plan: Plan,
+    output: str | Path,
+    *,
+    force: bool = False,
+    progress: bool = False,
+) -> None:
+    """Write the pruned checkpoint of `source` (directory or hub name) to the directory `output`.
+
+    Byte for byte the tensors that `construction.apply` and `save_pretrained` would write, with one
+    tensor in memory at a time. Raises PlanError (also when the weights turn out to be other ones
+    than were planned for, in which case nothing is written) or CheckpointError.
+    """
+    config = load_config(source)
+    refuse_pruned(config)
+    attention_spec(config)
+    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(str(source)))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rewriter = _Rewriter(model, plan)
+    plan.check_model(base_model_type(config), [layer.shape for layer in rewriter.layers])
+    shards = _shards(folder)
+    with whole_directory(output, force=force) as partial:
+        weight_map, total_bytes = {}, 0
+        for shard, entries in _each_shard(shards, rewriter, partial, progress=progress):
+            weight_map.update({entry.name: shard.name for entry in entries})
+            total_bytes += sum(entry.num_bytes for entry in entries)
+        _check_complete(model, rewriter, weight_map)
+        found = rewriter.dense.value()
+        if plan.dense_fingerprint and found != plan.dense_fingerprint:
+            raise PlanError(
+                f"the plan was made from other weights ({plan.dense_fingerprint[:12]}) than those "
+                f"in {source} ({found[:12]}): make a new plan for this checkpoint"
+            )
+        if len(shards) > 1:
+            _write_index(partial, weight_map, total_bytes)
+        _write_rest(folder, partial, model, rewriter)
+
+
+def _shards(folder: Path) -> list[Path]:
+    shards = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX_FILE).is_file():
+        weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+        shards = [folder / name for name in sorted(set(weight_map.values()))]
+    if not shards:
+        raise CheckpointError(f"{folder} has no safetensors weights: convert the checkpoint first")
+    for shard in shards:
+        if not shard.is_file():
+            raise CheckpointError(f"{shard} is missing: download the checkpoint again")
+        check_safetensors(shard)
+    return shards
+
+
+def _each_shard(
+    shards: list[Path], rewriter: _Rewriter, output: Path, *, progress: bool
+) -> Iterator[tuple[Path, list[_Entry]]]:
+    with Progress(disable=not progress) as bar:
+        task = bar.add_task("rewriting", total=sum(shard.stat().st_size for shard in shards))
+        for path in shards:
+            with safe_open(path, "pt") as shard, (output / path.name).open("wb") as file:
+                entries = rewriter.entries(shard)
+                _write_header(file, entries)
+                for entry in entries:
+                    tensor = rewriter.rewrite(shard, entry).contiguous()
+                    file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            bar.advance(task, path.stat().st_size)
+            yield path, entries
+
+
+def _write_header(file: BinaryIO, entries: list[_Entry]) -> None:
+    """The safetensors header: https://github.com/huggingface/safetensors#format."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        end = offset + entry.num_bytes
+        header[entry.name] = {
+            "dtype": _DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _check_complete(model: Any, rewriter: _Rewriter, weight_map: dict[str, str]) -> None:
+    expected = model.state_dict().keys() - rewriter.tied
+    missing = sorted(expected - weight_map.keys())
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} tensors ({missing[0]}, ...): it is incomplete, "
+            "or stored under other names; use the in-memory `rap apply`"
+        )
+
+
+def _write_index(output: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (output / INDEX_FILE).write_text(text, encoding="utf-8")
+
+
+def _write_rest(source: Path, output: Path, model: Any, rewriter: _Rewriter) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != "config.json":
+            shutil.copyfile(file, output / file.name)
+    config = pruned_config(model.config, rewriter.plan)
+    config.rap["fingerprint"] = rewriter.small.value()
+    with torch.device("meta"):
+        small = model_class(rewriter.plan.model_type)(config)
+    custom_object_save(small, output, config=config)
+    config.save_pretrained(output)
+    rewriter.plan.save(output / PLAN_FILE)
