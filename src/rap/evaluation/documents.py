@@ -1,0 +1,135 @@
+"""Documents that cannot be predicted without their context: facts asked for again, and copies.
+
+A recall document is running text with facts and questions dropped into it:
+
+    ... The number of Lucy is 4821. ... What is the number of Lucy? 4821. ...
+
+The numbers are drawn at random for every document, so an answer can only come from the context. The
+same makers serve training and evaluation, which are kept apart by their seeds (`evaluation_rng`).
+
+Shapes: T tokens.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# fmt: off
+NAMES = (
+    "Adam", "Albert", "Alice", "Amy", "Andrew", "Anna", "Arthur", "Barbara", "Betty", "Bob",
+    "Caroline", "Charles", "Clara", "Daniel", "David", "Dick", "Dora", "Edgar", "Edith", "Edward",
+    "Ellen", "Emily", "Evelyn", "Fanny", "Florence", "Frank", "Fred", "George", "Gerald", "Grace",
+    "Harold", "Harriet", "Harry", "Helen", "Henry", "Hester", "Jack", "James", "Jane", "John",
+    "Joseph", "Julia", "Kate", "Katharine", "Kitty", "Laura", "Leonard", "Lucy", "Margaret",
+    "Maria", "Mark", "Martha", "Mary", "Molly", "Nancy", "Oliver", "Paul", "Peter", "Philip",
+    "Polly", "Ralph", "Richard", "Robert", "Roger", "Rose", "Ruth", "Sam", "Sarah", "Susan",
+    "Sylvia", "Thomas", "Tom", "Ursula", "Violet", "Virginia", "Walter", "William",
+)
+# fmt: on
+TEXT, STATED, ANSWER = 0, 1, 2  # kinds of token: running text, a fact's number, the answer to it
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids and the kind of each token (TEXT, STATED or ANSWER), both int64 [T]."""
+
+    ids: np.ndarray
+    kinds: np.ndarray
+
+
+class FactWriter:
+    """Writes facts and questions as token ids, each piece encoded once and remembered."""
+
+    def __init__(self, tokenizer: Any, names: Sequence[str] = NAMES) -> None:
+        self.names = tuple(names)
+        self._encode = functools.cache(
+            lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
+        )
+
+    def fact(self, name: str, number: int) -> tuple[list[int], list[int]]:
+        """Ids and kinds of ` The number of NAME is NUMBER.`"""
+        return self._join(f" The number of {name} is", f" {number}", STATED)
+
+    def question(self, name: str, number: int) -> tuple[list[int], list[int]]:
+        """Ids and kinds of ` What is the number of NAME? NUMBER.`"""
+        return self._join(f" What is the number of {name}?", f" {number}", ANSWER)
+
+    def _join(self, stem: str, number: str, kind: int) -> tuple[list[int], list[int]]:
+        parts = [
+            (self._encode(stem), TEXT),
+            (self._encode(number), kind),
+            (self._encode("."), TEXT),
+        ]
+        ids = [token for tokens, _ in parts for token in tokens]
+        return ids, [k for tokens, k in parts for _ in tokens]
+
+
+def evaluation_rng(seed: int, *key: int) -> np.random.Generator:
+    """Generator whose stream no training seed can reach (training uses `default_rng(int)`)."""
+    return np.random.default_rng([0xE7A1, seed, *key])
+
+
+def draw_facts(writer: FactWriter, rng: np.random.Generator, count: int) -> list[tuple[str, int]]:
+    """`count` different names, each with a random number of four digits."""
+    if count > len(writer.names):
+        raise ValueError(f"{count} facts need as many names, there are {len(writer.names)}")
+    picked = rng.choice(len(writer.names), count, replace=False)
+    return [(writer.names[i], int(rng.integers(1000, 10000))) for i in picked]
+
+
+def interleave(filler: np.ndarray, events: Iterable[tuple[int, list[int], list[int]]]) -> Document:
+    """Insert (position in the filler, ids, kinds) events into the filler, in order of position."""
+    ids: list[np.ndarray] = []
+    kinds: list[np.ndarray] = []
+    done = 0
+    for position, event_ids, event_kinds in sorted(events, key=lambda event: event[0]):
+        ids += [filler[done:position], np.array(event_ids)]
+        kinds += [np.zeros(position - done, int), np.array(event_kinds)]
+        done = position
+    ids.append(filler[done:])
+    kinds.append(np.zeros(len(filler) - done, int))
+    return Document(np.concatenate(ids).astype(np.int64), np.concatenate(kinds).astype(np.int64))
+
+
+def recall_document(
+    writer: FactWriter, filler: np.ndarray, rng: np.random.Generator, distance: int, num_facts: int
+) -> Document:
+    """A document that ends in one question, `distance` tokens after its fact.
+
+    The distance runs from the fact's number to the answer. The other facts stand at random places
+    of the text between and before; `filler` gives the text and needs `distance` tokens and more.
+    """
+    (name, number), *others = draw_facts(writer, rng, num_facts)
+    fact, question = writer.fact(name, number), writer.question(name, number)
+    room = distance - len(question[0])
+    if room < 0:
+        raise ValueError(f"distance {distance} is shorter than the question, {len(question[0])}")
+    between, before = [], []
+    for other in others:
+        statement = writer.fact(*other)
+        if len(statement[0]) <= room and rng.random() < 0.8:
+            between.append(statement)
+            room -= len(statement[0])
+        else:
+            before.append(statement)
+    lead = 16 + 8 * len(before)
+    if len(filler) < lead + room:
+        raise ValueError(f"filler of {len(filler)} tokens, {lead + room} are needed")
+    events = [(int(rng.integers(0, lead)), *statement) for statement in before]
+    events.append((lead, *fact))
+    events += [(int(rng.integers(lead, lead + room + 1)), *statement) for statement in between]
+    events.append((lead + room, *question))
+    document = interleave(filler[: lead + room], events)
+    end = int(np.flatnonzero(document.kinds == ANSWER)[-1]) + 1
+    return Document(document.ids[:end], document.kinds[:end])
+
+
+def copy_document(passage: np.ndarray, filler: np.ndarray) -> Document:
+    """A passage, other text, the same passage again; its second reading is marked ANSWER."""
+    ids = np.concatenate([passage, filler, passage]).astype(np.int64)
+    kinds = np.full(len(ids), TEXT, np.int64)
+    kinds[-len(passage) :] = ANSWER
+    return Document(ids, kinds)
