@@ -1,4 +1,4 @@
-"""Tiny random models of any family, with attention sharp enough that a wrong channel shows in the output."""
+"""Tiny random models of any family, with attention sharp enough to show a wrong channel."""
 
 from typing import Any
 

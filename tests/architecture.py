@@ -1,0 +1,188 @@
+"""The rules of the source tree, as functions from source text to a list of violations.
+
+Kept apart from the tests so that each rule can be shown to fail on a planted source.
+"""
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+PACKAGE = "rap"
+FORBIDDEN_STEMS = {"utils", "helpers", "common", "misc"}
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120
+
+# A module is named by its path below the package: "rope", "methods.base", "assets" for
+# assets/__init__.py, "" for the package's own __init__.py.
+Sources = Mapping[str, str]
+Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def read_package(root: Path) -> dict[str, str]:
+    """Module name to source, for every Python file below `root`."""
+    return {
+        _module_name(path.relative_to(root)): path.read_text("utf-8") for path in root.rglob("*.py")
+    }
+
+
+def _module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(name: str, sources: Sources) -> set[str]:
+    """Modules of the package that one of them imports, also in functions; "" is the package."""
+    found = set()
+    for node in ast.walk(ast.parse(sources[name])):
+        if isinstance(node, ast.Import):
+            dotted = [alias.name for alias in node.names]
+            found |= {part.partition(".")[2] for part in dotted if _is_own(part)}
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(name, node, sources)
+            if base is not None:
+                found |= {_narrowest(base, alias.name, sources) for alias in node.names}
+    return found
+
+
+def _is_own(dotted: str) -> bool:
+    return dotted.partition(".")[0] == PACKAGE
+
+
+def _base(name: str, node: ast.ImportFrom, sources: Sources) -> str | None:
+    """The module that a `from ... import` names, or None if it is not of the package."""
+    if node.level == 0:
+        dotted = node.module or ""
+        return dotted.partition(".")[2] if _is_own(dotted) else None
+    parts = name.split(".") if name else []
+    is_package = name == "" or any(other.startswith(f"{name}.") for other in sources)
+    up = node.level - 1 if is_package else node.level
+    parts = parts[: len(parts) - up]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+def _narrowest(base: str, imported: str, sources: Sources) -> str:
+    """`from .methods import base` imports the module methods.base, if there is one."""
+    candidate = f"{base}.{imported}" if base else imported
+    return candidate if candidate in sources else base
+
+
+def _room(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def order_violations(
+    sources: Sources, order: Sequence[str], side_rooms: Mapping[str, tuple[set[str], set[str]]]
+) -> list[str]:
+    """Imports against the order, and modules the order does not list.
+
+    `side_rooms` maps a room outside the order to (rooms it may import, rooms that may import it).
+    """
+    rank = {room: position for position, room in enumerate(order)}
+    found = []
+    for name in sorted(set(sources) - {""}):
+        room = _room(name)
+        if room not in rank and room not in side_rooms:
+            found.append(f"{name}: not in the import order, add it where it belongs")
+            continue
+        for target in sorted(imports(name, sources)):
+            goal = _room(target)
+            if goal == room:
+                continue
+            if room in side_rooms:
+                allowed = goal in side_rooms[room][0]
+            elif goal in side_rooms:
+                allowed = room in side_rooms[goal][1]
+            else:
+                allowed = goal in rank and rank[goal] < rank[room]
+            if not allowed:
+                found.append(f"{name}: must not import {target or PACKAGE + ' itself'}")
+    return found
+
+
+def cycle_violations(sources: Sources) -> list[str]:
+    """Modules that import each other, directly or around a corner."""
+    waiting = {name: imports(name, sources) & set(sources) - {name} for name in sources}
+    while free := [name for name, targets in waiting.items() if not targets & set(waiting)]:
+        for name in free:
+            del waiting[name]
+    return [f"in an import cycle, or importing one: {sorted(waiting)}"] if waiting else []
+
+
+def remote_code_violations(sources: Sources, shipped: Iterable[str]) -> list[str]:
+    """Shipped modules may import by `from .shipped import` only: transformers copies just those."""
+    shipped = set(shipped)
+    found = []
+    for name in sorted(shipped & set(sources)):
+        for node in ast.walk(ast.parse(sources[name])):
+            if isinstance(node, ast.Import):
+                bad = [alias.name for alias in node.names if _is_own(alias.name)]
+            elif isinstance(node, ast.ImportFrom):
+                sibling = node.level == 1 and node.module in shipped
+                own = node.level > 0 or _is_own(node.module or "")
+                bad = [ast.unparse(node)] if own and not sibling else []
+            else:
+                continue
+            found += [f"{name}: {text!r} would be missing from a checkpoint" for text in bad]
+    return found
+
+
+def foreign_import_violations(sources: Sources, rooms: set[str], library: str) -> list[str]:
+    """Modules of `rooms` that import `library`."""
+    found = []
+    for name in sorted(name for name in sources if _room(name) in rooms):
+        for node in ast.walk(ast.parse(sources[name])):
+            dotted: list[str] = []
+            if isinstance(node, ast.Import):
+                dotted = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                dotted = [node.module or ""]
+            if any(part.partition(".")[0] == library for part in dotted):
+                found.append(f"{name}: must not import {library}")
+    return found
+
+
+def size_violations(sources: Sources) -> list[str]:
+    """Files over 300 lines and functions over 60 (in kernels/ 120)."""
+    found = []
+    for name, source in sorted(sources.items()):
+        lines = len(source.splitlines())
+        if lines > MAX_FILE_LINES:
+            found.append(f"{name}: {lines} lines, at most {MAX_FILE_LINES}")
+        limit = MAX_KERNEL_LINES if _room(name) == "kernels" else MAX_FUNCTION_LINES
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, Functions):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > limit:
+                    found.append(f"{name}.{node.name}: {length} lines, at most {limit}")
+    return found
+
+
+def docstring_violations(sources: Sources) -> list[str]:
+    """Modules and public top-level functions and classes without a docstring."""
+    found = []
+    for name, source in sorted(sources.items()):
+        tree = ast.parse(source)
+        if not ast.get_docstring(tree):
+            found.append(f"{name or '__init__'}: the module has no docstring")
+        for node in tree.body:
+            named = isinstance(node, (*Functions, ast.ClassDef))
+            if named and not node.name.startswith("_") and not ast.get_docstring(node):
+                found.append(f"{name}.{node.name}: no docstring")
+    return found
+
+
+def name_violations(paths: Iterable[Path]) -> list[str]:
+    """Files named after nothing."""
+    return [f"{path}: name it after its subject" for path in paths if path.stem in FORBIDDEN_STEMS]
+
+
+def text_violations(path: Path, text: str) -> list[str]:
+    """Characters outside ASCII, and notes to do later what belongs in an issue."""
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.isascii():
+            found.append(f"{path}:{number}: not ASCII")
+        if "TO" + "DO" in line:
+            found.append(f"{path}:{number}: a note for later; open an issue instead")
+    return found

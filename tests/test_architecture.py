@@ -1,0 +1,226 @@
+"""The shape of the source tree: one-way imports, small files, and an import without side effects.
+
+Each rule is applied to the package and shown to fail on a planted source.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from architecture import (
+    cycle_violations,
+    docstring_violations,
+    foreign_import_violations,
+    imports,
+    name_violations,
+    order_violations,
+    read_package,
+    remote_code_violations,
+    size_violations,
+    text_violations,
+)
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE_ROOT = REPOSITORY / "src" / "rap"
+
+# A module imports only what stands before it. The order is the order of the pipeline.
+ORDER = [
+    *("_version", "errors", "provenance", "fingerprint", "rope", "plan", "kernels", "families"),
+    *("corpus", "statistics", "accumulators", "memory", "calibration", "scoring", "allocation"),
+    *("surgery", "modeling", "checkpoint", "construction", "streaming"),
+    *("lowrank", "methods", "recovery", "evaluation", "analysis"),
+    *("card", "pipeline", "cli", "serving", "__main__"),
+]
+# Beside the order: the rooms it may import, and the rooms that may import it.
+SIDE_ROOMS = {"assets": ({"errors"}, {"corpus", "evaluation", "pipeline", "cli"})}
+# Copied into every pruned checkpoint as remote code, so they may need only each other.
+SHIPPED = {"errors", "fingerprint", "rope", "families", "modeling"}
+PURE = {"scoring", "allocation"}
+
+SOURCES = read_package(PACKAGE_ROOT)
+
+
+def _texts() -> list[Path]:
+    """Sources and documents written by hand, generated and bundled ones left out."""
+    folders = ("src", "tests", "examples", "benchmarks", "docs", "recipes", ".ci")
+    suffixes = {".py", ".md", ".yaml", ".toml", ".sh"}
+    below = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
+    top = [path for path in REPOSITORY.iterdir() if path.suffix in suffixes]
+    return [path for path in below if path.suffix in suffixes] + top
+
+
+def test_imports_point_one_way():
+    assert order_violations(SOURCES, ORDER, SIDE_ROOMS) == []
+
+
+def test_no_import_cycle():
+    assert cycle_violations({name: text for name, text in SOURCES.items() if name}) == []
+
+
+def test_modeling_can_be_shipped_in_a_checkpoint():
+    assert remote_code_violations(SOURCES, SHIPPED) == []
+
+
+def test_pure_modules_do_not_know_transformers():
+    assert foreign_import_violations(SOURCES, PURE, "transformers") == []
+
+
+def test_files_and_functions_are_small():
+    assert size_violations(SOURCES) == []
+
+
+def test_public_names_have_docstrings():
+    assert docstring_violations(SOURCES) == []
+
+
+def test_files_are_named_after_a_subject():
+    assert name_violations(path.relative_to(REPOSITORY) for path in _texts()) == []
+
+
+def test_texts_are_ascii_without_notes_for_later():
+    found = [
+        text_violations(path.relative_to(REPOSITORY), path.read_text("utf-8")) for path in _texts()
+    ]
+    assert [violation for violations in found for violation in violations] == []
+
+
+# Prints the names whose value `import rap` replaced in transformers and torch, and whether CUDA was
+# started. Values are held, so that no identity can be reused by a new object.
+_SIDE_EFFECTS = """
+import importlib, inspect, json
+import torch
+NAMES = (
+    "torch.nn.functional torch.nn.modules.linear transformers.cache_utils "
+    "transformers.masking_utils transformers.modeling_utils transformers.modeling_rope_utils "
+    "transformers.generation.utils "
+    "transformers.integrations.sdpa_attention transformers.models.llama.modeling_llama "
+    "transformers.models.mistral.modeling_mistral transformers.models.qwen2.modeling_qwen2"
+).split()
+
+def snapshot():
+    found = {}
+    for name in NAMES:
+        module = importlib.import_module(name)
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = value
+            if inspect.isclass(value):
+                found |= {f"{name}.{key}.{inner}": item for inner, item in vars(value).items()}
+    attention = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    return found | {f"attention function {key}": attention[key] for key in attention}
+
+before = snapshot()
+PLANTED
+import rap
+after = snapshot()
+changed = sorted(key for key, value in before.items() if after.get(key) is not value)
+print(json.dumps({"changed": changed, "cuda": torch.cuda.is_initialized(), "seen": len(before)}))
+"""
+
+
+def _side_effects(planted: str = "") -> dict:
+    code = _SIDE_EFFECTS.replace("PLANTED", planted)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_import_patches_nothing_and_starts_no_cuda():
+    effects = _side_effects()
+    assert effects["seen"] > 1000
+    assert (effects["changed"], effects["cuda"]) == ([], False)
+
+
+def test_side_effects_are_seen():
+    name = "transformers.models.llama.modeling_llama"
+    planted = f"import {name} as m; m.LlamaAttention.forward = m.apply_rotary_pos_emb = print"
+    changed = [f"{name}.LlamaAttention.forward", f"{name}.apply_rotary_pos_emb"]
+    assert _side_effects(planted)["changed"] == changed
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("low", "from .high import f", {"high"}),
+        ("low", "from . import high", {"high"}),
+        ("low", "import rap.high", {"high"}),
+        ("low", "from rap.high import f", {"high"}),
+        ("low", "import rap", {""}),
+        ("low", "def f():\n    from .high import g", {"high"}),
+        ("low", "from .box import inner, f", {"box.inner", "box"}),
+        ("low", "import numpy\nfrom torch import nn", set()),
+        ("box", "from .inner import f", {"box.inner"}),
+        ("box.inner", "from ..high import f", {"high"}),
+        ("box.inner", "from .. import high", {"high"}),
+    ],
+)
+def test_every_way_to_import_is_seen(module, source, expected):
+    sources = {"": "", "low": "", "high": "", "box": "", "box.inner": "", module: source}
+    assert imports(module, sources) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "violations"),
+    [
+        ("low", "from .high import f", ["low: must not import high"]),
+        ("low", "import rap", ["low: must not import rap itself"]),
+        ("low", "from .side import f", ["low: must not import side"]),
+        ("side", "from .low import f", ["side: must not import low"]),
+        ("new", "", ["new: not in the import order, add it where it belongs"]),
+        ("high", "from .low import f\nfrom .side import g", []),
+        ("side", "from .base import f", []),
+    ],
+)
+def test_order_rule_fails_on_a_wrong_import(module, source, violations):
+    sources = {"": "", "base": "", "low": "", "high": "", "side": "", module: source}
+    side_rooms = {"side": ({"base"}, {"high"})}
+    assert order_violations(sources, ["base", "low", "high"], side_rooms) == violations
+
+
+def test_cycle_rule_fails_on_a_cycle():
+    sources = {"a": "from .b import f", "b": "from .c import f", "c": "from .a import f", "d": ""}
+    assert cycle_violations(sources) == ["in an import cycle, or importing one: ['a', 'b', 'c']"]
+    assert cycle_violations(sources | {"c": "from .d import f"}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import rap.rope", "from rap.rope import f", "from . import rope", "from .plan import f"],
+)
+def test_remote_code_rule_fails_on_what_transformers_would_not_copy(source):
+    allowed = "import torch\nfrom transformers import AutoConfig\nfrom .rope import f\n"
+    assert remote_code_violations({"modeling": allowed}, SHIPPED) == []
+    assert len(remote_code_violations({"modeling": allowed + source}, SHIPPED)) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["import transformers.cache_utils", "from transformers import X"]
+)
+def test_library_rule_fails_on_the_library(source):
+    assert len(foreign_import_violations({"scoring": source}, PURE, "transformers")) == 1
+    assert foreign_import_violations({"families": source}, PURE, "transformers") == []
+
+
+def test_size_rule_fails_on_one_line_too_many():
+    function = "def f():\n" + "    x = 1\n" * 59
+    assert size_violations({"rope": function, "kernels.a": function + "    x = 1\n" * 60}) == []
+    assert size_violations({"rope": function + "    x = 1\n"}) == ["rope.f: 61 lines, at most 60"]
+    assert size_violations({"kernels.a": function + "    x = 1\n" * 61}) == [
+        "kernels.a.f: 121 lines, at most 120"
+    ]
+    assert size_violations({"rope": "x = 1\n" * 301}) == ["rope: 301 lines, at most 300"]
+
+
+def test_docstring_rule_fails_without_one():
+    source = '"""Module."""\ndef f(): pass\nclass C: pass\ndef _private(): pass\n'
+    assert docstring_violations({"m": source}) == ["m.f: no docstring", "m.C: no docstring"]
+    assert docstring_violations({"": ""}) == ["__init__: the module has no docstring"]
+
+
+def test_name_and_text_rules_fail():
+    assert len(name_violations([Path("src/rap/utils.py"), Path("src/rap/rope.py")])) == 1
+    text = "fine\n" + "caf\u00e9\n" + "# TO" + "DO later\n"
+    assert [line.split(":")[1] for line in text_violations(Path("a.py"), text)] == ["2", "3"]
