@@ -130,7 +130,7 @@ class RapModelMixin:
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         spec, layers = attention_spec(config), attention_layers(self)
-        for layer, widths in zip(layers, _layer_widths(config, len(layers)), strict=True):
+        for layer, widths in zip(layers, layer_widths(config, len(layers)), strict=True):
             if widths is None:
                 continue
             build = attention_class(type(layer.module))
@@ -212,7 +212,8 @@ def _registering_init(base_type: str) -> Callable[..., None]:
     return init
 
 
-def _layer_widths(config: Any, num_layers: int) -> list[Mapping | None]:
+def layer_widths(config: Any, num_layers: int) -> list[Mapping | None]:
+    """Widths of every layer in the `rap` section (None: dense); CheckpointError if it is wrong."""
     section = getattr(config, "rap", None)
     if not isinstance(section, dict) or "layers" not in section:
         raise CheckpointError(

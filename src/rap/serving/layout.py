@@ -1,0 +1,87 @@
+"""What an engine must know of a pruned checkpoint, read from config.json alone.
+
+An engine's compile cache is keyed by the config, so everything that shapes its graph is here, and
+nothing in the weights or the environment.
+
+Shapes: D dense head dim, P dense pairs, M slots, W key width, C value width.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointError
+from ..modeling import layer_widths
+
+LARGEST_HEAD = 512
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Widths of one pruned layer's heads: M slots, so W = 2M key channels, and C value channels."""
+
+    num_slots: int
+    value_width: int
+
+    @property
+    def key_width(self) -> int:
+        """W: channels of a query or key head."""
+        return 2 * self.num_slots
+
+    @property
+    def width(self) -> int:
+        """The channels a cache with one head size for keys and values needs."""
+        return max(self.key_width, self.value_width)
+
+
+def dense_head_dim(config: Any) -> int:
+    """D, which a pruned config keeps unchanged."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def head_layouts(config: Any) -> list[HeadLayout | None]:
+    """The layout of every layer, None where it was left dense.
+
+    Raises CheckpointError if the `rap` section is missing, of a newer version, of the wrong length,
+    or has widths that are impossible or that no engine takes.
+    """
+    head_dim = dense_head_dim(config)
+    return [
+        None if widths is None else _layout(index, widths, head_dim)
+        for index, widths in enumerate(layer_widths(config, config.num_hidden_layers))
+    ]
+
+
+def _layout(layer: int, widths: Any, head_dim: int) -> HeadLayout:
+    pairs, values = widths["pairs"], widths["values"]
+    if widths["free"]:
+        raise CheckpointError(
+            f"layer {layer} keeps {widths['free']} key channels that do not rotate: serving takes "
+            "heads that rotate as a whole"
+        )
+    if 2 * pairs > head_dim or values > head_dim:
+        raise CheckpointError(
+            f"layer {layer} keeps {2 * pairs} key and {values} value channels of a head with "
+            f"{head_dim}: the `rap` section does not belong to this config"
+        )
+    return HeadLayout(pairs, values)
+
+
+def padded_width(width: int, accepts: Callable[[int], bool], engine: str) -> int:
+    """The smallest head size of at least `width` that an attention backend accepts.
+
+    Raises CheckpointError, naming the sizes that would work, if there is none.
+    """
+    sizes = [size for size in range(1, LARGEST_HEAD + 1) if accepts(size)]
+    fitting = [size for size in sizes if size >= width]
+    if not fitting:
+        raise CheckpointError(
+            f"{engine} takes no head of {width} channels or more; it takes {_ranges(sizes)}: "
+            "choose another backend, or prune to one of these sizes"
+        )
+    return fitting[0]
+
+
+def _ranges(sizes: Iterable[int]) -> str:
+    shown = [str(size) for size in sizes]
+    return ", ".join(shown if len(shown) <= 16 else [*shown[:8], "...", *shown[-2:]])
