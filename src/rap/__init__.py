@@ -1,5 +1,41 @@
-"""RAP: a smaller KV cache for RoPE language models, by cutting whole RoPE pairs out of the weights."""
+"""RAP: a smaller KV cache for RoPE language models, by cutting whole RoPE pairs of the weights.
+
+Importing the package registers the rap_<family> model types with transformers' Auto classes, so
+that a pruned checkpoint loads with `AutoModelForCausalLM.from_pretrained`. Nothing is patched.
+"""
 
 from ._version import __version__
+from .calibration import calibrate
+from .checkpoint import load
+from .construction import apply
+from .corpus import load_windows
+from .errors import RapError
+from .evaluation.footprint import footprint
+from .evaluation.perplexity import perplexity
+from .fingerprint import fingerprint_model
+from .methods import METHODS, Method, Rap
+from .modeling import register
+from .pipeline import compress
+from .plan import LayerPlan, Plan
+from .statistics import Statistics
 
-__all__ = ["__version__"]
+register()
+
+__all__ = [
+    "METHODS",
+    "LayerPlan",
+    "Method",
+    "Plan",
+    "Rap",
+    "RapError",
+    "Statistics",
+    "__version__",
+    "apply",
+    "calibrate",
+    "compress",
+    "fingerprint_model",
+    "footprint",
+    "load",
+    "load_windows",
+    "perplexity",
+]

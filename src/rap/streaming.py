@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 from huggingface_hub import snapshot_download
+from rich.console import Console
 from rich.progress import Progress
 from safetensors import safe_open
 from torch import Tensor
@@ -178,7 +179,7 @@ def _shards(folder: Path) -> list[Path]:
 def _each_shard(
     shards: list[Path], rewriter: _Rewriter, output: Path, *, progress: bool
 ) -> Iterator[tuple[Path, list[_Entry]]]:
-    with Progress(disable=not progress) as bar:
+    with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("rewriting", total=sum(shard.stat().st_size for shard in shards))
         for path in shards:
             with safe_open(path, "pt") as shard, (output / path.name).open("wb") as file:

@@ -1,0 +1,1 @@
+"""Figures and studies made from result files and from models."""

@@ -1,0 +1,63 @@
+"""The command line: one module per group of commands, all reading the library's own dataclasses."""
+
+import sys
+
+import click
+import typer
+from transformers.utils import logging as transformers_logging
+
+from .._version import __version__
+from ..errors import RapError
+from . import compress, demo, doctor, evaluate, inspect
+from .options import console
+
+app = typer.Typer(
+    name="rap",
+    help="Make the KV cache of a RoPE language model permanently smaller.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+compress.add_commands(app)
+inspect.add_commands(app)
+evaluate.add_commands(app)
+demo.add_commands(app)
+doctor.add_commands(app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rap {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def settings(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Show the version."
+    ),
+) -> None:
+    """Options of every command; `--debug` is read by `main`."""
+
+
+def main() -> None:
+    """Entry point: bad input ends in one line and exit code 2, never in a traceback."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    debug = "--debug" in sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        code = app(arguments, prog_name="rap", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.exceptions.Abort:
+        code = 130
+    except (RapError, OSError) as error:
+        if debug:
+            raise
+        console.print(f"error: {' '.join(str(error).split())}", style="red", soft_wrap=True)
+        code = 2
+    sys.exit(code or 0)

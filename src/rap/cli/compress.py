@@ -1,0 +1,174 @@
+"""`rap compress`, and its stages alone: `rap plan` and `rap apply`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..card import comparison
+from ..checkpoint import check_output, load_dense
+from ..construction import apply
+from ..errors import RapError
+from ..pipeline import compress, decide, resolve_source, save
+from ..plan import Plan
+from ..streaming import apply_streamed
+from . import options
+from .options import build_method, console, print_json, print_table
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register this module's commands."""
+    app.command("compress")(compress_command)
+    app.command("plan")(plan_command)
+    app.command("apply")(apply_command)
+
+
+def compress_command(
+    model: options.Model,
+    output: options.Output,
+    retain: options.Retain = 0.7,
+    method: options.MethodName = "rap",
+    score: options.Score = None,
+    budget: options.Budget = None,
+    keys: options.Keys = None,
+    values: options.Values = None,
+    split: options.Split = None,
+    key_share: options.KeyShare = None,
+    align: options.Align = None,
+    calibration: options.Calibration = "bundled",
+    windows: options.NumWindows = 32,
+    window: options.Window = 1024,
+    evaluate: Annotated[
+        str, typer.Option(help="Held-out text for perplexity before and after, or 'none'.")
+    ] = "bundled",
+    dtype: options.Dtype = "auto",
+    device_map: options.DeviceMap = None,
+    seed: options.Seed = 0,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Compress MODEL to a fraction of its KV cache and write a checkpoint that loads anywhere."""
+    chosen = build_method(
+        method,
+        retain=retain,
+        score=score,
+        budget=budget,
+        keys=keys,
+        values=values,
+        split=split,
+        key_share=key_share,
+        align=align,
+    )
+    result = compress(
+        model,
+        output=output,
+        method=chosen,
+        calibration=calibration,
+        num_windows=windows,
+        window=window,
+        evaluate=None if evaluate == "none" else evaluate,
+        dtype=dtype,
+        device_map=device_map,
+        seed=seed,
+        force=force,
+        progress=True,
+    )
+    if as_json:
+        print_json(result.report)
+        return
+    rows = comparison(result.report)
+    print_table(f"{model} at retain {retain}", ["", "dense", "pruned"], rows)
+    console.print(f"wrote {output}; `rap inspect {output}` shows every layer")
+
+
+def plan_command(
+    model: options.Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Plan file to write.")],
+    retain: options.Retain = 0.7,
+    method: options.MethodName = "rap",
+    score: options.Score = None,
+    budget: options.Budget = None,
+    keys: options.Keys = None,
+    values: options.Values = None,
+    split: options.Split = None,
+    key_share: options.KeyShare = None,
+    align: options.Align = None,
+    calibration: options.Calibration = "bundled",
+    windows: options.NumWindows = 32,
+    window: options.Window = 1024,
+    dtype: options.Dtype = "auto",
+    device_map: options.DeviceMap = None,
+    seed: options.Seed = 0,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
+    if output.exists() and not force:
+        raise RapError(f"{output} exists: pass --force to replace it, or name another output")
+    chosen = build_method(
+        method,
+        retain=retain,
+        score=score,
+        budget=budget,
+        keys=keys,
+        values=values,
+        split=split,
+        key_share=key_share,
+        align=align,
+    )
+    decision = decide(
+        model,
+        chosen,
+        calibration=calibration,
+        num_windows=windows,
+        window=window,
+        dtype=dtype,
+        device_map=device_map,
+        seed=seed,
+        progress=True,
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    decision.plan.save(output)
+    _say_plan(decision.plan, output, as_json)
+
+
+def apply_command(
+    model: options.Model,
+    plan: Annotated[Path, typer.Argument(help="Plan file written by `rap plan`.")],
+    output: options.Output,
+    stream: Annotated[
+        bool,
+        typer.Option("--stream", help="Rewrite shard by shard, without ever holding the model."),
+    ] = False,
+    dtype: options.Dtype = "auto",
+    force: options.Force = False,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Cut MODEL as PLAN says and write the smaller checkpoint."""
+    check_output(output, force=force)
+    decision = Plan.load(plan)
+    source = resolve_source(model)
+    if stream:
+        apply_streamed(source, decision, output, force=force, progress=not as_json)
+    else:
+        small = apply(load_dense(source, dtype=dtype), decision)
+        save(small, decision, output, source=source, force=force)
+    _say_plan(decision, output, as_json)
+
+
+def _say_plan(plan: Plan, output: Path, as_json: bool) -> None:
+    data: dict[str, Any] = {
+        "output": str(output),
+        "retain": plan.retain,
+        "kept_fraction": plan.kept_fraction,
+        "method": plan.method,
+        "shapes": [asdict(shape) if shape else None for shape in plan.shapes],
+    }
+    if as_json:
+        print_json(data)
+    else:
+        console.print(f"wrote {output}: keeps {plan.kept_fraction:.1%} of the KV cache")

@@ -1,0 +1,114 @@
+"""Options that several commands share, the YAML configuration file, and printing."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from ..checkpoint import write_json
+from ..errors import RapError
+from ..methods import METHODS, Method
+
+console = Console(stderr=True)
+
+
+def _read_config(context: click.Context, path: Path | None) -> Path | None:
+    """Make a YAML file's entries the defaults of this command; flags still win."""
+    if path is None:
+        return None
+    if not path.is_file():
+        raise RapError(f"--config {path}: no such file")
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise RapError(f"--config {path} is not YAML: {error}") from error
+    entries = {str(key).replace("-", "_"): value for key, value in dict(entries).items()}
+    known = {parameter.name for parameter in context.command.params}
+    unknown = sorted(entries.keys() - known)
+    if unknown:
+        raise RapError(f"--config {path} sets unknown options: {', '.join(unknown)}")
+    context.default_map = {**(context.default_map or {}), **entries}
+    return path
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        callback=_read_config,
+        is_eager=True,
+        help="YAML file with options of this command; flags win over it.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")]
+Model = Annotated[str, typer.Argument(help="Checkpoint directory or hub name; 'bundled' works.")]
+MethodName = Annotated[str, typer.Option("--method", help=f"One of: {', '.join(METHODS)}.")]
+Retain = Annotated[float, typer.Option("--retain", help="Fraction of the KV cache to keep.")]
+Score = Annotated[str | None, typer.Option("--score", help="How pairs are scored.")]
+Budget = Annotated[str | None, typer.Option("--budget", help="How layers share the budget.")]
+Keys = Annotated[str | None, typer.Option("--keys", help="How keys are cut.")]
+Values = Annotated[str | None, typer.Option("--values", help="How values are cut.")]
+Split = Annotated[str | None, typer.Option("--split", help="balanced or pooled K/V budgets.")]
+KeyShare = Annotated[float | None, typer.Option("--key-share", help="K's share of the budget.")]
+Align = Annotated[int | None, typer.Option("--align", help="Width multiple, in channels.")]
+Calibration = Annotated[
+    str,
+    typer.Option(
+        "--calibration",
+        help="'bundled' novels, 'paper' (WikiText-2, 32 x 1024), a .txt or .jsonl file, or a "
+        "dataset name.",
+    ),
+]
+NumWindows = Annotated[int, typer.Option("--windows", help="Calibration windows.")]
+Window = Annotated[int, typer.Option("--window", help="Tokens per window.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+DeviceMap = Annotated[
+    str | None, typer.Option("--device-map", help="Placement of a large model, such as auto.")
+]
+
+
+def build_method(name: str, **settings: Any) -> Method:
+    """The method with the settings that were given; RapError for one it does not have."""
+    if name not in METHODS:
+        raise RapError(f"unknown method {name!r}: use one of {', '.join(METHODS)}")
+    method = METHODS[name]
+    given = {key: value for key, value in settings.items() if value is not None}
+    known = [item.name for item in fields(method)]
+    for key in given:
+        if key not in known:
+            raise RapError(
+                f"method {name!r} has no setting {key!r}; it has: {', '.join(sorted(known))}"
+            )
+    return method(**given)
+
+
+def print_json(data: Any) -> None:
+    """One JSON object on standard output."""
+    typer.echo(json.dumps(data, indent=2, sort_keys=True))
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table on standard output: first column to the left, figures to the right."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console().print(table)
+
+
+def write_result(path: Path, data: Any) -> None:
+    """Write a result file and say where it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, data)
+    console.print(f"wrote {path}")

@@ -1,0 +1,142 @@
+"""What every method is: a dataclass of hyper-parameters that plans, and applies its plan."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..allocation import Budget, KeyShare, kv_budgets, select
+from ..construction import apply
+from ..errors import RapError
+from ..families import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    base_model_type,
+    projections,
+    refuse_pruned,
+)
+from ..fingerprint import fingerprint_model
+from ..plan import LayerPlan, Plan
+from ..rope import AttentionShape
+from ..scoring import LayerScores, Named
+from ..statistics import Statistics
+
+# Kernels of attention and matrix products lose their fast paths at widths that are no multiple of
+# 8 channels; heads narrower than this keep any number of pairs, or little would be left to choose.
+ALIGNED_WIDTH = 8
+ALIGN_FROM_HEAD_DIM = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """A way to spend the budget `retain`, the fraction of the dense KV cache that is kept."""
+
+    name: ClassVar[str]
+
+    retain: float = 0.7
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.retain <= 1:
+            raise RapError(
+                f"retain {self.retain} is outside (0, 1]: give the fraction of the cache to keep"
+            )
+
+    @property
+    @abstractmethod
+    def needs(self) -> frozenset[str]:
+        """The statistics that calibration must collect for this method."""
+
+    @abstractmethod
+    def plan(self, model: Any, statistics: Statistics) -> Plan:
+        """Decide what every layer of the dense `model` keeps; the model is not changed."""
+
+    def apply(self, model: Any, plan: Plan) -> Any:
+        """The smaller model, new; `model` is left untouched."""
+        return apply(model, plan)
+
+    def describe(self) -> dict[str, Any]:
+        """The record of the run: the method's name and every hyper-parameter."""
+        return {"name": self.name, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPruning(Method):
+    """A method that scores pairs and value channels and keeps the best of each head.
+
+    budget: `adaptive` gives layers widths in proportion to their score, `uniform` all the same.
+    key_share: K's part of the budget, 0.5 for as many channels of K as of V, or `pooled`.
+    align: widths are multiples of this many channels; None is 8 for heads of 64 and wider, else 1.
+    """
+
+    budget: Budget = "adaptive"
+    key_share: KeyShare = 0.5
+    align: int | None = None
+
+    @abstractmethod
+    def importance(
+        self,
+        statistics: Sequence[Named | None],
+        weights: Sequence[Named | None],
+        shapes: Sequence[AttentionShape | None],
+    ) -> list[LayerScores | None]:
+        """Scores of every layer's pairs and channels: the one thing a pair method must say."""
+
+    def plan(self, model: Any, statistics: Statistics) -> Plan:
+        """Score, budget, select (the paper's Budget-Alloc). The model is not changed."""
+        refuse_pruned(model.config)
+        layers = attention_layers(model)
+        shapes = [layer.shape for layer in layers]
+        statistics.require(self.needs, self.name)
+        fingerprint = fingerprint_model(model)
+        if statistics.fingerprint not in ("", fingerprint):
+            raise RapError("the statistics were collected on another model: calibrate this one")
+        weights = layer_weights(model, layers)
+        scores = self.importance(statistics.layers, weights, shapes)
+        return Plan(
+            layers=tuple(self.cut_layers(scores, statistics.layers, weights, shapes)),
+            shapes=tuple(shapes),
+            model_type=base_model_type(model.config),
+            retain=self.retain,
+            dense_fingerprint=fingerprint,
+            method=self.describe(),
+        )
+
+    def cut_layers(
+        self,
+        scores: Sequence[LayerScores | None],
+        statistics: Sequence[Named | None],
+        weights: Sequence[Named | None],
+        shapes: Sequence[AttentionShape | None],
+    ) -> list[LayerPlan | None]:
+        """The plan of every layer: budgets, then the best pairs and channels within them."""
+        budgets = kv_budgets(
+            scores,
+            self.retain,
+            budget=self.budget,
+            key_share=self.key_share,
+            align=self.alignment(shapes),
+        )
+        chosen = select(scores, budgets)
+        return [LayerPlan.of_indices(*kept) if kept is not None else None for kept in chosen]
+
+    def alignment(self, shapes: Sequence[AttentionShape | None]) -> int:
+        """The channel count that widths are multiples of, `align` or its default."""
+        if self.align is not None:
+            return self.align
+        narrowest = min(shape.head_dim for shape in shapes if shape is not None)
+        return ALIGNED_WIDTH if narrowest >= ALIGN_FROM_HEAD_DIM else 1
+
+
+def layer_weights(model: Any, layers: Sequence[AttentionLayer]) -> list[dict[str, Tensor] | None]:
+    """Role (q, k, v, o) to weight matrix, per layer; no copies."""
+    spec = attention_spec(model.config)
+    return [
+        {role: linear.weight for role, linear in projections(layer, spec).items()}
+        if layer.shape is not None
+        else None
+        for layer in layers
+    ]

@@ -1,0 +1,218 @@
+"""The whole story, one line per stage: checkpoint and ratio in, smaller checkpoint out."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from . import assets
+from .calibration import calibrate
+from .card import model_card
+from .checkpoint import (
+    PLAN_FILE,
+    check_output,
+    load_config,
+    load_dense,
+    load_tokenizer,
+    whole_directory,
+    write_json,
+)
+from .corpus import load_windows, read_text
+from .errors import CheckpointError, RapError
+from .evaluation.footprint import footprint
+from .evaluation.perplexity import DEFAULT_WINDOW, perplexity
+from .families import attention_spec, refuse_pruned
+from .fingerprint import fingerprint_model
+from .memory import describe_memory, estimate_memory
+from .methods import Method, Rap
+from .plan import Plan
+from .provenance import provenance
+
+REPORT_FILE = "rap_report.json"
+EVALUATION_WINDOWS = 16
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, with the dense model and tokenizer it was made for."""
+
+    plan: Plan
+    model: Any
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What `compress` returns: the pruned model, its plan, and JSON-able measurements."""
+
+    model: Any
+    plan: Plan
+    report: dict[str, Any]
+
+
+def compress(
+    source: Any,
+    retain: float = 0.7,
+    output: str | Path | None = None,
+    *,
+    method: Method | None = None,
+    tokenizer: Any = None,
+    calibration: str = "bundled",
+    num_windows: int = 32,
+    window: int = 1024,
+    evaluate: str | None = "bundled",
+    dtype: str | torch.dtype = "auto",
+    device_map: str | None = None,
+    seed: int = 0,
+    force: bool = False,
+    progress: bool = False,
+) -> Compression:
+    """Compress a model (or checkpoint directory, hub name, `bundled`) to `retain` of its KV cache.
+
+    Calibrates, plans, cuts, measures perplexity and footprint before and after (`evaluate` names
+    the held-out text, None skips it), and writes the checkpoint to `output` if one is given. A live
+    model needs its `tokenizer`. `method` replaces the default Rap(retain=retain). Raises a RapError
+    for any input that cannot work, before the work it would waste.
+    """
+    method = method if method is not None else Rap(retain=retain, seed=seed)
+    if output is not None:
+        check_output(output, force=force)
+    settings = {"calibration": calibration, "num_windows": num_windows, "window": window}
+    decision = decide(
+        source,
+        method,
+        tokenizer=tokenizer,
+        **settings,
+        dtype=dtype,
+        device_map=device_map,
+        seed=seed,
+        progress=progress,
+    )
+    small = method.apply(decision.model, decision.plan)
+    report = {
+        "source": source if isinstance(source, str) else str(decision.model.name_or_path),
+        "model_type": decision.plan.model_type,
+        "calibration": f"{num_windows} windows of {window} tokens from {calibration}",
+        "retain": method.retain,
+        "kept_fraction": decision.plan.kept_fraction,
+        "method": method.describe(),
+        "dense": measure(decision.model, decision.tokenizer, evaluate, progress=progress),
+        "pruned": measure(small, decision.tokenizer, evaluate, progress=progress),
+        "provenance": provenance(**settings, evaluate=evaluate, dtype=str(dtype), seed=seed),
+    }
+    if output is not None:
+        save(small, decision.plan, output, decision.tokenizer, report=report, force=force)
+    return Compression(small, decision.plan, report)
+
+
+def decide(
+    source: Any,
+    method: Method,
+    *,
+    tokenizer: Any = None,
+    calibration: str = "bundled",
+    num_windows: int = 32,
+    window: int = 1024,
+    dtype: str | torch.dtype = "auto",
+    device_map: str | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> Decision:
+    """Load, calibrate what the method needs, and plan; nothing is cut."""
+    model, tokenizer = _open(source, tokenizer, dtype, device_map)
+    windows = load_windows(
+        calibration, tokenizer, num_windows=num_windows, window=window, seed=seed
+    )
+    if progress and method.needs:
+        estimate = describe_memory(estimate_memory(model, windows, method.needs))
+        Console(stderr=True).print(estimate)
+    statistics = calibrate(model, windows, method.needs, progress=progress)
+    return Decision(method.plan(model, statistics), model, tokenizer)
+
+
+def measure(
+    model: Any, tokenizer: Any, text: str | None, *, progress: bool = False
+) -> dict[str, Any]:
+    """Footprint, weights' fingerprint and, on a held-out text, perplexity, as JSON-able data."""
+    result: dict[str, Any] = {**_footprint(model), "fingerprint": fingerprint_model(model)}
+    if text is not None:
+        longest = getattr(model.config, "max_position_embeddings", None) or DEFAULT_WINDOW
+        found = perplexity(
+            model,
+            evaluation_tokens(text, tokenizer),
+            window=min(DEFAULT_WINDOW, longest),
+            max_windows=EVALUATION_WINDOWS,
+            progress=progress,
+        )
+        result |= {"perplexity": found.value, "evaluation": {"text": text, **asdict(found)}}
+    return result
+
+
+def evaluation_tokens(text: str, tokenizer: Any) -> Tensor:
+    """Token ids [N] of a held-out text: `bundled` test novels, a file, or a dataset name."""
+    found = assets.reference_text("test") if text == "bundled" else read_text(text)
+    if not found.strip():
+        raise RapError("the evaluation text is empty: give a text with some words in it")
+    # verbose=False: the text is longer than the model's window on purpose.
+    ids = tokenizer(found, add_special_tokens=False, verbose=False).input_ids
+    return torch.tensor(ids)
+
+
+def save(
+    small: Any,
+    plan: Plan,
+    output: str | Path,
+    tokenizer: Any = None,
+    *,
+    source: Any = None,
+    report: dict[str, Any] | None = None,
+    force: bool = False,
+) -> None:
+    """Write a pruned checkpoint whole or not at all: weights, config, plan, tokenizer, card.
+
+    Without a `tokenizer`, the one beside the dense `source` is copied, if there is one.
+    """
+    if tokenizer is None and source is not None:
+        try:
+            tokenizer = load_tokenizer(source)
+        except CheckpointError:
+            tokenizer = None
+    with whole_directory(output, force=force) as folder:
+        small.save_pretrained(folder)
+        plan.save(folder / PLAN_FILE)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if report is not None:
+            write_json(folder / REPORT_FILE, report)
+            card = model_card(report, Path(output).resolve().name)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def resolve_source(source: str | Path) -> str:
+    """`bundled` is the model in the package; anything else is a directory or a hub name."""
+    return str(assets.reference_path()) if str(source) == "bundled" else str(source)
+
+
+def _open(source: Any, tokenizer: Any, dtype: Any, device_map: str | None) -> tuple[Any, Any]:
+    if not isinstance(source, (str, Path)):
+        refuse_pruned(source.config)
+        attention_spec(source.config)
+        if tokenizer is None:
+            raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")
+        return source, tokenizer
+    path = resolve_source(source)
+    config = load_config(path)
+    refuse_pruned(config)
+    attention_spec(config)
+    tokenizer = tokenizer or load_tokenizer(path)
+    placement = {"device_map": device_map} if device_map else {}
+    return load_dense(path, dtype=dtype, **placement), tokenizer
+
+
+def _footprint(model: Any) -> dict[str, Any]:
+    found = asdict(footprint(model))
+    found["parameters"] = found.pop("total_parameters")
+    return found
