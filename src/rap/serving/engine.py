@@ -1,0 +1,134 @@
+"""Running vLLM from the core's side: always in a subprocess of this Python, never imported."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import RapError
+
+GIB = 2**30
+LOG_LINES = 30
+
+
+class EngineError(RapError):
+    """A serving engine that is missing, refused the model, or died."""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What an engine made of one prompt: greedy tokens, and log-probabilities (natural log).
+
+    `logprobs` belong to `tokens`, `prompt_logprobs` to the prompt from its second token on (empty
+    if they were not asked for). `cached_tokens` of the prompt came from the prefix cache.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    prompt_logprobs: list[float]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """Prompts that an engine runs together."""
+
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int = 16
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """Transcripts of every round, and how many tokens the engine's KV cache holds."""
+
+    rounds: list[list[Transcript]]
+    capacity_tokens: int
+    start_seconds: float
+    version: str
+
+
+def require_vllm() -> None:
+    """Raise EngineError unless vLLM is installed (looked for, not imported)."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError("vLLM is not installed: pip install 'rap-kv[serve]'")
+
+
+def engine_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of an engine that is only checked: offline, silent, compiling nothing."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Eager models only: otherwise the sampler alone compiles for half a minute.
+        "TORCHDYNAMO_DISABLE": "1",
+        **(settings or {}),
+    }
+
+
+def run_vllm(
+    source: str | Path,
+    rounds: Sequence[Round],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 1200,
+    **engine: Any,
+) -> EngineRun:
+    """Start vLLM on a checkpoint, run the rounds, and stop it.
+
+    `engine` goes to `vllm.LLM` (eager, float32 and a cache of 1 GiB unless told otherwise). Raises
+    EngineError with vLLM's own message.
+    """
+    require_vllm()
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": GIB,
+        "disable_log_stats": True,
+    }
+    job = {
+        "engine": {"model": str(source), **defaults, **engine},
+        "rounds": [vars(each) for each in rounds],
+    }
+    with tempfile.TemporaryDirectory(prefix="rap-engine-") as folder:
+        paths = [Path(folder) / name for name in ("job.json", "result.json")]
+        paths[0].write_text(json.dumps(job), encoding="utf-8")
+        command = [sys.executable, "-m", "rap.serving.vllm.worker", *map(str, paths)]
+        done = subprocess.run(
+            command,
+            env=engine_environment(environment),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        found = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else {}
+    if "error" in found or not found:
+        raise EngineError(_reason(found, done.stdout + done.stderr))
+    return EngineRun(
+        rounds=[[Transcript(**each) for each in one] for one in found["rounds"]],
+        capacity_tokens=found["capacity_tokens"],
+        start_seconds=found["start_seconds"],
+        version=found["vllm"],
+    )
+
+
+def _reason(found: dict[str, Any], log: str) -> str:
+    """The package's own sentence if the engine logged one, else what the engine said last."""
+    for line in log.splitlines():
+        for name in ("CheckpointError: ", "UnsupportedModelError: "):
+            if name in line:
+                return f"vLLM refused the model: {line.partition(name)[2]}"
+    if found:
+        return f"vLLM failed: {found['error']}"
+    last = "\n".join(log.strip().splitlines()[-LOG_LINES:])
+    return f"vLLM died without a result; its last lines:\n{last}"

@@ -1,0 +1,74 @@
+"""A vLLM engine in a process of its own: `python -m rap.serving.vllm.worker JOB RESULT`.
+
+JOB is a JSON file: `engine`, the arguments of `vllm.LLM`, and `rounds`, a list of objects with
+`prompts` (token ids), `max_tokens` and `prompt_logprobs`. RESULT receives what was generated in
+every round, and the capacity of the KV cache; or `error`, when the engine refuses the model.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm import LLM, SamplingParams
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Start the engine, run every round through it, and describe what it did."""
+    started = time.monotonic()
+    llm = LLM(**job["engine"])
+    ready = time.monotonic()
+    cache = llm.llm_engine.vllm_config.cache_config
+    return {
+        "vllm": vllm.__version__,
+        "start_seconds": ready - started,
+        "capacity_tokens": cache.num_gpu_blocks * cache.block_size,
+        "rounds": [_round(llm, each) for each in job["rounds"]],
+    }
+
+
+def _round(llm: LLM, job: dict[str, Any]) -> list[dict[str, Any]]:
+    # Prompt log-probabilities make vLLM compute the whole prompt: such a round hits no prefix.
+    settings = SamplingParams(
+        temperature=0.0,
+        max_tokens=job["max_tokens"],
+        ignore_eos=True,
+        logprobs=1,
+        prompt_logprobs=0 if job.get("prompt_logprobs") else None,
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    return [_transcript(request) for request in llm.generate(prompts, settings, use_tqdm=False)]
+
+
+def _transcript(request: Any) -> dict[str, Any]:
+    prompt, output = list(request.prompt_token_ids), request.outputs[0]
+    tokens = list(output.token_ids)
+    before = request.prompt_logprobs or []
+    return {
+        "prompt": prompt,
+        "tokens": tokens,
+        "logprobs": [
+            row[token].logprob for token, row in zip(tokens, output.logprobs, strict=True)
+        ],
+        "prompt_logprobs": [
+            row[token].logprob for token, row in zip(prompt[1:], before[1:], strict=False)
+        ],
+        "cached_tokens": request.num_cached_tokens or 0,
+    }
+
+
+def main(job: Path, result: Path) -> None:
+    """Run the job file; an engine's refusal is a result too."""
+    try:
+        found = run(json.loads(job.read_text(encoding="utf-8")))
+    except (ValueError, RuntimeError) as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+        result.write_text(json.dumps(found), encoding="utf-8")
+        raise
+    result.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
