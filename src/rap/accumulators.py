@@ -1,0 +1,191 @@
+"""What calibration accumulates: one class per statistic, fed activations or gradients of a layer.
+
+A new statistic is a class here and a row of FORWARD or BACKWARD. Accumulators are float32 and live
+on the device of the projection they watch.
+
+Shapes: B batch, T tokens, H query heads, G KV heads, D head dim, E model dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .errors import CalibrationError
+from .families import attention_layers, attention_spec, projections, split_heads
+from .rope import AttentionShape
+
+
+@dataclass(frozen=True)
+class WatchedLayer:
+    """One attention layer under calibration: its index, dense shape, and projections by role."""
+
+    index: int
+    shape: AttentionShape
+    linears: dict[str, nn.Linear]
+
+    def zeros(self, role: str, *shape: int) -> Tensor:
+        """A float32 accumulator on the device of a projection."""
+        return torch.zeros(shape, device=self.linears[role].weight.device)
+
+    def canonical(self, x_HD: Tensor) -> Tensor:
+        """Channels in canonical order: first of every pair, second of every pair, the rest."""
+        return x_HD[:, self.shape.geometry.canonical_order().to(x_HD.device)]
+
+
+class ForwardStatistic(ABC):
+    """Accumulates over activations of the projections named in `roles`."""
+
+    roles: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def __init__(self, layer: WatchedLayer): ...
+
+    @abstractmethod
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        """Take in the input and output, [B, T, ...], of one projection."""
+
+    @abstractmethod
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        """The reduced sums by name, after all windows."""
+
+
+class BackwardStatistic(ABC):
+    """Accumulates over gradients of W_k and W_v (and their biases with `biases`), per window."""
+
+    biases: ClassVar[bool] = False
+
+    @abstractmethod
+    def __init__(self, layer: WatchedLayer): ...
+
+    @abstractmethod
+    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+        """Take in one window's gradient of the weight (2-d) or bias (1-d) of k or v."""
+
+    def end_window(self) -> None:  # noqa: B027 - optional: only sums over parameters need it
+        """Called when all gradients of a window have been seen."""
+
+    @abstractmethod
+    def result(self, num_windows: int) -> dict[str, Tensor]:
+        """The reduced sums by name, after all windows."""
+
+
+class Energy(ForwardStatistic):
+    """Mean square of every channel of q, k (before rotation, which keeps pair norms) and v."""
+
+    roles = ("q", "k", "v")
+
+    def __init__(self, layer: WatchedLayer):
+        self.layer = layer
+        shape = layer.shape
+        heads = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
+        self.sums = {role: layer.zeros(role, n, shape.head_dim) for role, n in heads.items()}
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        states_BTHD = split_heads(outputs.float(), self.layer.shape.head_dim)
+        self.sums[role] += states_BTHD.square().sum((0, 1))
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        mean = {role: total / num_tokens for role, total in self.sums.items()}
+        return {
+            "energy_q": self.layer.canonical(mean["q"]),
+            "energy_k": self.layer.canonical(mean["k"]),
+            "energy_v": mean["v"],
+        }
+
+
+class Fisher(BackwardStatistic):
+    """Empirical Fisher F = E[(dL/dW)^2], entrywise over windows (paper, eq. `fisher`).
+
+    Holds [G D, E] float32 for each of W_k and W_v until `result` reduces it over inputs.
+    """
+
+    def __init__(self, layer: WatchedLayer):
+        self.layer = layer
+        self.sums = {role: layer.zeros(role, *layer.linears[role].weight.shape) for role in "kv"}
+
+    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+        if parameter.ndim == 2:
+            gradient = gradient.float()
+            self.sums[role].addcmul_(gradient, gradient)
+
+    def result(self, num_windows: int) -> dict[str, Tensor]:
+        found = {}
+        for role, total in self.sums.items():
+            fisher = total / num_windows
+            weight = self.layer.linears[role].weight.detach().float()
+            root = fisher.sqrt().sum(1).view(-1, self.layer.shape.head_dim)
+            weighted = (fisher * weight.square()).sum(1).view(-1, self.layer.shape.head_dim)
+            order = self.layer.canonical if role == "k" else Tensor.contiguous
+            found[f"root_fisher_{role}"] = order(root)
+            found[f"weighted_fisher_{role}"] = order(weighted)
+        return found
+
+
+class GateFisher(BackwardStatistic):
+    """E[(dL/dz)^2] over windows for a gate z = 1 on every key pair, free key and value channel.
+
+    For k_i = W_i x + b_i the gate's derivative is the sum over the pair's channels of
+    W_i . dL/dW_i + b_i dL/db_i, so no activation is needed.
+    """
+
+    biases = True
+
+    def __init__(self, layer: WatchedLayer):
+        self.layer = layer
+        heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
+        self.window = {role: layer.zeros(role, heads, width) for role in "kv"}
+        gates = {"k": layer.shape.geometry.num_pairs + layer.shape.geometry.num_free, "v": width}
+        self.sums = {role: layer.zeros(role, heads, count) for role, count in gates.items()}
+
+    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+        product = parameter.detach().float() * gradient.float()
+        rows = product.sum(1) if product.ndim == 2 else product
+        self.window[role] += rows.view_as(self.window[role])
+
+    def end_window(self) -> None:
+        pairs, rotary = self.layer.shape.geometry.num_pairs, self.layer.shape.geometry.rotary_dim
+        key = self.layer.canonical(self.window["k"])
+        gates = torch.cat([key[:, :pairs] + key[:, pairs:rotary], key[:, rotary:]], dim=1)
+        self.sums["k"] += gates.square()
+        self.sums["v"] += self.window["v"].square()
+        for total in self.window.values():
+            total.zero_()
+
+    def result(self, num_windows: int) -> dict[str, Tensor]:
+        return {f"gate_fisher_{role}": total / num_windows for role, total in self.sums.items()}
+
+
+FORWARD: dict[str, type[ForwardStatistic]] = {"energy": Energy}
+BACKWARD: dict[str, type[BackwardStatistic]] = {"fisher": Fisher, "gate": GateFisher}
+
+
+def check_needs(needs: Collection[str]) -> frozenset[str]:
+    """`needs` as a set; CalibrationError if one of them is in no table."""
+    known = {*FORWARD, *BACKWARD}
+    unknown = sorted(set(needs) - known)
+    if unknown:
+        raise CalibrationError(
+            f"unknown statistics {', '.join(unknown)}: use any of {', '.join(sorted(known))}"
+        )
+    return frozenset(needs)
+
+
+def watched_layers(model: Any) -> list[WatchedLayer]:
+    """Every layer with attention to prune; CalibrationError if its weights are not in memory."""
+    spec = attention_spec(model.config)
+    watched = []
+    for layer in attention_layers(model):
+        if layer.shape is None:
+            continue
+        linears = projections(layer, spec)
+        if any(linear.weight.device.type == "meta" for linear in linears.values()):
+            raise CalibrationError(
+                f"layer {layer.index} has no weights in memory (offloaded, or the meta device): "
+                "load the model with weights on devices"
+            )
+        watched.append(WatchedLayer(layer.index, layer.shape, linears))
+    return watched

@@ -1,0 +1,288 @@
+"""Windows of tokens to per-layer statistics, streamed: no activation or gradient is kept.
+
+Shapes: N windows, B batch, T tokens, V vocabulary.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .accumulators import (
+    BACKWARD,
+    FORWARD,
+    BackwardStatistic,
+    ForwardStatistic,
+    WatchedLayer,
+    check_needs,
+    watched_layers,
+)
+from .errors import CalibrationError
+from .families import attention_layers, refuse_pruned
+from .statistics import Statistics
+
+
+def calibrate(
+    model: Any,
+    windows: Tensor,
+    needs: Collection[str],
+    *,
+    batch_size: int = 8,
+    checkpointing: bool = True,
+    fingerprint: str = "",
+    progress: bool = False,
+) -> Statistics:
+    """Statistics of every attention layer over `windows`, LongTensor [N, T].
+
+    The loss is the mean next-token cross-entropy of one window, in float32; gradients are taken
+    for each window alone, because the square of a batch mean is not the empirical Fisher.
+    `batch_size` is for statistics that need no gradient. `checkpointing` recomputes activations
+    where the model can, without turning dropout on. The model is left as it was found, also after
+    an error. It may be spread over devices; weights offloaded to disk have no gradients and are
+    refused. float16 gradients can underflow: use bfloat16 or float32.
+
+    Raises CalibrationError for unknown needs, unusable windows, or the first loss, activation or
+    gradient that is not finite; UnsupportedModelError for a model without pairs.
+    """
+    refuse_pruned(model.config)
+    needs = check_needs(needs)
+    _check_windows(model, windows)
+    layers = watched_layers(model)
+    forward = [(layer, FORWARD[n](layer)) for layer in layers for n in sorted(needs & {*FORWARD})]
+    backward = [
+        (layer, BACKWARD[n](layer)) for layer in layers for n in sorted(needs & {*BACKWARD})
+    ]
+    if forward:
+        _forward_pass(model, windows, forward, batch_size, progress)
+    if backward:
+        _backward_pass(model, windows, backward, checkpointing, progress)
+
+    found: dict[int, dict[str, Tensor]] = {layer.index: {} for layer in layers}
+    for statistics, count in ((forward, windows.numel()), (backward, len(windows))):
+        for layer, statistic in statistics:
+            reduced = statistic.result(count)
+            found[layer.index].update({name: x.contiguous().cpu() for name, x in reduced.items()})
+    return Statistics(
+        layers=tuple(found.get(index) for index in range(len(attention_layers(model)))),
+        num_windows=windows.shape[0],
+        window=windows.shape[1],
+        needs=needs,
+        fingerprint=fingerprint,
+    )
+
+
+def _check_windows(model: Any, windows: Tensor) -> None:
+    if windows.ndim != 2 or windows.dtype != torch.long or min(windows.shape) < 1:
+        raise CalibrationError(
+            f"windows must be a LongTensor [N, T], not {windows.dtype} {list(windows.shape)}"
+        )
+    if windows.shape[1] < 2:
+        raise CalibrationError("windows of one token have no next token: use at least two")
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and windows.shape[1] > longest:
+        raise CalibrationError(
+            f"windows have {windows.shape[1]} tokens, the model was made for {longest}: use "
+            f"windows of at most {longest}"
+        )
+    low, high = int(windows.min()), int(windows.max())
+    size = model.get_input_embeddings().num_embeddings
+    if low < 0 or high >= size:
+        raise CalibrationError(
+            f"token {low if low < 0 else high} is outside the vocabulary of {size}: tokenize with "
+            "the model's own tokenizer"
+        )
+
+
+def _forward_pass(
+    model: Any,
+    windows: Tensor,
+    statistics: list[tuple[WatchedLayer, ForwardStatistic]],
+    batch_size: int,
+    progress: bool,
+) -> None:
+    position = [0]
+
+    def see(
+        layer: WatchedLayer,
+        statistic: ForwardStatistic,
+        role: str,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        outputs: Tensor,
+    ) -> None:
+        if not torch.isfinite(outputs).all():
+            raise CalibrationError(
+                f"layer {layer.index}: {role}_proj gives values that are not finite in windows "
+                f"{position[0]} to {position[0] + batch_size - 1}: check the weights of this layer"
+            )
+        statistic.see(role, inputs[0], outputs)
+
+    device = model.get_input_embeddings().weight.device
+    with _restored(model, [], False), _bar(progress) as bar, torch.no_grad():
+        handles = [
+            layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
+            for layer, statistic in statistics
+            for role in statistic.roles
+        ]
+        with _removed(handles):
+            task = bar.add_task("activations", total=windows.numel())
+            for batch in windows.split(batch_size):
+                model.base_model(input_ids=batch.to(device), use_cache=False)
+                position[0] += len(batch)
+                bar.advance(task, batch.numel())
+
+
+def _backward_pass(
+    model: Any,
+    windows: Tensor,
+    statistics: list[tuple[WatchedLayer, BackwardStatistic]],
+    checkpointing: bool,
+    progress: bool,
+) -> None:
+    position = [0]
+    watching = _parameters(statistics)
+
+    def consume(watchers: tuple[WatchedLayer, str, list], parameter: Tensor) -> None:
+        layer, role, interested = watchers
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if not torch.isfinite(gradient).all():
+            raise CalibrationError(
+                f"layer {layer.index}, window {position[0]}: the gradient of {role}_proj is not "
+                "finite: calibrate in float32 or bfloat16, and check the weights"
+            )
+        for statistic in interested:
+            statistic.see(role, parameter, gradient)
+
+    device = model.get_input_embeddings().weight.device
+    trainable = [parameter for parameter, _ in watching]
+    with (
+        _restored(model, trainable, checkpointing),
+        _bar(progress) as bar,
+        torch.enable_grad(),
+    ):
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(consume, watchers))
+            for parameter, watchers in watching
+        ]
+        with _removed(handles):
+            task = bar.add_task("gradients", total=windows.numel())
+            for index, ids in enumerate(windows.split(1)):
+                position[0] = index
+                loss = _loss(model, ids.to(device))
+                if not torch.isfinite(loss):
+                    where = _first_bad_layer(model, ids.to(device))
+                    raise CalibrationError(
+                        f"window {index}: the loss is {loss.item()}, first {where}: check the "
+                        "weights, or calibrate in float32 or bfloat16"
+                    )
+                loss.backward()
+                for _, statistic in statistics:
+                    statistic.end_window()
+                bar.advance(task, ids.numel())
+
+
+def _parameters(
+    statistics: list[tuple[WatchedLayer, BackwardStatistic]],
+) -> list[tuple[Tensor, tuple[WatchedLayer, str, list[BackwardStatistic]]]]:
+    """Every parameter whose gradient is wanted, its layer and role, and who wants it."""
+    wanted: dict[Tensor, tuple[WatchedLayer, str, list[BackwardStatistic]]] = {}
+    for layer, statistic in statistics:
+        for role in "kv":
+            linear = layer.linears[role]
+            for parameter in (linear.weight, linear.bias if statistic.biases else None):
+                if parameter is not None:
+                    wanted.setdefault(parameter, (layer, role, []))[2].append(statistic)
+    return list(wanted.items())
+
+
+def _loss(model: Any, ids_BT: Tensor) -> Tensor:
+    """Mean next-token cross-entropy in float32."""
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
+    return cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten().to(logits_BTV.device))
+
+
+def _first_bad_layer(model: Any, ids_BT: Tensor) -> str:
+    bad: list[int] = []
+
+    def look(index: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        output = outputs[0] if isinstance(outputs, tuple) else outputs
+        if not torch.isfinite(output).all():
+            bad.append(index)
+
+    handles = [
+        layer.module.register_forward_hook(partial(look, layer.index))
+        for layer in attention_layers(model)
+        if layer.module is not None
+    ]
+    with _removed(handles), torch.no_grad():
+        model.base_model(input_ids=ids_BT, use_cache=False)
+    return f"in the attention of layer {bad[0]}" if bad else "after the attention of the last layer"
+
+
+@contextmanager
+def _removed(handles: list[RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _restored(model: Any, trainable: list[Tensor], checkpointing: bool) -> Iterator[None]:
+    """Eval mode, gradients for `trainable` only; every flag is put back on the way out.
+
+    Checkpointing happens only in layers in training mode. That mode is set on the layer module
+    alone, so the dropout modules inside it stay off.
+    """
+    flags = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
+    modules = [(m, {k: v for k, v in vars(m).items() if k in flags}) for m in model.modules()]
+    parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    try:
+        model.eval()
+        for parameter, _, _ in parameters:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        for module, _ in modules:
+            if checkpointing and trainable and isinstance(module, GradientCheckpointingLayer):
+                recompute = partial(checkpoint, use_reentrant=False)
+                vars(module).update(zip(flags, (True, True, recompute), strict=True))
+        yield
+    finally:
+        for module, saved in modules:
+            for flag in flags:
+                vars(module).pop(flag, None)
+            vars(module).update(saved)
+        for parameter, requires_grad, gradient in parameters:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
+
+
+class _TokensPerSecond(ProgressColumn):
+    def render(self, task: Any) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} tokens/s" if speed else "")
+
+
+def _bar(progress: bool) -> Progress:
+    return Progress(
+        TextColumn("calibrating {task.description}"),
+        BarColumn(),
+        _TokensPerSecond(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not progress,
+    )

@@ -1,0 +1,48 @@
+"""What calibration will hold in memory beside the weights, before it starts."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+from .accumulators import BACKWARD, check_needs, watched_layers
+
+
+def estimate_memory(
+    model: Any, windows: Tensor, needs: Collection[str], *, checkpointing: bool = True
+) -> dict[str, int]:
+    """Bytes that `calibrate` will hold beside the weights, by part; `total` is their sum.
+
+    Exact for `accumulators` and `gradients` (the largest one: each is freed as it comes), an upper
+    estimate for `logits` (one window, in float32 with its gradient) and `activations` (all layers'
+    inputs, or everything without checkpointing, and one layer's inside). Statistics without
+    gradients hold one layer's activations of a batch instead, which is less.
+    """
+    needs = check_needs(needs)
+    layers = watched_layers(model)
+    config, (_, tokens) = model.config, windows.shape
+    weights = [layer.linears[role].weight for layer in layers for role in "kv"]
+    size = weights[0].element_size() if weights else 0
+    backward = any(need in BACKWARD for need in needs)
+    inner = 6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 0)
+    inner += max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
+    kept = config.hidden_size if checkpointing else inner
+    estimate = {
+        "accumulators": 4 * sum(weight.numel() for weight in weights) if "fisher" in needs else 0,
+        "gradients": max((w.numel() * size for w in weights), default=0) if backward else 0,
+        "logits": tokens * config.vocab_size * (12 + 2 * size) if backward else 0,
+        "activations": tokens * size * (kept * len(layers) + inner) if backward else 0,
+    }
+    return estimate | {"total": sum(estimate.values())}
+
+
+def describe_memory(estimate: dict[str, int]) -> str:
+    """The estimate as one line for people."""
+    parts = ", ".join(
+        f"{name} {_mebibytes(size)}" for name, size in estimate.items() if name != "total"
+    )
+    return f"calibration needs about {_mebibytes(estimate['total'])} beside the weights ({parts})"
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,97 @@
+"""What calibration leaves behind: reduced sums per layer, saved and loaded without pickle.
+
+Shapes: H query heads, G KV heads, D head dim, P pairs, F channels that never rotate. "Canonical" is
+the channel order of rope.HeadGeometry: first of every pair, second of every pair, the rest.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import CalibrationError
+
+FORMAT = "rap-statistics"
+VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Float32 CPU tensors per layer (None: a layer without attention to prune), by name.
+
+    need      names
+    fisher    root_fisher_k [G, D] canonical, root_fisher_v [G, D]: sum over inputs of sqrt(F);
+              weighted_fisher_k, weighted_fisher_v: the same shapes, sum over inputs of F W^2
+    gate      gate_fisher_k [G, P + F]: one gate per pair, then one per free channel;
+              gate_fisher_v [G, D]
+    energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens
+
+    Values are in the dense channel order. `fingerprint` says which weights were calibrated.
+    """
+
+    layers: tuple[Mapping[str, Tensor] | None, ...]
+    num_windows: int
+    window: int
+    needs: frozenset[str]
+    fingerprint: str = ""
+
+    def require(self, needs: Collection[str], what: str) -> None:
+        """Raise CalibrationError, naming `what` asks, unless all of `needs` were collected."""
+        missing = sorted(set(needs) - self.needs)
+        if missing:
+            raise CalibrationError(
+                f"{what} needs the statistics {', '.join(missing)}, but only "
+                f"{', '.join(sorted(self.needs)) or 'none'} were collected: calibrate again with "
+                f"{', '.join(missing)}"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write one file: tensors in safetensors format, everything else as JSON in its header."""
+        tensors = {
+            f"layers.{index}.{name}": tensor.contiguous()
+            for index, layer in enumerate(self.layers)
+            if layer is not None
+            for name, tensor in layer.items()
+        }
+        about = {
+            "version": VERSION,
+            "layers": [sorted(layer) if layer is not None else None for layer in self.layers],
+            "num_windows": self.num_windows,
+            "window": self.window,
+            "needs": sorted(self.needs),
+            "fingerprint": self.fingerprint,
+        }
+        save_file(tensors, path, metadata={"format": FORMAT, "statistics": json.dumps(about)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Statistics":
+        """Read what `save` wrote; CalibrationError for any other file or a newer version."""
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CalibrationError(f"cannot read statistics from {path}: {error}") from error
+        if header.get("format") != FORMAT:
+            raise CalibrationError(f"{path} holds no calibration statistics: calibrate again")
+        about = json.loads(header["statistics"])
+        if about["version"] > VERSION:
+            raise CalibrationError(
+                f"{path} has statistics version {about['version']}, this release reads up to "
+                f"{VERSION}: upgrade the package"
+            )
+        layers = tuple(
+            None if names is None else {name: tensors[f"layers.{index}.{name}"] for name in names}
+            for index, names in enumerate(about["layers"])
+        )
+        return cls(
+            layers=layers,
+            num_windows=about["num_windows"],
+            window=about["window"],
+            needs=frozenset(about["needs"]),
+            fingerprint=about["fingerprint"],
+        )
