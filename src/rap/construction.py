@@ -1,5 +1,6 @@
 """Step 3, the pruned model: a plan applied to a dense model in memory."""
 
+import copy
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ def apply(model: Any, plan: Plan) -> Any:
     already or has weights offloaded to the meta device.
     """
     refuse_pruned(model.config)
+    offloaded = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if offloaded is not None:
+        raise CheckpointError(
+            f"{offloaded} is offloaded: load the model whole, or use `rap apply --stream`"
+        )
     layers = attention_layers(model)
     shapes = [layer.shape for layer in layers]
     plan.check_model(base_model_type(model.config), shapes, fingerprint_model(model))
@@ -42,7 +48,7 @@ def apply(model: Any, plan: Plan) -> Any:
     _copy_buffers(model, small)
     small.tie_weights()
     small.config._attn_implementation = model.config._attn_implementation
-    small.generation_config = model.generation_config
+    small.generation_config = copy.deepcopy(model.generation_config)
     small.train(model.training)
     return _dispatch_like(model, small)
 
@@ -78,10 +84,6 @@ def pruned_state(
     cuts = projection_tensors(layers, spec)
     result = {}
     for name, tensor in state.items():
-        if tensor.device.type == "meta":
-            raise CheckpointError(
-                f"{name} is offloaded: load the model whole, or use `rap apply --stream`"
-            )
         layer, role = cuts.get(name, (None, ""))
         planned = plan.layers[layer.index] if layer is not None else None
         if layer is None or planned is None:

@@ -29,12 +29,13 @@ from .errors import CheckpointError
 from .families import (
     FAMILIES,
     PREFIX,
+    AttentionLayer,
     AttentionSpec,
     attention_layers,
     attention_spec,
     sliding_window,
 )
-from .fingerprint import fingerprint_model, fingerprint_tensors
+from .fingerprint import fingerprint_model, fingerprint_tensors, tied_names
 from .rope import gather_pairs, pair_table, rotate_pairs
 
 CONFIG_VERSION = 1
@@ -133,6 +134,7 @@ class RapModelMixin:
         for layer, widths in zip(layers, layer_widths(config, len(layers)), strict=True):
             if widths is None:
                 continue
+            _check_fits(layer, widths)
             build = attention_class(type(layer.module))
             pruned = build(layer.module, spec, layer.shape, widths)
             if pruned.frequency_index.device.type != "meta":
@@ -144,7 +146,9 @@ class RapModelMixin:
         """As the base class; the config records the fingerprint of exactly these weights."""
         state = kwargs.get("state_dict")
         self.config.rap["fingerprint"] = (
-            fingerprint_model(self) if state is None else fingerprint_tensors(state.items())
+            fingerprint_model(self)
+            if state is None
+            else fingerprint_tensors((n, t) for n, t in state.items() if n not in tied_names(self))
         )
         return super().save_pretrained(save_directory, **kwargs)
 
@@ -200,6 +204,12 @@ def __getattr__(name: str) -> type:
             return config_class(base_type)
         if name == f"Rap{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base_type]}":
             return model_class(base_type)
+    if name.startswith("Rap") and name.endswith("Attention"):
+        # Unpickling a model asks for the class of its attention by name.
+        for base_type in FAMILIES:
+            family = sys.modules[model_class(base_type).__mro__[2].__module__]
+            if hasattr(family, name.removeprefix("Rap")):
+                return attention_class(getattr(family, name.removeprefix("Rap")))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -241,3 +251,17 @@ def layer_widths(config: Any, num_layers: int) -> list[Mapping | None]:
                 f"layer {index} has impossible widths in the `rap` section: {entry}"
             )
     return widths
+
+
+def _check_fits(layer: AttentionLayer, widths: Mapping) -> None:
+    shape = layer.shape
+    if (
+        shape is None
+        or widths["pairs"] > shape.geometry.num_pairs
+        or widths["free"] > shape.geometry.num_free
+        or widths["values"] > shape.head_dim
+    ):
+        raise CheckpointError(
+            f"layer {layer.index} has impossible widths in the `rap` section: {dict(widths)} of a "
+            f"dense {shape}"
+        )

@@ -93,25 +93,46 @@ class LayerPlan:
 
     def check(self, layer: int, shape: AttentionShape) -> None:
         """Raise PlanError, naming the layer, if this cannot be cut from a layer of that shape."""
-        geometry, heads = shape.geometry, shape.num_kv_heads
-        for name, tensor in self.tensors().items():
-            if tensor.shape[0] != heads:
-                raise PlanError(
-                    f"layer {layer}: {name} has {tensor.shape[0]} KV heads, the model has {heads}"
-                )
+        geometry = shape.geometry
+        self._check_sizes(layer, shape)
+        down, up = self.value_down_GCD, self.value_up_GDC
+        if (down is None) != (up is None) or (self.channels_GC is None) == (down is None):
+            raise PlanError(f"layer {layer}: values need either channels or a subspace, not both")
+        if down is not None and up is not None and up.shape[2] != down.shape[1]:
+            raise PlanError(
+                f"layer {layer}: value_up_GDC folds {up.shape[2]} channels back, value_down_GCD "
+                f"keeps {down.shape[1]}"
+            )
         if self.key_width == 0 or self.value_width == 0:
             raise PlanError(f"layer {layer}: a head must keep at least one channel of K and of V")
         mixed = self.key_mix_GMP2 is not None
+        if mixed != (self.query_mix_GMP2 is not None):
+            raise PlanError(f"layer {layer}: key and query mixing must come together")
         _check_index(layer, "pair", self.frequency_GM, geometry.num_pairs, repeats=mixed)
         _check_index(layer, "free channel", self.free_GN, geometry.num_free)
         if self.channels_GC is not None:
             _check_index(layer, "value channel", self.channels_GC, geometry.head_dim)
-        if mixed != (self.query_mix_GMP2 is not None):
-            raise PlanError(f"layer {layer}: key and query mixing must come together")
-        if (self.channels_GC is None) != (
-            self.value_down_GCD is not None and self.value_up_GDC is not None
-        ):
-            raise PlanError(f"layer {layer}: values need either channels or a subspace, not both")
+
+    def _check_sizes(self, layer: int, shape: AttentionShape) -> None:
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        mix = (heads, self.frequency_GM.shape[-1], shape.geometry.num_pairs, 2)
+        expected = {
+            **dict.fromkeys(("frequency_GM", "free_GN", "channels_GC"), (heads, -1)),
+            **dict.fromkeys(("query_mix_GMP2", "key_mix_GMP2"), mix),
+            "value_down_GCD": (heads, -1, dim),
+            "value_up_GDC": (heads, dim, -1),
+        }
+        for name, tensor in self.tensors().items():
+            sizes, found = expected[name], tuple(tensor.shape)
+            if len(found) == len(sizes) and found[0] != heads:
+                raise PlanError(
+                    f"layer {layer}: {name} has {found[0]} KV heads, the model has {heads}"
+                )
+            fits = (want in (-1, got) for want, got in zip(sizes, found, strict=False))
+            if len(found) != len(sizes) or not all(fits):
+                raise PlanError(
+                    f"layer {layer}: {name} is {list(found)}, expected {list(sizes)} (-1: any)"
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +204,8 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write one file: tensors in safetensors format, everything else as JSON in its header."""
         tensors = {
-            f"layers.{index}.{name}": tensor.contiguous()
+            # A copy: one tensor may be both the query's and the key's mixing.
+            f"layers.{index}.{name}": tensor.clone(memory_format=torch.contiguous_format)
             for index, layer in enumerate(self.layers)
             if layer is not None
             for name, tensor in layer.tensors().items()
@@ -211,20 +233,26 @@ class Plan:
             raise PlanError(f"cannot read a plan from {path}: {error}") from error
         if header.get("format") != FORMAT:
             raise PlanError(f"{path} is not a plan file: write one with `rap plan`")
-        about = json.loads(header["plan"])
-        if about["version"] > VERSION:
-            raise PlanError(
-                f"{path} has plan version {about['version']}, this release reads up to {VERSION}: "
-                "upgrade the package"
-            )
-        shapes = tuple(_shape_of(entry) for entry in about["shapes"])
-        layers: list[LayerPlan | None] = [None] * about["num_layers"]
+        try:
+            about = json.loads(header["plan"])
+            version = about["version"]
+            if version <= VERSION:
+                return cls._of(about, tensors)
+        except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+            raise PlanError(f"{path} is damaged ({error}): make the plan again") from error
+        raise PlanError(
+            f"{path} has plan version {version}, this release reads up to {VERSION}: upgrade the "
+            "package"
+        )
+
+    @classmethod
+    def _of(cls, about: dict[str, Any], tensors: dict[str, Tensor]) -> "Plan":
         names = [item.name for item in fields(LayerPlan)]
+        layers: list[LayerPlan | None] = [None] * about["num_layers"]
         for index in about["planned"]:
-            found = {
-                n: tensors[f"layers.{index}.{n}"] for n in names if f"layers.{index}.{n}" in tensors
-            }
-            layers[index] = LayerPlan(**found)
+            named = {name: tensors.get(f"layers.{index}.{name}") for name in names}
+            layers[index] = LayerPlan(**named)  # type: ignore[arg-type]
+        shapes = tuple(_shape_of(entry) for entry in about["shapes"])
         kept = ("model_type", "retain", "dense_fingerprint", "method")
         return cls(layers=tuple(layers), shapes=shapes, **{key: about[key] for key in kept})
 
@@ -237,6 +265,8 @@ def _rectangle(rows: Sequence[Sequence[int]], what: str) -> Tensor:
 
 
 def _check_index(layer: int, what: str, index: Tensor, size: int, *, repeats: bool = False) -> None:
+    if index.is_floating_point():
+        raise PlanError(f"layer {layer}: {what} indices must be integers, not {index.dtype}")
     if index.numel() == 0:
         return
     low, high = int(index.min()), int(index.max())
