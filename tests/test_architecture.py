@@ -29,16 +29,25 @@ PACKAGE_ROOT = REPOSITORY / "src" / "rap"
 # A module imports only what stands before it. The order is the order of the pipeline.
 ORDER = [
     *("_version", "errors", "provenance", "fingerprint", "rope", "plan", "kernels", "families"),
-    *("corpus", "statistics", "accumulators", "memory", "calibration", "scoring", "allocation"),
+    *(
+        "corpus",
+        "statistics",
+        "accumulators",
+        "memory",
+        "calibration",
+        "scoring",
+        "allocation",
+        "profiles",
+    ),
     *("surgery", "modeling", "checkpoint", "construction", "streaming"),
     *("lowrank", "methods", "recovery", "evaluation", "analysis"),
-    *("card", "pipeline", "cli", "serving", "__main__"),
+    *("card", "pipeline", "serving", "cli", "__main__"),
 ]
 # Beside the order: the rooms it may import, and the rooms that may import it.
-SIDE_ROOMS = {"assets": ({"errors"}, {"corpus", "evaluation", "pipeline", "cli"})}
+SIDE_ROOMS = {"assets": ({"errors"}, {"corpus", "evaluation", "pipeline", "serving", "cli"})}
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
 SHIPPED = {"errors", "fingerprint", "rope", "families", "modeling"}
-PURE = {"scoring", "allocation"}
+PURE = {"scoring", "allocation", "profiles"}
 
 SOURCES = read_package(PACKAGE_ROOT)
 

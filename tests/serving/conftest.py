@@ -1,4 +1,4 @@
-"""Checkpoints for the serving tests, each with its stock dense model zeroed by hand as reference."""
+"""Checkpoints for the serving tests, each with its stock dense model zeroed by hand."""
 
 import copy
 import json

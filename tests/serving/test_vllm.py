@@ -1,9 +1,10 @@
-"""A pruned checkpoint in the real vLLM engine, against the stock dense model with zeroed weights."""
+"""A pruned checkpoint in the real vLLM engine, against the stock model with zeroed weights."""
 
 import pytest
 
+from rap import assets
 from rap.serving.agreement import agreement
-from rap.serving.engine import Round, run_vllm
+from rap.serving.engine import EngineError, Round, run_vllm
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
@@ -42,3 +43,84 @@ def test_prefix_cache(mixed, mixed_run):
     assert_agrees(mixed.reference, mixed_run.rounds[2])
     tokens = [[one.tokens for one in found] for found in mixed_run.rounds[1:]]
     assert tokens[0] == tokens[1]
+
+
+def test_cache_holds_one_over_retain_tokens(aligned, prompts):
+    short = [Round(prompts[:3], max_tokens=4, prompt_logprobs=True)]
+    dense_path = assets.reference_path()
+    dense = run_vllm(dense_path, short, max_model_len=512)
+    pruned = run_vllm(aligned.path, short, max_model_len=512)
+    assert_agrees(aligned.dense, dense.rounds[0])
+    assert_agrees(aligned.reference, pruned.rounds[0])
+    assert aligned.plan.kept_fraction == 0.75
+    ratio = pruned.capacity_tokens / dense.capacity_tokens
+    print(f"{dense.capacity_tokens} tokens dense, {pruned.capacity_tokens} pruned, {ratio:.4f}")
+    assert ratio == pytest.approx(1 / 0.75, rel=0.01)
+
+
+def test_biases_and_kv_heads_sharded_over_two_ranks(prune, tiny, tiny_prompts):
+    model = tiny("qwen2", tie_word_embeddings=True)
+    checkpoint = prune(model, [(16, 32), (20, 40), None, (12, 64)])
+    assert model.model.layers[0].self_attn.k_proj.bias is not None
+    found = _on_two_ranks(checkpoint, tiny_prompts, tensor_parallel_size=2)
+    assert_agrees(checkpoint.reference, found)
+
+
+def test_one_kv_head_replicated_over_two_ranks(prune, tiny, tiny_prompts):
+    model = tiny("mistral", kv_heads=1, sliding_window=None, rope="llama3")
+    checkpoint = prune(model, [(16, 32), (32, 24), (28, 28), None])
+    found = _on_two_ranks(checkpoint, tiny_prompts, tensor_parallel_size=2)
+    assert_agrees(checkpoint.reference, found)
+
+
+def _on_two_ranks(checkpoint, prompts, **engine):
+    return run_vllm(
+        checkpoint.path,
+        [Round(prompts, max_tokens=12, prompt_logprobs=True)],
+        environment=TWO_RANKS,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        kv_cache_memory_bytes=2**27,
+        **engine,
+    ).rounds[0]
+
+
+def test_swapped_indices_are_noticed(mixed, damaged, prompts):
+    """The negative control: one layer's two KV heads read each other's frequencies."""
+
+    def swap(tensors):
+        name = "model.layers.1.self_attn.frequency_index"
+        tensors[name] = tensors[name].flip(0).contiguous()
+
+    path = damaged(mixed.path, tensors=swap)
+    run = run_vllm(path, [Round(prompts, max_tokens=4, prompt_logprobs=True)], max_model_len=512)
+    found = agreement(mixed.reference, run.rounds[0])
+    print(f"max |delta logprob| {found.max_logprob_error:.3f}")
+    assert found.max_logprob_error > 1000 * TOLERANCE
+
+
+def _out_of_range(tensors):
+    tensors["model.layers.0.self_attn.frequency_index"][0, -1] = 32
+
+
+def _one_head_short(tensors):
+    name = "model.layers.0.self_attn.frequency_index"
+    tensors[name] = tensors[name][:1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "section", "sentence"),
+    [
+        (None, lambda rap: rap.pop("layers"), "no `rap` section with layer widths"),
+        (None, lambda rap: rap["layers"].pop(), "lists widths for 5 layers, the model has 6"),
+        (None, lambda rap: rap.update(version=99), "format version 99.*upgrade the package"),
+        (None, lambda rap: rap["layers"][0].update(pairs=40), "80 key and 64 value channels"),
+        (_out_of_range, None, "names pairs 0 to 32, a head has pairs 0 to 31"),
+        (_one_head_short, None, r"has shape \(1, 32\), config.json says \(2, 32\)"),
+    ],
+    ids=["missing", "short", "newer", "too wide", "index out of range", "wrong shape"],
+)
+def test_wrong_checkpoint_is_refused_in_a_sentence(mixed, damaged, tensors, section, sentence):
+    path = damaged(mixed.path, tensors, section)
+    with pytest.raises(EngineError, match=sentence):
+        run_vllm(path, [], max_model_len=512)

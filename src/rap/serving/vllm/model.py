@@ -66,21 +66,12 @@ class RapAttention(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
         )
-        # One table for all layers: vLLM shares it, and frequency scaling is in it already.
-        self.rotary_emb = get_rope(
-            self.head_dim, max_position_embeddings, rope_parameters=config.rope_parameters
-        )
-        if not hasattr(self.rotary_emb, "cos_sin_cache"):
-            raise UnsupportedModelError(
-                f"rope_type {config.rope_parameters['rope_type']!r} has more than one table of "
-                "frequencies, which the vLLM plugin does not index"
-            )
+        self.rotary_emb = _dense_rotation(config, self.head_dim, max_position_embeddings)
         slots = torch.arange(layout.num_slots, dtype=torch.int32)
         self.frequency_index = nn.Parameter(
             slots.expand(self.num_kv_heads, -1).clone(), requires_grad=False
         )
         self.frequency_index.weight_loader = self._load_frequency_index
-
         window = _sliding_window(config, extract_layer_index(prefix))
         backend = _backend(self.head_dim, cache_config, window)
         self.cache_width = padded_width(
@@ -180,6 +171,17 @@ class RapMistralForCausalLM(RapLlamaForCausalLM):
 
 class RapQwen2ForCausalLM(RapLlamaForCausalLM):
     """Pruned Qwen2: Llama with biases in the q, k and v projections."""
+
+
+def _dense_rotation(config: Any, head_dim: int, max_position: int) -> nn.Module:
+    """One cos/sin table for all layers: vLLM shares it, and frequency scaling is in it already."""
+    rotary = get_rope(head_dim, max_position, rope_parameters=config.rope_parameters)
+    if not hasattr(rotary, "cos_sin_cache"):
+        raise UnsupportedModelError(
+            f"rope_type {config.rope_parameters['rope_type']!r} has more than one table of "
+            "frequencies, which the vLLM plugin does not index"
+        )
+    return rotary
 
 
 def _pad(x: Tensor, width: int) -> Tensor:

@@ -1,0 +1,184 @@
+"""A pruned model as a plain Llama or Mistral checkpoint, which every engine runs unmodified.
+
+When all heads of all layers keep one list of slots and K is as wide as V, a pruned model is a dense
+one with heads of 2m channels, up to its frequencies and its softmax scale. The frequencies are
+written as longrope factors, the scale goes into W_q:
+
+    factor_i = 1 / (theta_i base^(2i / 2m)),    W_q <- sqrt(2m / D) W_q
+
+with theta_i the dense frequency of slot i, whatever scaling (llama3, yarn, linear) it came from.
+Qwen2 becomes a Llama with biases (that of W_o zero): engines derive Qwen2's head size from its
+hidden size.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..checkpoint import check_output, load, load_tokenizer, whole_directory
+from ..errors import CheckpointError, UnsupportedModelError
+from ..families import base_model_type, rotary_module
+from ..modeling import layer_widths
+from ..rope import read_frequencies
+
+STOCK_FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "llama"}
+# Frequencies that change with the length of the text are no fixed list.
+_VARIABLE_ROPES = ("dynamic", "longrope")
+_NOT_STOCK = "a stock checkpoint needs the same for every head and layer: use `--profile stock`"
+
+
+def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any:
+    """Write `source` (a pruned model, or its checkpoint) as a plain checkpoint; return that model.
+
+    The logits are those of the pruned model up to rounding: exact in float32 but for the order of
+    operations, one rounding of W_q in half precision. Raises CheckpointError if the model is not of
+    the stock profile, UnsupportedModelError for another family.
+    """
+    check_output(output, force=force)
+    is_path = isinstance(source, (str, Path))
+    model = stock_model(load(source) if is_path else source)
+    with whole_directory(output, force=force) as folder:
+        model.save_pretrained(folder)
+        if is_path:
+            _copy_tokenizer(source, folder)
+    return model
+
+
+def stock_model(small: Any) -> Any:
+    """The plain dense model that equals a pruned model of the stock profile."""
+    slots = shared_slots(small)
+    config = stock_config(small, slots)
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(config)
+    stock.load_state_dict(_stock_state(small, stock, 2 * len(slots)), assign=True, strict=True)
+    # Everything that is no weight (the rotary frequencies) is made by the stock class itself.
+    fresh = type(stock.model.rotary_emb)(config=config)
+    stock.model.rotary_emb = fresh.to(small.device)
+    stock.tie_weights()
+    stock.generation_config = small.generation_config
+    return stock.eval()
+
+
+def shared_slots(small: Any) -> list[int]:
+    """The one list of dense pair indices that every head of every layer rotates at.
+
+    Raises CheckpointError, naming the layer and head that differ.
+    """
+    family = base_model_type(small.config)
+    if family not in STOCK_FAMILIES:
+        raise UnsupportedModelError(
+            f"{family} has no stock form: one of {', '.join(STOCK_FAMILIES)} is needed"
+        )
+    widths = layer_widths(small.config, small.config.num_hidden_layers)
+    first = widths[0]
+    for layer, entry in enumerate(widths):
+        if entry is None:
+            raise CheckpointError(f"layer {layer} was left dense; {_NOT_STOCK}")
+        if entry != first:
+            raise CheckpointError(
+                f"layer {layer} keeps {_describe(entry)}, layer 0 {_describe(first)}; {_NOT_STOCK}"
+            )
+        if entry["values"] != 2 * entry["pairs"] or entry["free"]:
+            raise CheckpointError(
+                f"layer {layer} keeps {_describe(entry)}: a stock checkpoint needs keys as wide as "
+                "values, all of them rotating"
+            )
+    return _shared_index(small)
+
+
+def _shared_index(small: Any) -> list[int]:
+    expected: list[int] = []
+    for layer, module in enumerate(small.model.layers):
+        for head, row in enumerate(module.self_attn.frequency_index.tolist()):
+            expected = expected or row
+            if row != expected:
+                raise CheckpointError(
+                    f"KV head {head} of layer {layer} keeps other pairs than head 0 of layer 0; "
+                    f"{_NOT_STOCK}"
+                )
+    return expected
+
+
+def stock_config(small: Any, slots: list[int]) -> Any:
+    """The plain config: heads of 2m channels, and longrope factors that give the slots' theta."""
+    config = small.config
+    base_type = base_model_type(config)
+    rope = config.rope_parameters
+    if rope["rope_type"] in _VARIABLE_ROPES:
+        raise UnsupportedModelError(
+            f"rope_type {rope['rope_type']!r} has frequencies that depend on the length of the "
+            "text: no stock checkpoint can list them"
+        )
+    if base_type == "qwen2" and getattr(config, "use_sliding_window", False):
+        raise UnsupportedModelError("Qwen2 with a sliding window has no stock form")
+    theta = read_frequencies(rotary_module(small))[slots]
+    factors = longrope_factors(theta, rope["rope_theta"])
+    longest = config.max_position_embeddings
+    kept = config.to_dict()
+    dropped = ["rap", "model_type", "architectures", "auto_map", "transformers_version"]
+    if base_type == "qwen2":
+        dropped += ["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"]
+        kept["attention_bias"] = True
+    for key in dropped:
+        kept.pop(key, None)
+    kept["head_dim"] = 2 * len(slots)
+    kept["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": rope["rope_theta"],
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": longest,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
+    return AutoConfig.for_model(STOCK_FAMILIES[base_type], **kept)
+
+
+def longrope_factors(theta: Tensor, base: float) -> list[float]:
+    """Factors f_i for which 1 / (f_i base^(2i / 2m)) is theta_i in float32, as engines compute it.
+
+    Of the float32 numbers around the exact factor, the one whose result is nearest is taken: at
+    position t an error of one unit in the last place turns a pair by t theta 2^-24 too much.
+    """
+    steps = torch.arange(0, 2 * len(theta), 2, dtype=torch.float32) / (2 * len(theta))
+    powers = base**steps
+    exact = (1 / (theta.double() * base ** steps.double())).float()
+    units = torch.arange(-4, 5, dtype=torch.int32)[:, None]
+    candidates = (exact.view(torch.int32) + units).view(torch.float32)
+    errors = (1.0 / (candidates * powers) - theta).abs()
+    best: list[float] = candidates.gather(0, errors.argmin(0, keepdim=True))[0].tolist()
+    return best
+
+
+def _stock_state(small: Any, stock: Any, width: int) -> dict[str, Tensor]:
+    """The pruned weights with W_q scaled and no frequency indices."""
+    attention = small.model.layers[0].self_attn
+    # cos and sin of both q and k carry the family's attention factor (yarn), the stock's are plain.
+    factor = rotary_module(small).attention_scaling ** 2
+    scale = factor * (width / attention.dense_shape.head_dim) ** 0.5
+    state = {}
+    for name, tensor in small.state_dict().items():
+        if name.endswith(".frequency_index"):
+            continue
+        tensor = tensor.detach().clone()
+        if ".q_proj." in name:
+            tensor = (tensor.double() * scale).to(tensor.dtype)
+        state[name] = tensor
+    for name, parameter in stock.named_parameters():
+        if name.endswith(".o_proj.bias") and name not in state:
+            state[name] = torch.zeros(parameter.shape, dtype=small.dtype, device=small.device)
+    return state
+
+
+def _describe(widths: Any) -> str:
+    return f"{widths['pairs']} pairs and {widths['values']} value channels"
+
+
+def _copy_tokenizer(source: str | Path, folder: Path) -> None:
+    try:
+        load_tokenizer(source).save_pretrained(folder)
+    except CheckpointError:
+        return
