@@ -1,0 +1,1 @@
+"""Recovering quality after the cut: a closed-form refit first, then distillation."""
