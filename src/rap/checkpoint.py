@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import glob
 import json
 import os
 import shutil
@@ -168,7 +169,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _remove_abandoned(target: Path) -> None:
-    for old in target.parent.glob(f".{target.name}.partial-*"):
+    for old in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         process = old.name.rpartition("-")[2]
         if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():
             shutil.rmtree(old, ignore_errors=True)

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Elements converted at a time: a whole embedding in float32 would be the largest thing in memory.
+_CHUNK = 1 << 22
+
 
 class Fingerprint:
     """Accumulates tensors in any order; `value()` does not depend on it."""
@@ -18,13 +21,11 @@ class Fingerprint:
         self._digests: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Hash one tensor (copied to the CPU and to float32 if it is of another float type)."""
-        values = tensor.detach().cpu()
-        if values.is_floating_point():
-            values = values.float()
-        flat = values.contiguous().reshape(-1).view(torch.uint8)
+        """Hash one tensor in chunks, on the CPU, floats as float32."""
         digest = hashlib.sha256(str(tuple(tensor.shape)).encode())
-        digest.update(flat.numpy())
+        for part in tensor.detach().reshape(-1).split(_CHUNK):
+            values = part.float() if part.is_floating_point() else part
+            digest.update(values.cpu().contiguous().view(torch.uint8).numpy())
         self._digests[name] = digest.hexdigest()
 
     def value(self) -> str:

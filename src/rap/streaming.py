@@ -38,13 +38,14 @@ from .surgery import cut
 
 INDEX_FILE = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
+# In the order in which safetensors lays types out in a file, wide ones first for alignment.
 _DTYPE_NAMES = {
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
+    torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
     torch.uint8: "U8",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -73,15 +74,19 @@ class _Rewriter:
         self.plan, self.spec = plan, attention_spec(model.config)
         self.layers = attention_layers(model)
         self.cuts = projection_tensors(self.layers, self.spec)
-        self.tied = tied_names(model)
+        self.expected = model.state_dict().keys() - tied_names(model)
         self.index_tensors = frequency_tensors(plan, self.layers)
         self.dense, self.small = Fingerprint(), Fingerprint()
 
     def entries(self, shard: Any) -> list[_Entry]:
-        """The tensors of an output shard, in the order of the input shard."""
+        """The tensors of an output shard, in the order in which safetensors would write them.
+
+        Tensors the model does not have (old checkpoints store RoPE frequencies) are left out, as
+        `from_pretrained` ignores them.
+        """
         result = []
         for name in shard.keys():  # noqa: SIM118 (a file handle, not a dict)
-            if name in self.tied:
+            if name not in self.expected:
                 continue
             part = shard.get_slice(name)
             if part.get_dtype() not in _DTYPES:
@@ -102,7 +107,8 @@ class _Rewriter:
                 index_name = f"{layer.path}.frequency_index"
                 value = self.index_tensors[index_name]
                 result.append(_Entry(index_name, value.dtype, tuple(value.shape), value=value))
-        return result
+        order = list(_DTYPE_NAMES)
+        return sorted(result, key=lambda entry: (order.index(entry.dtype), entry.name))
 
     def rewrite(self, shard: Any, entry: _Entry) -> Tensor:
         """The output tensor of an entry, hashed on both sides."""
@@ -150,7 +156,7 @@ def apply_streamed(
         for shard, entries in _each_shard(shards, rewriter, partial, progress=progress):
             weight_map.update({entry.name: shard.name for entry in entries})
             total_bytes += sum(entry.num_bytes for entry in entries)
-        _check_complete(model, rewriter, weight_map)
+        _check_complete(rewriter, weight_map)
         found = rewriter.dense.value()
         if plan.dense_fingerprint and found != plan.dense_fingerprint:
             raise PlanError(
@@ -163,12 +169,14 @@ def apply_streamed(
 
 
 def _shards(folder: Path) -> list[Path]:
-    shards = sorted(folder.glob("*.safetensors"))
-    if (folder / INDEX_FILE).is_file():
+    shards = [folder / "model.safetensors"]
+    if not shards[0].is_file() and (folder / INDEX_FILE).is_file():
         weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
         shards = [folder / name for name in sorted(set(weight_map.values()))]
-    if not shards:
-        raise CheckpointError(f"{folder} has no safetensors weights: convert the checkpoint first")
+    elif not shards[0].is_file():
+        raise CheckpointError(
+            f"{folder} has no model.safetensors and no {INDEX_FILE}: convert the checkpoint first"
+        )
     for shard in shards:
         if not shard.is_file():
             raise CheckpointError(f"{shard} is missing: download the checkpoint again")
@@ -209,9 +217,8 @@ def _write_header(file: BinaryIO, entries: list[_Entry]) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _check_complete(model: Any, rewriter: _Rewriter, weight_map: dict[str, str]) -> None:
-    expected = model.state_dict().keys() - rewriter.tied
-    missing = sorted(expected - weight_map.keys())
+def _check_complete(rewriter: _Rewriter, weight_map: dict[str, str]) -> None:
+    missing = sorted(rewriter.expected - weight_map.keys())
     if missing:
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} tensors ({missing[0]}, ...): it is incomplete, "
