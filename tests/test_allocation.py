@@ -175,6 +175,11 @@ def test_a_key_share_divides_the_same_total(share, budget):
         assert keys + values == pytest.approx(2 * retain, abs=1 / 64 + 1e-9)
 
 
+def test_a_layer_that_rotates_a_little_keeps_a_pair():
+    [kept] = kv_budgets([make_scores(pairs=4, free=24)], 1 / 16)
+    assert kept == LayerBudget(pairs=1, free=0, values=2)
+
+
 def test_pooling_starves_the_side_with_less_mass():
     found = [make_scores(pairs=64, seed=seed, key_scale=0.25) for seed in range(4)]
     for budget in ("adaptive", "uniform"):
