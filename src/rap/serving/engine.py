@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -123,11 +124,14 @@ def run_vllm(
 
 
 def _reason(found: dict[str, Any], log: str) -> str:
-    """The package's own sentence if the engine logged one, else what the engine said last."""
-    for line in log.splitlines():
+    """The package's own sentence if the engine logged one, else its first error."""
+    errors = [line.strip() for line in log.splitlines() if re.search(r"\b\w+Error: ", line)]
+    for line in errors:
         for name in ("CheckpointError: ", "UnsupportedModelError: "):
             if name in line:
                 return f"vLLM refused the model: {line.partition(name)[2]}"
+    if errors:
+        return f"vLLM failed: {errors[0]}"
     if found:
         return f"vLLM failed: {found['error']}"
     last = "\n".join(log.strip().splitlines()[-LOG_LINES:])
