@@ -110,12 +110,14 @@ class _Rewriter:
         order = list(_DTYPE_NAMES)
         return sorted(result, key=lambda entry: (order.index(entry.dtype), entry.name))
 
-    def rewrite(self, shard: Any, entry: _Entry) -> Tensor:
+    def rewrite(self, path: Path, entry: _Entry) -> Tensor:
         """The output tensor of an entry, hashed on both sides."""
         if entry.value is not None:
             result = entry.value
         else:
-            dense = shard.get_tensor(entry.name)
+            # Opened for each tensor: a shard that stays open keeps every page read of it mapped.
+            with safe_open(path, "pt") as shard:
+                dense = shard.get_tensor(entry.name)
             self.dense.add(entry.name, dense)
             result = self._cut(dense, entry.layer, entry.role) if entry.layer is not None else dense
         self.small.add(entry.name, result)
@@ -190,11 +192,12 @@ def _each_shard(
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("rewriting", total=sum(shard.stat().st_size for shard in shards))
         for path in shards:
-            with safe_open(path, "pt") as shard, (output / path.name).open("wb") as file:
+            with safe_open(path, "pt") as shard:
                 entries = rewriter.entries(shard)
+            with (output / path.name).open("wb") as file:
                 _write_header(file, entries)
                 for entry in entries:
-                    tensor = rewriter.rewrite(shard, entry).contiguous()
+                    tensor = rewriter.rewrite(path, entry).contiguous()
                     file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
             bar.advance(task, path.stat().st_size)
             yield path, entries
