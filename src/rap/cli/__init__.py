@@ -8,7 +8,7 @@ from transformers.utils import logging as transformers_logging
 
 from .._version import __version__
 from ..errors import RapError
-from . import compress, demo, doctor, evaluate, inspect
+from . import compress, demo, doctor, evaluate, inspect, serving
 from .options import console
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ compress.add_commands(app)
 inspect.add_commands(app)
 evaluate.add_commands(app)
 demo.add_commands(app)
+serving.add_commands(app)
 doctor.add_commands(app)
 
 
@@ -58,6 +59,8 @@ def main() -> None:
     except (RapError, OSError) as error:
         if debug:
             raise
-        console.print(f"error: {' '.join(str(error).split())}", style="red", soft_wrap=True)
+        # No markup: messages name extras like [serve].
+        text = f"error: {' '.join(str(error).split())}"
+        console.print(text, style="red", soft_wrap=True, markup=False)
         code = 2
     sys.exit(code or 0)

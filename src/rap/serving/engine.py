@@ -114,7 +114,7 @@ def run_vllm(
         )
         found = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else {}
     if "error" in found or not found:
-        raise EngineError(_reason(found, done.stdout + done.stderr))
+        raise failure(done.stdout + done.stderr, found.get("error", ""))
     return EngineRun(
         rounds=[[Transcript(**each) for each in one] for one in found["rounds"]],
         capacity_tokens=found["capacity_tokens"],
@@ -123,16 +123,14 @@ def run_vllm(
     )
 
 
-def _reason(found: dict[str, Any], log: str) -> str:
-    """The package's own sentence if the engine logged one, else its first error."""
+def failure(log: str, error: str = "") -> EngineError:
+    """Why vLLM failed: this package's own sentence if the log has one, else its first error."""
     errors = [line.strip() for line in log.splitlines() if re.search(r"\b\w+Error: ", line)]
     for line in errors:
         for name in ("CheckpointError: ", "UnsupportedModelError: "):
             if name in line:
-                return f"vLLM refused the model: {line.partition(name)[2]}"
-    if errors:
-        return f"vLLM failed: {errors[0]}"
-    if found:
-        return f"vLLM failed: {found['error']}"
+                return EngineError(f"vLLM refused the model: {line.partition(name)[2]}")
+    if errors or error:
+        return EngineError(f"vLLM failed: {(errors or [error])[0]}")
     last = "\n".join(log.strip().splitlines()[-LOG_LINES:])
-    return f"vLLM died without a result; its last lines:\n{last}"
+    return EngineError(f"vLLM died without a result; its last lines:\n{last}")

@@ -157,8 +157,8 @@ def _stock_state(small: Any, stock: Any, width: int) -> dict[str, Tensor]:
     """The pruned weights with W_q scaled and no frequency indices."""
     attention = small.model.layers[0].self_attn
     # cos and sin of both q and k carry the family's attention factor (yarn), the stock's are plain.
-    factor = rotary_module(small).attention_scaling ** 2
-    scale = factor * (width / attention.dense_shape.head_dim) ** 0.5
+    rotary: Any = rotary_module(small)
+    scale = rotary.attention_scaling**2 * (width / attention.dense_shape.head_dim) ** 0.5
     state = {}
     for name, tensor in small.state_dict().items():
         if name.endswith(".frequency_index"):

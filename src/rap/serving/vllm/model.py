@@ -66,12 +66,11 @@ class RapAttention(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
         )
-        self.rotary_emb = _dense_rotation(config, self.head_dim, max_position_embeddings)
+        self.rotary_emb: Any = _dense_rotation(config, self.head_dim, max_position_embeddings)
         slots = torch.arange(layout.num_slots, dtype=torch.int32)
-        self.frequency_index = nn.Parameter(
-            slots.expand(self.num_kv_heads, -1).clone(), requires_grad=False
-        )
-        self.frequency_index.weight_loader = self._load_frequency_index
+        index: Any = nn.Parameter(slots.expand(self.num_kv_heads, -1).clone(), requires_grad=False)
+        index.weight_loader = self._load_frequency_index
+        self.frequency_index = index
         window = _sliding_window(config, extract_layer_index(prefix))
         backend = _backend(self.head_dim, cache_config, window)
         self.cache_width = padded_width(

@@ -1,0 +1,138 @@
+"""Starting vLLM's OpenAI-compatible server on a checkpoint, and asking it for one completion."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import is_pruned, load_config
+from .engine import EngineError, engine_environment, failure, require_vllm
+from .layout import head_layouts
+
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Server:
+    """What to serve and where. `arguments` are passed on to vLLM as they are.
+
+    The API key goes through the environment, so that no process list and no log shows it.
+    """
+
+    source: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    arguments: Sequence[str] = ()
+
+    @property
+    def command(self) -> list[str]:
+        """The command line, without any secret."""
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", self.source, "--host", self.host, "--port", str(self.port)),
+            *self.arguments,
+        ]
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}"
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Environment of the server process."""
+        return {**base, "VLLM_API_KEY": self.api_key} if self.api_key else dict(base)
+
+
+def check_servable(source: str | Path) -> None:
+    """Raise EngineError without vLLM, CheckpointError for a checkpoint that it would refuse."""
+    require_vllm()
+    config = load_config(source)
+    if is_pruned(config):
+        head_layouts(config)
+
+
+def serve(server: Server) -> None:
+    """Become the server: this process is replaced, so signals reach vLLM. Does not return."""
+    check_servable(server.source)
+    sys.stdout.flush()
+    os.execve(sys.executable, server.command, server.environment(os.environ))
+
+
+@contextlib.contextmanager
+def running(
+    server: Server, *, environment: Mapping[str, str] | None = None, timeout: float = 600
+) -> Iterator[Server]:
+    """The server in a subprocess, ready when the block starts and gone when it ends.
+
+    Raises EngineError with vLLM's own message if it dies, or is not ready in `timeout` seconds.
+    """
+    check_servable(server.source)
+    base = engine_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})})
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            server.command, env=server.environment(base), stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            _wait_until_ready(server, process, time.monotonic() + timeout)
+            yield server
+        except EngineError:
+            log.seek(0)
+            raise failure(log.read()) from None
+        finally:
+            _stop(process)
+
+
+def complete(server: Server, prompt: str, *, max_tokens: int = 8) -> dict[str, Any]:
+    """One greedy completion over HTTP, as the API returns it. Raises EngineError if it fails."""
+    body = {"model": server.source, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    if server.api_key:
+        headers["Authorization"] = f"Bearer {server.api_key}"
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), headers
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.URLError as error:
+        raise EngineError(f"the server did not complete a prompt: {error}") from error
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(server: Server, process: subprocess.Popen, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise EngineError("the server ended")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health"):
+            return
+        time.sleep(POLL_SECONDS)
+    raise EngineError("the server is not ready")
+
+
+def _stop(process: subprocess.Popen) -> None:
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

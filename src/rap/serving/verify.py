@@ -1,0 +1,167 @@
+"""Does an engine compute what the checkpoint says? Tokens, log-probabilities and cache capacity."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .. import assets
+from ..checkpoint import load, load_config, load_tokenizer
+from ..errors import CheckpointError, RapError
+from ..evaluation.footprint import footprint, layer_widths
+from .agreement import Agreement, agreement
+from .engine import GIB, Round, Transcript, run_vllm
+from .layout import dense_head_dim
+
+ENGINES = ("transformers", "vllm")
+PROMPT_TOKENS = (1, 7, 32, 100, 300)
+MAX_TOKENS = 16
+# The same dense model in two engines differs by 4e-6 to 1e-5 in float32 and by 0.13 in bfloat16,
+# where near ties also change greedy tokens; a wrong channel costs 0.3 and more in any precision.
+TOLERANCES = {"float32": 5e-5, "bfloat16": 0.2, "float16": 0.05}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What an engine's run of the bundled prompts showed; every field is plain data for JSON.
+
+    Log-probability errors are in nats. Capacities are tokens per GiB of KV cache on one device, of
+    this checkpoint as measured in the engine and of the dense model by its sizes; their ratio is
+    `1 / kept_fraction` unless the engine pads heads to a size it takes.
+    """
+
+    engine: str
+    version: str
+    dtype: str
+    num_tokens: int
+    mismatched_tokens: int
+    max_logprob_error: float
+    tolerance: float
+    tokens_per_gib: int
+    dense_tokens_per_gib: int
+    kept_fraction: float
+    passed: bool
+
+    @property
+    def capacity_ratio(self) -> float:
+        """Tokens that fit into the same memory, over the dense model's."""
+        return self.tokens_per_gib / self.dense_tokens_per_gib
+
+
+def verify(
+    source: str | Path,
+    engine: str = "transformers",
+    *,
+    dtype: str = "float32",
+    tolerance: float | None = None,
+    tensor_parallel_size: int = 1,
+    environment: dict[str, str] | None = None,
+) -> Verification:
+    """Run the bundled prompts through an engine and compare with the reference model.
+
+    The reference is the checkpoint in transformers, in float32 with eager attention and no cache.
+    It passes if no log-probability is further off than `tolerance`, in float32 also every greedy
+    token is the same, and the cache holds at least as many tokens as the dense model's would.
+    Raises RapError for an unknown engine or dtype, CheckpointError, or EngineError.
+    """
+    if engine not in ENGINES:
+        raise RapError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
+    if dtype not in TOLERANCES:
+        raise RapError(f"unknown dtype {dtype!r}: use one of {', '.join(TOLERANCES)}")
+    config = load_config(source)
+    prompts = bundled_prompts(source, config)
+    if engine == "vllm":
+        run = run_vllm(
+            source,
+            [Round(prompts, MAX_TOKENS, prompt_logprobs=True)],
+            environment=environment,
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            max_model_len=max(map(len, prompts)) + MAX_TOKENS,
+        )
+        transcripts, version, capacity = run.rounds[0], run.version, run.capacity_tokens
+    else:
+        model = load(source, dtype=dtype)
+        transcripts = [transcribe(model, prompt, MAX_TOKENS) for prompt in prompts]
+        version, capacity = transformers.__version__, GIB // footprint(model).kv_bytes_per_token
+    reference = load(source, dtype="float32", attn_implementation="eager")
+    found = agreement(reference, transcripts)
+    bound = tolerance if tolerance is not None else TOLERANCES[dtype]
+    heads = max(1, config.num_key_value_heads // tensor_parallel_size)
+    dense_bytes = _dense_channels(config, heads) * getattr(torch, dtype).itemsize
+    return Verification(
+        engine=engine,
+        version=version,
+        dtype=dtype,
+        num_tokens=found.num_tokens,
+        mismatched_tokens=found.mismatched_tokens,
+        max_logprob_error=found.max_logprob_error,
+        tolerance=bound,
+        tokens_per_gib=capacity,
+        dense_tokens_per_gib=GIB // dense_bytes,
+        kept_fraction=kept_fraction(config),
+        passed=_agrees(found, bound, dtype) and capacity >= 0.99 * (GIB // dense_bytes),
+    )
+
+
+def bundled_prompts(source: str | Path, config: Any) -> list[list[int]]:
+    """Token ids of five prompts, 1 to 300 tokens: bundled text, or random without a tokenizer."""
+    longest = (config.max_position_embeddings or PROMPT_TOKENS[-1] + MAX_TOKENS) - MAX_TOKENS
+    lengths = [length for length in PROMPT_TOKENS if length <= longest]
+    try:
+        tokenizer = load_tokenizer(source)
+    except CheckpointError:
+        ids = torch.randint(
+            config.vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+    else:
+        text = assets.reference_text("validation")[: 20 * sum(lengths)]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    prompts = []
+    for length in lengths:
+        prompts.append(ids[:length])
+        ids = ids[length:]
+    return prompts
+
+
+@torch.no_grad()
+def transcribe(model: Any, prompt: Sequence[int], max_tokens: int) -> Transcript:
+    """Greedy generation of a transformers model, through its KV cache, token by token."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    output = model(input_ids=ids, use_cache=True)
+    before = output.logits[0].double().log_softmax(-1)
+    prompt_logprobs = before[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    row = before[-1]
+    while True:
+        tokens.append(int(row.argmax()))
+        logprobs.append(float(row[tokens[-1]]))
+        if len(tokens) == max_tokens:
+            return Transcript(list(prompt), tokens, logprobs, prompt_logprobs)
+        output = model(
+            input_ids=torch.tensor([[tokens[-1]]], device=model.device),
+            past_key_values=output.past_key_values,
+            use_cache=True,
+        )
+        row = output.logits[0, -1].double().log_softmax(-1)
+
+
+def kept_fraction(config: Any) -> float:
+    """Cached channels over those of the dense model, from the config; 1 for a dense one."""
+    kept = sum(
+        layer.num_kv_heads * (layer.key_width + layer.value_width) for layer in layer_widths(config)
+    )
+    return kept / _dense_channels(config, config.num_key_value_heads)
+
+
+def _dense_channels(config: Any, num_kv_heads: int) -> int:
+    return config.num_hidden_layers * num_kv_heads * 2 * dense_head_dim(config)
+
+
+def _agrees(found: Agreement, tolerance: float, dtype: str) -> bool:
+    same = found.mismatched_tokens == 0 or dtype != "float32"
+    return same and found.max_logprob_error <= tolerance
