@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import RapError
+from .logits import decoder_of, head_logits
 
 DEFAULT_WINDOW = 2048
 CHUNK_LOGITS = 2**25  # logits held at once, tokens x vocabulary: 128 MiB of float32
@@ -148,7 +149,7 @@ def _in_precision(model: Any, dtype: torch.dtype | None) -> Any:
 def _summed_loss(model: Any, ids_BT: Tensor) -> Tensor:
     """Sum of the losses (nats) of the B (T - 1) predicted tokens, float64 on the CPU."""
     ids_BT = ids_BT.to(model.get_input_embeddings().weight.device)
-    name, decoder = _decoder(model)
+    name, decoder = decoder_of(model)
     output = decoder(input_ids=ids_BT, use_cache=False)
     hidden_NE = output.last_hidden_state[:, :-1].flatten(0, 1)
     targets_N = ids_BT[:, 1:].flatten()
@@ -156,45 +157,12 @@ def _summed_loss(model: Any, ids_BT: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for hidden_CE, targets_C in zip(hidden_NE.split(step), targets_N.split(step), strict=True):
         output.last_hidden_state = hidden_CE.unsqueeze(0)
-        logits_CV = _head(model, name, output)[0]
+        logits_CV = head_logits(model, name, output)[0]
         if logits_CV.dtype != torch.float64:
             logits_CV = logits_CV.float()
         loss_C = F.cross_entropy(logits_CV, targets_C.to(logits_CV.device), reduction="none")
         total += loss_C.sum(dtype=torch.float64).cpu()
     return total
-
-
-def _decoder(model: Any) -> tuple[str, nn.Module]:
-    """The module below the language-model head, and its name in the model."""
-    decoder = model.get_decoder()
-    for name, child in model.named_children():
-        if child is decoder:
-            return name, decoder
-    raise RapError(
-        f"{type(model).__name__} has no decoder directly below its head: evaluate the causal LM"
-        " itself (of a PEFT model, model.get_base_model())"
-    )
-
-
-def _head(model: Any, name: str, output: Any) -> Tensor:
-    """Logits that the family's own forward makes of decoder outputs already computed.
-
-    Some families scale or cap logits after the head's matrix, which this keeps. It runs the class's
-    forward on a shallow copy whose decoder is a constant; the model itself is not touched.
-    """
-    view = copy.copy(model)
-    view._modules = {**model._modules, name: _Constant(output)}
-    return type(model).forward(view, input_ids=None, use_cache=False).logits
-
-
-class _Constant(nn.Module):
-    def __init__(self, output: Any):
-        super().__init__()
-        self.output = output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output given at construction, whatever is asked."""
-        return self.output
 
 
 def _progress_bar(show: bool) -> Progress:

@@ -1,0 +1,44 @@
+"""A causal LM in two halves, so that logits can be made for a chunk of tokens at a time.
+
+Shapes: B batch, T tokens, C tokens of a chunk, E model dim, V vocabulary.
+"""
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import RapError
+
+
+def decoder_of(model: Any) -> tuple[str, nn.Module]:
+    """The module below the language-model head, and its name in the model."""
+    decoder = model.get_decoder()
+    for name, child in model.named_children():
+        if child is decoder:
+            return name, decoder
+    raise RapError(
+        f"{type(model).__name__} has no decoder directly below its head: use the causal LM itself"
+        " (of a PEFT model, model.get_base_model())"
+    )
+
+
+def head_logits(model: Any, name: str, output: Any) -> Tensor:
+    """Logits that the family's own forward makes of decoder outputs already computed.
+
+    Some families scale or cap logits after the head's matrix, which this keeps. It runs the class's
+    forward on a shallow copy whose decoder is a constant; the model itself is not touched.
+    """
+    view = copy.copy(model)
+    view._modules = {**model._modules, name: _Constant(output)}
+    return type(model).forward(view, input_ids=None, use_cache=False).logits
+
+
+class _Constant(nn.Module):
+    def __init__(self, output: Any):
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output given at construction, whatever is asked."""
+        return self.output
