@@ -40,11 +40,13 @@ ORDER = [
         "profiles",
     ),
     *("surgery", "modeling", "checkpoint", "construction", "streaming"),
-    *("lowrank", "methods", "recovery", "evaluation", "analysis"),
+    *("lowrank", "methods", "evaluation", "recovery", "analysis"),
     *("card", "pipeline", "serving", "cli", "__main__"),
 ]
 # Beside the order: the rooms it may import, and the rooms that may import it.
-SIDE_ROOMS = {"assets": ({"errors"}, {"corpus", "evaluation", "pipeline", "serving", "cli"})}
+SIDE_ROOMS = {
+    "assets": ({"errors"}, {"corpus", "evaluation", "recovery", "pipeline", "serving", "cli"})
+}
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
 SHIPPED = {"errors", "fingerprint", "rope", "families", "modeling"}
 PURE = {"scoring", "allocation", "profiles"}
