@@ -28,7 +28,17 @@ PACKAGE_ROOT = REPOSITORY / "src" / "rap"
 
 # A module imports only what stands before it. The order is the order of the pipeline.
 ORDER = [
-    *("_version", "errors", "provenance", "fingerprint", "rope", "plan", "kernels", "families"),
+    *(
+        "_version",
+        "errors",
+        "provenance",
+        "fingerprint",
+        "rope",
+        "plan",
+        "kernels",
+        "specs",
+        "families",
+    ),
     *(
         "corpus",
         "statistics",
@@ -39,7 +49,7 @@ ORDER = [
         "allocation",
         "profiles",
     ),
-    *("surgery", "modeling", "checkpoint", "construction", "streaming"),
+    *("surgery", "attention", "modeling", "checkpoint", "construction", "streaming"),
     *("lowrank", "methods", "evaluation", "recovery", "analysis"),
     *("card", "pipeline", "serving", "cli", "__main__"),
 ]
@@ -48,7 +58,7 @@ SIDE_ROOMS = {
     "assets": ({"errors"}, {"corpus", "evaluation", "recovery", "pipeline", "serving", "cli"})
 }
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
-SHIPPED = {"errors", "fingerprint", "rope", "families", "modeling"}
+SHIPPED = {"errors", "fingerprint", "rope", "specs", "families", "attention", "modeling"}
 PURE = {"scoring", "allocation", "profiles"}
 
 SOURCES = read_package(PACKAGE_ROOT)

@@ -1,8 +1,4 @@
-"""The only file that knows Hugging Face families: a row per family, and how to find its attention.
-
-Most of what differs between families is read off the live module (biases, scale, sliding window,
-head counts). A row states what cannot be read: how channels pair up and how cos/sin are laid out.
-"""
+"""Attention found in live models of the families in `specs`: its place, shape and weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,53 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import CheckpointError, UnsupportedModelError
-from .rope import AttentionShape, HeadGeometry, Pairing, TableKind
-
-ROLES = ("q", "k", "v", "o")
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """How one family writes its attention.
-
-    `pairing` and `table` are the layouts of rotated channels and of cos/sin. `rope_in_float32`
-    says that the family rotates in float32 and casts back. `sliding_window_from` tells where the
-    window handed to the attention function lives: an attribute of the attention module (`module`),
-    the config read at call time (`config`), or nowhere.
-    """
-
-    model_type: str
-    pairing: Pairing = "half"
-    table: TableKind = "repeated"
-    rope_in_float32: bool = False
-    sliding_window_from: str | None = None
-    attention: str = "self_attn"
-    projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-    def projection_names(self) -> dict[str, str]:
-        """Role (q, k, v, o) to the name of its linear layer."""
-        return dict(zip(ROLES, self.projections, strict=True))
-
-
-FAMILIES: dict[str, AttentionSpec] = {
-    spec.model_type: spec
-    for spec in (
-        AttentionSpec("llama"),
-        AttentionSpec("mistral", sliding_window_from="config"),
-        AttentionSpec("qwen2", sliding_window_from="module"),
-    )
-}
+from .rope import AttentionShape, HeadGeometry
+from .specs import ALIBI, FAMILIES, QK_NORM, REASONS, AttentionSpec
 
 PREFIX = "rap_"
-
-_LEARNED = "it adds learned absolute positions, there is no rotation to prune in pairs"
-_ALIBI = "it biases attention by distance (ALiBi) and rotates nothing"
-_QK_NORM = "it normalises queries and keys over the whole head (QK-norm), which is not handled yet"
-_REASONS = {
-    **dict.fromkeys(("gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"), _LEARNED),
-    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
-    **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "exaone4"), _QK_NORM),
-}
 
 
 @dataclass(frozen=True)
@@ -95,6 +48,8 @@ def attention_spec(config: Any) -> AttentionSpec:
     if spec is None or getattr(config, "kv_lora_rank", None):
         reason = _refusal(config, model_type)
         raise UnsupportedModelError(f"model type {model_type!r} is not supported: {reason}")
+    if getattr(config, "use_qk_norm", False) or getattr(config, "qk_layernorm", False):
+        raise UnsupportedModelError(f"this {model_type} model is not supported: {QK_NORM}")
     return spec
 
 
@@ -104,12 +59,12 @@ def _refusal(config: Any, model_type: str) -> str:
             "it caches one latent for all heads (MLA), so cutting head channels would save nothing"
         )
     if getattr(config, "alibi", False):
-        return _ALIBI
+        return ALIBI
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder: cross-attention has no rotary positions"
-    return _REASONS.get(
+    return REASONS.get(
         model_type,
-        f"no row for it in rap/families.py; known families: {', '.join(sorted(FAMILIES))}",
+        f"no row for it among the {len(FAMILIES)} families that docs/models.md lists",
     )
 
 
@@ -133,16 +88,15 @@ def rotary_module(model: nn.Module) -> nn.Module:
 
 def attention_layers(model: Any) -> list[AttentionLayer]:
     """Every decoder layer of a live model (the meta device will do), in order."""
-    spec = attention_spec(model.config)
-    rotary_dim = 2 * rotary_module(model).inv_freq.shape[-1]
+    spec, rotary = attention_spec(model.config), rotary_module(model)
     return [
-        _describe(index, f"{prefix}.{spec.attention}", layer, spec, rotary_dim)
+        _describe(index, f"{prefix}.{spec.attention}", layer, spec, rotary)
         for index, (prefix, layer) in enumerate(_decoder_layers(model))
     ]
 
 
 def _describe(
-    index: int, path: str, layer: nn.Module, spec: AttentionSpec, rotary_dim: int
+    index: int, path: str, layer: nn.Module, spec: AttentionSpec, rotary: nn.Module
 ) -> AttentionLayer:
     attention = getattr(layer, spec.attention, None)
     if attention is None:
@@ -152,6 +106,9 @@ def _describe(
         return AttentionLayer(index, path, attention, pruned)
     q, k, _, o = (getattr(attention, name) for name in spec.projections)
     head_dim = attention.head_dim
+    rotary_dim = (
+        2 * frequency_buffer(rotary, attention).shape[-1] if rotates(spec, attention) else 0
+    )
     shape = AttentionShape(
         num_heads=q.out_features // head_dim,
         num_kv_heads=k.out_features // head_dim,
@@ -159,6 +116,23 @@ def _describe(
         geometry=HeadGeometry(head_dim, rotary_dim, spec.pairing),
     )
     return AttentionLayer(index, path, attention, shape)
+
+
+def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
+    """The frequencies [P] a layer rotates at: its own layer type's, where there are several."""
+    kinds = ("layer_type", "attention_type")
+    kind = next((getattr(attention, name) for name in kinds if hasattr(attention, name)), None)
+    found = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
+    if not isinstance(found, Tensor):
+        raise UnsupportedModelError(
+            f"{type(rotary).__name__} has no inv_freq: its RoPE frequencies cannot be read"
+        )
+    return found
+
+
+def rotates(spec: AttentionSpec, attention: nn.Module) -> bool:
+    """Whether this layer of the dense model rotates queries and keys (False: NoPE)."""
+    return spec.rotates is None or spec.rotates(attention)
 
 
 def sliding_window(spec: AttentionSpec, attention: nn.Module) -> int | None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..families import ROLES, AttentionLayer, attention_layers, attention_spec, projections
+from ..families import AttentionLayer, attention_layers, attention_spec, projections
+from ..specs import ROLES
 from .perplexity import evaluating
 
 PREFILL = 3  # tokens read before the decode step that is measured

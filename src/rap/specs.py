@@ -1,0 +1,127 @@
+"""The table of Hugging Face families: one row per family, and why other models are refused.
+
+Most of what differs between families is read off the live attention module (biases, scale, head
+counts, clipping, dropout, partial rotation). A row states what cannot be read.
+
+Shapes: B batch, T tokens, H query heads, W key width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .rope import Pairing, TableKind
+
+ROLES = ("q", "k", "v", "o")
+
+
+def rotates_where_listed(attention: Any) -> bool:
+    """the layers that `no_rope_layers` marks"""
+    return bool(attention.use_rope)
+
+
+def rotates_under_a_window(attention: Any) -> bool:
+    """the layers with a sliding window"""
+    return attention.sliding_window is not None
+
+
+def rotates_unless_global(attention: Any) -> bool:
+    """the layers with a sliding window, or all if the model has none"""
+    return attention.sliding_window is None or bool(attention.is_sliding)
+
+
+def scale_by_position(attention: Any, q_BHTW: Tensor, cached: int, kwargs: Any) -> Tensor:
+    """1 + beta log(1 + floor(position / trained length)) on every query"""
+    rope = attention.config.rope_parameters
+    position = kwargs["position_ids"] / rope["original_max_position_embeddings"]
+    scale_BT = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + torch.floor(position))
+    return q_BHTW * scale_BT[:, None, :, None].to(q_BHTW.dtype)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """How one family writes its attention.
+
+    `pairing` and `table` are the layouts of rotated channels and of cos/sin. `rope_in_float32`
+    says that the family rotates in float32 and casts back. `rotates` tells from the attention
+    module whether the layer rotates (None: every layer does); its docstring completes "it rotates
+    in". `sliding_window_from` tells where the window handed to the attention function lives: an
+    attribute of the module (`module`), the config read at call time (`config`), or nowhere.
+    `arguments` are further arguments of the attention function, each with the module's attribute
+    that holds it. `query_scale` multiplies rotated queries.
+    """
+
+    model_type: str
+    pairing: Pairing = "half"
+    table: TableKind = "repeated"
+    rope_in_float32: bool = False
+    rotates: Callable[[Any], bool] | None = None
+    sliding_window_from: Literal["module", "config"] | None = None
+    arguments: tuple[tuple[str, str], ...] = ()
+    query_scale: Callable[[Any, Tensor, int, Any], Tensor] | None = None
+    attention: str = "self_attn"
+    projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    def projection_names(self) -> dict[str, str]:
+        """Role (q, k, v, o) to the name of its linear layer."""
+        return dict(zip(ROLES, self.projections, strict=True))
+
+
+_DENSE = ("q_proj", "k_proj", "v_proj", "dense")
+
+FAMILIES: dict[str, AttentionSpec] = {
+    spec.model_type: spec
+    for spec in (
+        AttentionSpec("llama"),
+        AttentionSpec("mistral", sliding_window_from="config"),
+        AttentionSpec("ministral", sliding_window_from="module"),
+        AttentionSpec("ministral3", sliding_window_from="config", query_scale=scale_by_position),
+        AttentionSpec("mixtral", sliding_window_from="config"),
+        AttentionSpec("qwen2", sliding_window_from="module"),
+        AttentionSpec("qwen2_moe", sliding_window_from="module"),
+        AttentionSpec("gemma"),
+        AttentionSpec(
+            "gemma2",
+            sliding_window_from="module",
+            arguments=(("softcap", "attn_logit_softcapping"),),
+        ),
+        AttentionSpec(
+            "gpt_oss", table="half", sliding_window_from="module", arguments=(("s_aux", "sinks"),)
+        ),
+        AttentionSpec("glm", pairing="interleaved"),
+        AttentionSpec("glm4", pairing="interleaved"),
+        AttentionSpec("glm4_moe"),
+        AttentionSpec("phi", projections=_DENSE),
+        AttentionSpec("olmo", rope_in_float32=True),
+        AttentionSpec("smollm3", rotates=rotates_where_listed, sliding_window_from="module"),
+        AttentionSpec("cohere", pairing="interleaved", table="interleaved", rope_in_float32=True),
+        AttentionSpec(
+            "cohere2",
+            pairing="interleaved",
+            table="interleaved",
+            rope_in_float32=True,
+            rotates=rotates_under_a_window,
+            sliding_window_from="module",
+        ),
+        AttentionSpec("granite"),
+        AttentionSpec("starcoder2", sliding_window_from="config"),
+        AttentionSpec("stablelm"),
+        AttentionSpec("seed_oss"),
+        AttentionSpec("solar_open"),
+        AttentionSpec("ernie4_5", pairing="interleaved", rope_in_float32=True),
+        AttentionSpec("nemotron"),
+        AttentionSpec("helium", pairing="interleaved"),
+    )
+}
+
+LEARNED = "it adds learned absolute positions, there is no rotation to prune in pairs"
+ALIBI = "it biases attention by distance (ALiBi) and rotates nothing"
+QK_NORM = "it normalises queries and keys over the whole head (QK-norm), which is not handled yet"
+REASONS = {
+    **dict.fromkeys(("gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"), LEARNED),
+    **dict.fromkeys(("bloom", "mpt"), ALIBI),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "exaone4"), QK_NORM),
+}
