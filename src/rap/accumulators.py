@@ -97,6 +97,55 @@ class Energy(ForwardStatistic):
         }
 
 
+class ValueMoment(ForwardStatistic):
+    """Second moment of what a KV head's query heads hand to o_proj, summed over the group."""
+
+    roles = ("o",)
+
+    def __init__(self, layer: WatchedLayer):
+        self.shape = layer.shape
+        width = layer.shape.head_dim
+        self.sum = layer.zeros("o", layer.shape.num_kv_heads, width, width)
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        heads_GND = _by_kv_head(split_heads(inputs.float(), self.shape.head_dim), self.shape)
+        self.sum += heads_GND.mT @ heads_GND
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        return {"value_moment": self.sum / num_tokens}
+
+
+class PairMoment(ForwardStatistic):
+    """Complex second moments E[x x^H] of the pairs of q (summed over the group) and of k.
+
+    A pair is its first plus i times its second channel; a rotation multiplies it by a unit number.
+    """
+
+    roles = ("q", "k")
+
+    def __init__(self, layer: WatchedLayer):
+        self.shape, pairs = layer.shape, layer.shape.geometry.num_pairs
+        sizes = (layer.shape.num_kv_heads, pairs, pairs)
+        self.sums = {role: layer.zeros(role, *sizes).to(torch.complex64) for role in self.roles}
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        heads_GND = _by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
+        first, second = self.shape.geometry.pair_channels().to(outputs.device).unbind(1)
+        pairs_GNP = torch.complex(heads_GND[..., first], heads_GND[..., second])
+        self.sums[role] += pairs_GNP.mT @ pairs_GNP.conj()
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        names = {"q": "query_moment", "k": "key_moment"}
+        mean = {names[role]: total / num_tokens for role, total in self.sums.items()}
+        return {name: torch.view_as_real(moment) for name, moment in mean.items()}
+
+
+def _by_kv_head(states_BTHD: Tensor, shape: AttentionShape) -> Tensor:
+    """[B, T, H or G, D] to [G, N, D] with every token of every head of a group in N."""
+    groups = states_BTHD.flatten(0, 1).unflatten(1, (shape.num_kv_heads, -1))
+    return groups.transpose(0, 1).flatten(1, 2)
+
+
 class Fisher(BackwardStatistic):
     """Empirical Fisher F = E[(dL/dW)^2], entrywise over windows (paper, eq. `fisher`).
 
@@ -159,7 +208,11 @@ class GateFisher(BackwardStatistic):
         return {f"gate_fisher_{role}": total / num_windows for role, total in self.sums.items()}
 
 
-FORWARD: dict[str, type[ForwardStatistic]] = {"energy": Energy}
+FORWARD: dict[str, type[ForwardStatistic]] = {
+    "energy": Energy,
+    "values": ValueMoment,
+    "pairs": PairMoment,
+}
 BACKWARD: dict[str, type[BackwardStatistic]] = {"fisher": Fisher, "gate": GateFisher}
 
 

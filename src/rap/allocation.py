@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import RapError
 from .scoring import LayerScores
 
-Budget = Literal["adaptive", "uniform"]
+Budget = Literal["adaptive", "uniform", "error"]
 KeyShare = float | Literal["pooled"]
 
 
@@ -90,6 +90,35 @@ def allocate(
         else:
             heapq.heappop(queue)
     return kept
+
+
+def allocate_by_error(
+    errors: Sequence[Sequence[float]], retain: float, sizes: Sequence[int], *, unit: int = 1
+) -> list[int]:
+    """How much of `sizes` every layer keeps, for the smallest total of the layers' own errors.
+
+    `errors[l][n]` is layer l's error when it keeps n of its size (n = 0 ... size). Every layer
+    starts at one unit, then each further unit goes where it removes most error per channel, which
+    is optimal where errors are convex in n; so no layer keeps less at a larger retain ratio.
+
+    Raises RapError if retain is outside (0, 1] or below one unit in every layer.
+    """
+    _check_retain(retain)
+    kept = [min(unit, size) for size in sizes]
+    budget = retain * sum(sizes)
+    if sum(kept) - budget > unit / 2:
+        raise RapError(f"retain {retain} is below one step of {unit} in every layer: ask for more")
+    while True:
+        steps = {i: min(unit, sizes[i] - n) for i, n in enumerate(kept) if n < sizes[i]}
+        if not steps:
+            return kept
+        best = max(
+            steps,
+            key=lambda i: ((errors[i][kept[i]] - errors[i][kept[i] + steps[i]]) / steps[i], -i),
+        )
+        if budget - sum(kept) < steps[best] / 2:
+            return kept
+        kept[best] += steps[best]
 
 
 def uniform(retain: float, sizes: Sequence[int], unit: int = 1) -> list[int]:

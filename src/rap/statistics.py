@@ -28,6 +28,10 @@ class Statistics:
               weighted_fisher_k, weighted_fisher_v: the same shapes, sum over inputs of F W^2
     gate      gate_fisher_k [G, P + F]: one gate per pair, then one per free channel;
               gate_fisher_v [G, D]
+    values    value_moment [G, D, D]: second moment of o_proj's input, summed over a KV head's
+              query heads
+    pairs     query_moment, key_moment [G, P, P, 2]: complex second moments E[x x^H] of pairs as
+              (real, imaginary), queries summed over the group
     energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens
 
     Values are in the dense channel order. `fingerprint` says which weights were calibrated.

@@ -7,20 +7,20 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..allocation import Budget, KeyShare, kv_budgets, select
+from ..allocation import Budget, KeyShare, LayerBudget, kv_budgets, select
 from ..construction import apply
 from ..errors import RapError
 from ..families import (
-    AttentionLayer,
     attention_layers,
     attention_spec,
     base_model_type,
     projections,
     refuse_pruned,
+    rotary_module,
 )
 from ..fingerprint import fingerprint_model
 from ..plan import LayerPlan, Plan
-from ..rope import AttentionShape
+from ..rope import AttentionShape, read_frequencies
 from ..scoring import LayerScores, Named
 from ..statistics import Statistics
 
@@ -28,6 +28,18 @@ from ..statistics import Statistics
 # 8 channels; heads narrower than this keep any number of pairs, or little would be left to choose.
 ALIGNED_WIDTH = 8
 ALIGN_FROM_HEAD_DIM = 64
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayers:
+    """What a method may look at beside statistics, per layer (None: no attention).
+
+    `weights` maps the roles q, k, v, o to matrices as in nn.Linear, `frequencies` is float64 [P].
+    """
+
+    shapes: Sequence[AttentionShape | None]
+    weights: Sequence[Named | None]
+    frequencies: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,39 +100,38 @@ class PairPruning(Method):
     def plan(self, model: Any, statistics: Statistics) -> Plan:
         """Score, budget, select (the paper's Budget-Alloc). The model is not changed."""
         refuse_pruned(model.config)
-        layers = attention_layers(model)
-        shapes = [layer.shape for layer in layers]
         statistics.require(self.needs, self.name)
         fingerprint = fingerprint_model(model)
         if statistics.fingerprint not in ("", fingerprint):
             raise RapError("the statistics were collected on another model: calibrate this one")
-        weights = layer_weights(model, layers)
-        scores = self.importance(statistics.layers, weights, shapes)
+        dense = dense_layers(model)
+        scores = self.importance(statistics.layers, dense.weights, dense.shapes)
         return Plan(
-            layers=tuple(self.cut_layers(scores, statistics.layers, weights, shapes)),
-            shapes=tuple(shapes),
+            layers=tuple(self.cut_layers(scores, statistics, dense)),
+            shapes=tuple(dense.shapes),
             model_type=base_model_type(model.config),
             retain=self.retain,
             dense_fingerprint=fingerprint,
             method=self.describe(),
         )
 
-    def cut_layers(
-        self,
-        scores: Sequence[LayerScores | None],
-        statistics: Sequence[Named | None],
-        weights: Sequence[Named | None],
-        shapes: Sequence[AttentionShape | None],
-    ) -> list[LayerPlan | None]:
-        """The plan of every layer: budgets, then the best pairs and channels within them."""
-        budgets = kv_budgets(
+    def budgets(
+        self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
+    ) -> list[LayerBudget | None]:
+        """How much every layer keeps of K and of V."""
+        return kv_budgets(
             scores,
             self.retain,
             budget=self.budget,
             key_share=self.key_share,
-            align=self.alignment(shapes),
+            align=self.alignment(dense.shapes),
         )
-        chosen = select(scores, budgets)
+
+    def cut_layers(
+        self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
+    ) -> list[LayerPlan | None]:
+        """The plan of every layer: budgets, then the best pairs and channels within them."""
+        chosen = select(scores, self.budgets(scores, statistics, dense))
         return [LayerPlan.of_indices(*kept) if kept is not None else None for kept in chosen]
 
     def alignment(self, shapes: Sequence[AttentionShape | None]) -> int:
@@ -131,12 +142,17 @@ class PairPruning(Method):
         return ALIGNED_WIDTH if narrowest >= ALIGN_FROM_HEAD_DIM else 1
 
 
-def layer_weights(model: Any, layers: Sequence[AttentionLayer]) -> list[dict[str, Tensor] | None]:
-    """Role (q, k, v, o) to weight matrix, per layer; no copies."""
+def dense_layers(model: Any) -> DenseLayers:
+    """Shapes, weights and frequencies of a dense model; nothing is copied but the frequencies."""
     spec = attention_spec(model.config)
-    return [
-        {role: linear.weight for role, linear in projections(layer, spec).items()}
-        if layer.shape is not None
-        else None
-        for layer in layers
-    ]
+    layers = attention_layers(model)
+    return DenseLayers(
+        shapes=[layer.shape for layer in layers],
+        weights=[
+            {role: linear.weight for role, linear in projections(layer, spec).items()}
+            if layer.shape is not None
+            else None
+            for layer in layers
+        ],
+        frequencies=read_frequencies(rotary_module(model)),
+    )
