@@ -125,11 +125,11 @@ def run_vllm(
 
 def failure(log: str, error: str = "") -> EngineError:
     """Why vLLM failed: this package's own sentence if the log has one, else its first error."""
-    errors = [line.strip() for line in log.splitlines() if re.search(r"\b\w+Error: ", line)]
+    serious = [line for line in log.splitlines() if " WARNING " not in line]
+    errors = [match[1] for line in serious if (match := re.search(r"\b(\w+Error: .*)", line))]
     for line in errors:
-        for name in ("CheckpointError: ", "UnsupportedModelError: "):
-            if name in line:
-                return EngineError(f"vLLM refused the model: {line.partition(name)[2]}")
+        if line.startswith(("CheckpointError: ", "UnsupportedModelError: ")):
+            return EngineError(f"vLLM refused the model: {line.partition(': ')[2]}")
     if errors or error:
         return EngineError(f"vLLM failed: {(errors or [error])[0]}")
     last = "\n".join(log.strip().splitlines()[-LOG_LINES:])
