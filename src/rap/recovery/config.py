@@ -1,0 +1,118 @@
+"""What a recovery by distillation is told: one dataclass, and the named presets as a table."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..errors import RapError
+
+SCHEDULES = ("plateau", "cosine")
+DIVERGENCES = ("reverse", "forward")
+LOGGERS = ("tensorboard", "trackio")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """Hyper-parameters of LoRA distillation; the defaults are the paper's (its appendix on setup).
+
+    Text: `num_windows` windows of `window` tokens (None: all there are), of which one in ten, at
+    most `validation_windows`, is held out where no validation text is given. Length: `epochs`, or
+    `steps` optimizer steps if given, each over `global_batch` windows in micro batches of
+    `micro_batch` windows per device. Every `evaluate_every` steps (None: every epoch) the held-out
+    perplexity is measured and a checkpoint is written.
+
+    Loss: `ce_weight` * CE + `kl_weight` * T^2 * KL at temperature T; `divergence` "reverse" is
+    KL(student || teacher), "forward" the other one; `top_k` keeps the teacher's k likeliest tokens
+    and lumps the others together.
+    """
+
+    window: int = 256
+    num_windows: int | None = None
+    validation_windows: int = 64
+    epochs: int = 20
+    steps: int | None = None
+    global_batch: int = 128
+    micro_batch: int = 8
+    evaluate_every: int | None = None
+    learning_rate: float = 1e-4
+    schedule: str = "plateau"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    rank: int = 8
+    alpha: int = 16
+    dropout: float = 0.05
+    ce_weight: float = 1.0
+    kl_weight: float = 1.0
+    temperature: float = 2.0
+    divergence: str = "reverse"
+    top_k: int | None = None
+    gradient_checkpointing: bool = False
+    report_to: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_choice("schedule", SCHEDULES)
+        self._check_choice("divergence", DIVERGENCES)
+        if self.report_to is not None:
+            self._check_choice("report_to", LOGGERS)
+        for name in ("epochs", "global_batch", "micro_batch", "rank", "validation_windows"):
+            self._check(name, getattr(self, name) >= 1, "give 1 or more")
+        for name in ("num_windows", "steps", "evaluate_every", "top_k"):
+            value = getattr(self, name)
+            self._check(name, value is None or value >= 1, "give 1 or more, or leave it out")
+        self._check("window", self.window >= 2, "a window predicts from its second token on")
+        for name in ("learning_rate", "temperature", "alpha", "clip"):
+            self._check(name, getattr(self, name) > 0, "give a positive number")
+        for name in ("ce_weight", "kl_weight", "weight_decay"):
+            self._check(name, getattr(self, name) >= 0, "give zero or a positive number")
+        self._check("dropout", 0 <= self.dropout < 1, "give a share from 0 up to 1")
+        self._check("kl_weight", self.ce_weight + self.kl_weight > 0, "with ce_weight 0 no loss")
+
+    def _check_choice(self, name: str, known: tuple[str, ...]) -> None:
+        self._check(name, getattr(self, name) in known, f"use one of {', '.join(known)}")
+
+    def _check(self, name: str, good: bool, remedy: str) -> None:
+        if not good:
+            raise RapError(f"recovery {name} cannot be {getattr(self, name)!r}: {remedy}")
+
+
+# `paper` is the schedule of the paper's appendix. `fast` was tuned on the bundled model: a short
+# run needs a larger rate and fewer windows per step than a long one. `long` trains on sequences
+# long enough to use far keys, which windows of 256 tokens never ask for.
+PRESETS: dict[str, RecoveryConfig] = {
+    "paper": RecoveryConfig(),
+    "fast": RecoveryConfig(
+        num_windows=640,
+        steps=40,
+        global_batch=16,
+        learning_rate=2e-3,
+        schedule="cosine",
+        warmup_steps=4,
+        evaluate_every=20,
+        validation_windows=32,
+    ),
+    "long": RecoveryConfig(
+        window=4096,
+        num_windows=16384,
+        validation_windows=32,
+        steps=1000,
+        global_batch=16,
+        micro_batch=1,
+        learning_rate=2e-4,
+        schedule="cosine",
+        warmup_steps=50,
+        evaluate_every=50,
+        gradient_checkpointing=True,
+    ),
+}
+
+
+def preset(name: str, **changes: Any) -> RecoveryConfig:
+    """The named preset with some fields changed; RapError for an unknown name or field."""
+    if name not in PRESETS:
+        raise RapError(f"unknown recovery preset {name!r}: use one of {', '.join(PRESETS)}")
+    known = {field.name for field in fields(RecoveryConfig)}
+    for key in changes:
+        if key not in known:
+            raise RapError(f"recovery has no setting {key!r}; it has: {', '.join(sorted(known))}")
+    return replace(PRESETS[name], **changes)

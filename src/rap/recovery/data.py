@@ -1,0 +1,122 @@
+"""Text to training and validation windows, and what the trainer reads them through.
+
+Shapes: N windows, T tokens of a window.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .. import assets
+from ..corpus import ALIASES, read_text, windows_from_text
+from ..errors import RapError
+from .config import RecoveryConfig
+
+HELD_OUT_SHARE = 10  # without a validation text, one window in so many is held out
+_CHARACTERS_PER_TOKEN = 16
+
+
+class Windows(Dataset):
+    """Token windows [N, T] as the trainer wants them; every token is predicted, none is padding."""
+
+    def __init__(self, windows_NT: Tensor):
+        self.windows_NT = windows_NT
+
+    def __len__(self) -> int:
+        return len(self.windows_NT)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.windows_NT[index]}
+
+
+def recovery_windows(
+    sources: Sequence[str], tokenizer: Any, config: RecoveryConfig, *, longest: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Training and validation windows, LongTensors [N, T], packed from one or more texts.
+
+    Each source that `corpus.read_text` knows gives an equal share of the windows, so a mixed text
+    is a list of them. Windows are packed: contiguous tokens, across the ends of documents.
+    Validation windows come from the validation split of a source that has one (`bundled`, `paper`,
+    `c4`), else from windows of the same text that are not trained on; the test split is never
+    read. T is `config.window`, or `longest` if the model's positions end before.
+
+    Raises RapError for no source, or a text too short for two windows.
+    """
+    if not sources:
+        raise RapError("recovery needs a text: name at least one source")
+    window = min(config.window, longest or config.window)
+    share = None if config.num_windows is None else -(-config.num_windows // len(sources))
+    held_out = -(-config.validation_windows // len(sources))
+    train, validation = [], []
+    for source in sources:
+        rows = _pack(
+            read_text(source, max_characters=_enough(share, window)),
+            tokenizer,
+            window,
+            share,
+            config.seed,
+        )
+        other = validation_text(source)
+        if other is None:
+            rows, held = hold_out(rows, held_out)
+        else:
+            held = _pack(other, tokenizer, window, held_out, config.seed)
+        train.append(rows)
+        validation.append(held)
+    return torch.cat(train), torch.cat(validation)
+
+
+def validation_text(source: str) -> str | None:
+    """The text of a source's validation split, None if it has no such split."""
+    if source == "bundled":
+        return assets.reference_text("validation")
+    name = ALIASES.get(source)
+    if name is None:
+        return None
+    enough = _enough(1024, 1024)
+    return read_text(f"{name.rpartition(':')[0]}:validation", max_characters=enough)
+
+
+def hold_out(windows_NT: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """Windows to train on and the last tenth, at most `limit` of them, to validate on."""
+    if len(windows_NT) < 2:
+        raise RapError(
+            "recovery needs two windows or more, one of them to validate on: give a "
+            "longer text or a shorter window"
+        )
+    held = min(limit, max(1, len(windows_NT) // HELD_OUT_SHARE))
+    return windows_NT[:-held], windows_NT[-held:]
+
+
+def fingerprint_windows(windows_NT: Tensor) -> str:
+    """A hash of the windows' shape and tokens."""
+    digest = hashlib.sha256(str(tuple(windows_NT.shape)).encode())
+    digest.update(windows_NT.to(torch.int64).cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _pack(text: str, tokenizer: Any, window: int, limit: int | None, seed: int) -> Tensor:
+    """At most `limit` windows of `text`, sampled with `seed` and in the order of the text."""
+    if limit is not None and len(text) >= limit * window * _CHARACTERS_PER_TOKEN:
+        return windows_from_text(text, tokenizer, num_windows=limit, window=window, seed=seed)
+    # verbose=False: the text is longer than the model's window on purpose.
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    found = len(ids) // window
+    if found == 0:
+        raise RapError(
+            f"the recovery text has {len(ids)} tokens, one window needs {window}: give a longer "
+            "text or a shorter window"
+        )
+    rows = ids[: found * window].view(found, window)
+    if limit is None or limit >= found:
+        return rows
+    generator = torch.Generator().manual_seed(seed)
+    return rows[torch.randperm(found, generator=generator)[:limit].sort().values]
+
+
+def _enough(num_windows: int | None, window: int) -> int | None:
+    return None if num_windows is None else num_windows * window * _CHARACTERS_PER_TOKEN

@@ -1,0 +1,236 @@
+"""Distillation of the dense model into the pruned one: train adapters, merge, keep the better.
+
+Shapes: N windows, T tokens of a window.
+"""
+
+import copy
+import importlib.util
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from peft import set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import TrainingArguments
+
+from ..errors import RapError
+from ..evaluation.perplexity import evaluating, perplexity
+from ..fingerprint import fingerprint_model
+from .adapters import add_adapters, merge
+from .config import RecoveryConfig
+from .data import Windows, fingerprint_windows, hold_out
+from .runs import begin, explained
+from .trainer import DistillationTrainer
+
+PLATEAU = {"factor": 0.5, "patience": 1, "threshold": 1e-3}
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The recovered model (plain, merged), and JSON-able measurements of what was done."""
+
+    model: Any
+    report: dict[str, Any]
+
+
+def recover(
+    small: Any, teacher: Any, windows: Tensor, config: RecoveryConfig, **options: Any
+) -> Any:
+    """The model of `distill`, without its report."""
+    return distill(small, teacher, windows, config, **options).model
+
+
+def distill(
+    small: Any,
+    teacher: Any,
+    windows: Tensor,
+    config: RecoveryConfig,
+    *,
+    validation: Tensor | None = None,
+    work: Path | None = None,
+    progress: bool = False,
+) -> Distillation:
+    """Train LoRA adapters on `small` towards `teacher`, merge them, and return the better model.
+
+    `windows` and `validation` are LongTensors [N, T]; without `validation` the last tenth of
+    `windows` is held out. `small` and `teacher` are left untouched, but for the device of the
+    teacher. The result is `small` itself if its held-out perplexity (float32) is the lower one,
+    so it is never worse than what recovery started from. With a `work` folder the same call
+    continues a run that was killed, to the same weights; `runs.finish` clears it. Under torchrun
+    or `accelerate launch` every process calls this, and gets the same model.
+
+    Raises RapError for windows or vocabularies that do not fit, a full disk, three steps without a
+    finite loss before a good one, or adapters that turn out not to have been applied.
+    """
+    if validation is None:
+        windows, validation = hold_out(windows, config.validation_windows)
+    _check(small, teacher, windows, validation, config)
+    started = time.monotonic()
+    with ExitStack() as stack:
+        if work is None:
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rap-recover-")))
+        stack.enter_context(explained(work))
+        stack.enter_context(evaluating(teacher))
+        arguments = _arguments(config, len(windows), work)
+        student = copy.deepcopy(small).to(arguments.device)
+        if not getattr(teacher, "hf_device_map", None):
+            teacher.to(arguments.device)
+        before = _held_out(student, validation)
+        first = _begin(work, small, teacher, windows, validation, config)
+        trainer = DistillationTrainer(
+            add_adapters(student, config),
+            teacher=teacher,
+            config=config,
+            validation_NT=validation,
+            progress=progress,
+            args=arguments,
+            train_dataset=Windows(windows),
+            eval_dataset=Windows(validation),
+        )
+        trainer.run(first)
+        chosen = _load_best(trainer, work)
+        merged = merge(trainer.model, validation[0])
+        after = _held_out(merged, validation)
+    better = after < before
+    report = {
+        "config": asdict(config),
+        "windows": list(windows.shape),
+        "validation_windows": list(validation.shape),
+        "perplexity_before": before,
+        "perplexity_after": after,
+        "kept": "after" if better else "before",
+        "steps": trainer.state.global_step,
+        "chosen_step": chosen,
+        "skipped_steps": trainer.bad_steps,
+        "fingerprint_before": fingerprint_model(small),
+        "fingerprint_after": fingerprint_model(merged),
+        "teacher_fingerprint": fingerprint_model(teacher),
+        "teacher_dtype": str(teacher.dtype).removeprefix("torch."),
+        "seconds": time.monotonic() - started,
+        "history": trainer.history(),
+    }
+    if not better:
+        return Distillation(small, report)
+    merged.train(small.training)
+    return Distillation(merged.to(small.device), report)
+
+
+def _check(
+    small: Any, teacher: Any, windows: Tensor, validation: Tensor, config: RecoveryConfig
+) -> None:
+    for name, rows in (("windows", windows), ("validation", validation)):
+        if rows.ndim != 2 or rows.dtype != torch.int64 or len(rows) < 1 or rows.shape[1] < 2:
+            raise RapError(
+                f"recovery {name} must be token ids [N, T] in int64 with two tokens or more a "
+                f"window, not {list(rows.shape)} in {rows.dtype}"
+            )
+    sizes = [model.get_input_embeddings().weight.shape[0] for model in (small, teacher)]
+    if sizes[0] != sizes[1]:
+        raise RapError(
+            f"the student has a vocabulary of {sizes[0]} and the teacher one of {sizes[1]}: "
+            "distillation compares token by token, give the dense model the student was cut from"
+        )
+    low, high = int(windows.min()), int(windows.max())
+    if low < 0 or high >= sizes[0]:
+        raise RapError(
+            f"token id {low if low < 0 else high} is outside the vocabulary of {sizes[0]}: encode "
+            "the text with this model's tokenizer"
+        )
+    if config.report_to is not None and importlib.util.find_spec(config.report_to) is None:
+        raise RapError(f"report_to {config.report_to!r} is not installed: pip install it first")
+
+
+def _arguments(config: RecoveryConfig, num_windows: int, work: Path) -> TrainingArguments:
+    world = PartialState().num_processes
+    micro, accumulation = _micro_batch(config, num_windows, world)
+    updates = -(-(num_windows // (micro * world)) // accumulation)
+    steps = config.steps or config.epochs * updates
+    every = min(config.evaluate_every or updates, steps)
+    plateau = config.schedule == "plateau"
+    return TrainingArguments(
+        output_dir=str(work),
+        max_steps=steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        dataloader_drop_last=True,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="reduce_lr_on_plateau" if plateau else config.schedule,
+        lr_scheduler_kwargs=dict(PLATEAU) if plateau else None,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.clip,
+        optim="adamw_torch",
+        eval_strategy="steps",
+        eval_steps=every,
+        save_strategy="steps",
+        save_steps=every,
+        # One more than needed: a process killed while it writes the newest has the one before.
+        save_total_limit=2,
+        metric_for_best_model="perplexity",
+        greater_is_better=False,
+        restore_callback_states_from_checkpoint=True,
+        logging_steps=max(1, every // 10),
+        logging_first_step=True,
+        report_to=config.report_to or "none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        ddp_find_unused_parameters=False,
+        use_cpu=not torch.cuda.is_available(),
+        seed=config.seed,
+        data_seed=config.seed,
+    )
+
+
+def _micro_batch(config: RecoveryConfig, num_windows: int, world: int) -> tuple[int, int]:
+    """Windows per device and forward pass, and how many of those make the global batch."""
+    if config.global_batch % world:
+        raise RapError(
+            f"a global batch of {config.global_batch} windows cannot be shared by {world} "
+            "processes: give a multiple"
+        )
+    share = config.global_batch // world
+    most = min(config.micro_batch, num_windows // world)
+    if most < 1:
+        raise RapError(f"{num_windows} windows are fewer than the {world} processes: give more")
+    micro = next(size for size in range(most, 0, -1) if share % size == 0)
+    return micro, share // micro
+
+
+def _begin(
+    work: Path,
+    small: Any,
+    teacher: Any,
+    windows: Tensor,
+    validation: Tensor,
+    config: RecoveryConfig,
+) -> Path | None:
+    record = {
+        "student": fingerprint_model(small),
+        "teacher": fingerprint_model(teacher),
+        "windows": fingerprint_windows(windows),
+        "validation": fingerprint_windows(validation),
+        "configuration": asdict(config),
+    }
+    with PartialState().main_process_first():
+        return begin(work, record)
+
+
+def _load_best(trainer: Any, work: Path) -> int:
+    """Load the adapters of best held-out perplexity; their step."""
+    step = trainer.state.best_global_step
+    folder = work / f"checkpoint-{step}"
+    weights = load_file(folder / "adapter_model.safetensors")
+    set_peft_model_state_dict(trainer.model, weights)
+    return int(step)
+
+
+def _held_out(model: Any, validation_NT: Tensor) -> float:
+    return perplexity(model, validation_NT.flatten(), window=validation_NT.shape[1]).value

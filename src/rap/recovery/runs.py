@@ -1,0 +1,87 @@
+"""The folder of a recovery under way: what run it belongs to, its checkpoints, and a full disk.
+
+A killed process leaves at worst one checkpoint without the file that marks it complete.
+"""
+
+import errno
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ..checkpoint import write_json
+from ..errors import RapError
+
+RECORD_FILE = "run.json"
+COMPLETE = "complete"
+_FULL = ("no space left", "pytorchstreamwriter failed", "file write failed")
+
+
+def begin(work: Path, record: dict[str, Any]) -> Path | None:
+    """Claim `work` for the run that `record` describes; the last whole checkpoint in it, or None.
+
+    Raises RapError if the folder belongs to another run.
+    """
+    path = work / RECORD_FILE
+    # As JSON gives it back, so that a tuple equals the list it is stored as.
+    record = json.loads(json.dumps(record))
+    if path.is_file():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        differing = sorted(key for key in {*stored, *record} if stored.get(key) != record.get(key))
+        if differing:
+            raise RapError(
+                f"{work} holds an unfinished recovery with another {', '.join(differing)}: remove "
+                "the folder to start anew, or repeat the command it was started with"
+            )
+    work.mkdir(parents=True, exist_ok=True)
+    write_json(path, record)
+    for folder in _checkpoints(work):
+        if not (folder / COMPLETE).is_file():
+            shutil.rmtree(folder)
+    return last_checkpoint(work)
+
+
+def last_checkpoint(work: Path) -> Path | None:
+    """The whole checkpoint of the highest step."""
+    whole = [folder for folder in _checkpoints(work) if (folder / COMPLETE).is_file()]
+    return max(whole, key=_step, default=None)
+
+
+def finish(work: Path) -> None:
+    """Remove a finished run's checkpoints and record; what else is in the folder stays."""
+    for folder in _checkpoints(work):
+        shutil.rmtree(folder)
+    (work / RECORD_FILE).unlink(missing_ok=True)
+    if work.is_dir() and not any(work.iterdir()):
+        work.rmdir()
+
+
+@contextmanager
+def explained(work: Path) -> Iterator[None]:
+    """Turn a disk that is full into one line that says what to do.
+
+    The libraries below report it in three ways: an OSError, or errors of their own without number.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC
+        if not full and not any(sign in str(error).lower() for sign in _FULL):
+            raise
+        free = shutil.disk_usage(work).free / 2**20
+        raise RapError(
+            f"no space left in {work} ({free:,.0f} MiB free) to write a checkpoint: make room and "
+            "repeat the command, it continues from the last whole checkpoint"
+        ) from error
+
+
+def _checkpoints(work: Path) -> list[Path]:
+    return [path for path in work.glob("checkpoint-*") if path.is_dir()]
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])

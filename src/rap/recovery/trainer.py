@@ -1,0 +1,241 @@
+"""The training loop: transformers' Trainer with the distillation loss, and what guards it.
+
+Shapes: B batch, T tokens, N = B (T - 1) predicted tokens, E model dim.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.trainer_callback import ExportableState
+
+from ..errors import RapError
+from ..evaluation.logits import decoder_of, head_logits
+from ..evaluation.perplexity import perplexity
+from .config import RecoveryConfig
+from .loss import Head, distillation_loss
+from .runs import COMPLETE
+
+MAX_BAD_STEPS = 3
+
+
+class DistillationTrainer(Trainer):
+    """Trains the adapters of `model` towards a frozen `teacher`; evaluates by perplexity."""
+
+    model: Any
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        teacher: Any,
+        config: RecoveryConfig,
+        validation_NT: Tensor,
+        progress: bool,
+        **kwargs: Any,
+    ):
+        super().__init__(model, callbacks=[BadSteps(), LastStep(), Complete()], **kwargs)
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+        self.bar = Bar()
+        if progress and self.is_world_process_zero():
+            self.add_callback(self.bar)
+        # Every window predicts the same number of tokens, so a mean of means is the mean.
+        self.model_accepts_loss_kwargs = False
+        self.teacher, self.config, self.validation_NT = teacher, config, validation_NT
+
+    @property
+    def bad_steps(self) -> list[int]:
+        """Steps that were skipped because their gradient was not finite."""
+        found = [c for c in self.callback_handler.callbacks if isinstance(c, BadSteps)]
+        return found[0].steps
+
+    def run(self, checkpoint: Path | None) -> None:
+        """Train from the start or from a checkpoint, also one of the last step.
+
+        Raises RapError if three steps had no finite gradient and no step had one.
+        """
+        try:
+            if checkpoint is not None:
+                stored = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+                if stored.global_step >= self.args.max_steps:
+                    self.state = stored
+                    return
+            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            self.bar.bar.stop()
+        if len(self.bad_steps) == self.state.global_step:
+            raise RapError(
+                f"the loss was not finite in the first {len(self.bad_steps)} steps: recover in "
+                "float32 or bfloat16, or give a lower learning_rate"
+            )
+
+    def history(self) -> list[dict[str, float]]:
+        """Loss, rate and held-out perplexity by step, in the order they were logged."""
+        names = {"loss": "loss", "learning_rate": "rate", "eval_perplexity": "perplexity"}
+        return [
+            {"step": entry["step"]} | {names[key]: entry[key] for key in names if key in entry}
+            for entry in self.state.log_history
+            if names.keys() & entry.keys()
+        ]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The distillation loss of a batch of windows [B, T]; logits exist a chunk at a time."""
+        ids_BT = inputs["input_ids"]
+        student = self.accelerator.unwrap_model(model).get_base_model()
+        name, decoder = decoder_of(student)
+        teacher_name, teacher_decoder = decoder_of(self.teacher)
+        with torch.no_grad():
+            device = self.teacher.get_input_embeddings().weight.device
+            teacher_BTE = teacher_decoder(input_ids=ids_BT.to(device), use_cache=False)[0]
+        # Through the wrapper, or data parallelism would not average the gradients.
+        with _last_hidden_state(decoder) as found:
+            model(input_ids=ids_BT, use_cache=False, logits_to_keep=1)
+        return distillation_loss(
+            found[0][:, :-1].flatten(0, 1),
+            teacher_BTE[:, :-1].flatten(0, 1),
+            ids_BT[:, 1:].flatten(),
+            (logits_head(student, name), logits_head(self.teacher, teacher_name)),
+            self.config,
+        )
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Held-out perplexity of the student, in its own precision."""
+        found = perplexity(
+            self.model.get_base_model(),
+            self.validation_NT.flatten(),
+            window=self.validation_NT.shape[1],
+            dtype=None,
+        )
+        metrics = {"eval_perplexity": found.value}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        # Adapters alone: peft would look up the base model's config, on the hub if it is a name.
+        self.model.save_pretrained(output_dir, save_embedding_layers=False)
+
+
+class BadSteps(TrainerCallback, ExportableState):
+    """Skips a step whose gradient is not finite, halves the rate, and stops at the third."""
+
+    def __init__(self, steps: list[int] | None = None):
+        self.steps = steps or []
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Drop gradients that are not finite: an optimizer leaves weights without one alone."""
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        # Averaged over the processes already, so all of them see the same and do the same.
+        if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+            return
+        model.zero_grad(set_to_none=True)
+        self.steps.append(state.global_step + 1)
+        _halve_rate(kwargs["optimizer"], kwargs["lr_scheduler"])
+        if len(self.steps) >= MAX_BAD_STEPS:
+            control.should_training_stop = True
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this, so that a resumed run counts on."""
+        return {"args": {"steps": list(self.steps)}, "attributes": {}}
+
+
+class LastStep(TrainerCallback):
+    """Evaluates and saves the weights that training ends with, wherever it ends."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask for both at the last step."""
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            control.should_evaluate = control.should_save = True
+
+
+class Complete(TrainerCallback):
+    """Marks a checkpoint once it is written: one killed half way is not resumed from."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called when every file of the checkpoint has been written."""
+        if state.is_world_process_zero:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+class Bar(TrainerCallback):
+    """A progress bar over optimizer steps, with the time left and the last figures."""
+
+    def __init__(self) -> None:
+        columns = (BarColumn(), TextColumn("{task.fields[figures]}"), TimeRemainingColumn())
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            *columns,
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self.figures: dict[str, float] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show the bar at the step that training starts from."""
+        self.bar.start()
+        total, done = state.max_steps, state.global_step
+        self.task = self.bar.add_task("recover", total=total, completed=done, figures="")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One optimizer step further."""
+        self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Show the last loss and perplexity."""
+        names = {"loss": "loss", "eval_perplexity": "held-out perplexity"}
+        self.figures |= {names[key]: logs[key] for key in names if key in logs}
+        text = ", ".join(f"{name} {value:.3f}" for name, value in self.figures.items())
+        self.bar.update(self.task, figures=text)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the bar away."""
+        self.bar.stop()
+
+
+def _halve_rate(optimizer: Any, scheduler: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+        if "initial_lr" in group:
+            group["initial_lr"] *= 0.5
+    # A schedule that is a factor of the first rate would undo the halving at its next step.
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * 0.5 for rate in scheduler.base_lrs]
+
+
+def logits_head(model: Any, name: str) -> Head:
+    """The function from decoder outputs [C, E] to logits [C, V] of a causal LM."""
+
+    def logits(hidden_CE: Any) -> Tensor:
+        output = BaseModelOutputWithPast(last_hidden_state=hidden_CE.unsqueeze(0))
+        return head_logits(model, name, output)[0]
+
+    return logits
+
+
+@contextmanager
+def _last_hidden_state(decoder: nn.Module) -> Iterator[list[Tensor]]:
+    """A list that receives the decoder's output [B, T, E] of every call inside."""
+    found: list[Tensor] = []
+    handle = decoder.register_forward_hook(lambda module, inputs, output: found.append(output[0]))
+    try:
+        yield found
+    finally:
+        handle.remove()
