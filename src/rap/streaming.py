@@ -113,13 +113,16 @@ class _Rewriter:
     def rewrite(self, path: Path, entry: _Entry) -> Tensor:
         """The output tensor of an entry, hashed on both sides."""
         if entry.value is not None:
-            result = entry.value
-        else:
-            # Opened for each tensor: a shard that stays open keeps every page read of it mapped.
-            with safe_open(path, "pt") as shard:
-                dense = shard.get_tensor(entry.name)
-            self.dense.add(entry.name, dense)
-            result = self._cut(dense, entry.layer, entry.role) if entry.layer is not None else dense
+            self.small.add(entry.name, entry.value)
+            return entry.value
+        # Opened for each tensor: a shard that stays open keeps every page read of it mapped.
+        with safe_open(path, "pt") as shard:
+            dense = shard.get_tensor(entry.name)
+        self.dense.add(entry.name, dense)
+        if entry.layer is None:
+            self.small.add_same(entry.name, self.dense)
+            return dense
+        result = self._cut(dense, entry.layer, entry.role)
         self.small.add(entry.name, result)
         return result
 
