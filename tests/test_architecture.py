@@ -47,6 +47,8 @@ ORDER = [
         "calibration",
         "scoring",
         "allocation",
+        "subspace",
+        "folding",
         "profiles",
     ),
     *("surgery", "attention", "modeling", "checkpoint", "construction", "streaming"),
@@ -59,7 +61,7 @@ SIDE_ROOMS = {
 }
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
 SHIPPED = {"errors", "fingerprint", "rope", "specs", "families", "attention", "modeling"}
-PURE = {"scoring", "allocation", "profiles"}
+PURE = {"scoring", "allocation", "subspace", "folding", "profiles"}
 
 SOURCES = read_package(PACKAGE_ROOT)
 

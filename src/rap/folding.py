@@ -5,11 +5,11 @@ frequency mismatch, so the group is compressed by the complex SVD of C_q^1/2 C_k
 dropping pairs. Every slot rotates at the frequency of one pair of its group. Plain pairs are groups
 of one, and a group that keeps all its slots is left as it is, so full width is exact.
 
-Shapes: G KV heads, P pairs, M slots. Moments are E[x x^H] of pairs as first + i second channel.
+Shapes: P pairs, M slots. Moments are E[x x^H] of one KV head's pairs, as first + i second channel.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,21 @@ EDGES: tuple[tuple[float, ...], ...] = (
     (3.0, 10.0, 30.0),
 )
 NUM_DISTANCES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """One complex direction of a group of pairs.
+
+    `weight` is its singular value (root of the squared logit lost without it), `pair` the dense
+    pair that weighs most in it and whose frequency it takes, `key_mix` and `query_mix` complex [P]
+    its combination of dense pairs.
+    """
+
+    weight: float
+    pair: int
+    key_mix: Tensor
+    query_mix: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,20 +68,21 @@ def fold_head(
 ) -> FoldedHead:
     """The best way to keep `num_slots` slots of one head, over the candidate groupings.
 
-    The measure is `logit_error`, rotation mismatch included, over distances up to `context`.
+    Within a grouping the directions with the largest weights stay, whichever their group. Between
+    groupings `logit_error` decides, rotation mismatch included.
     """
-    found = [
-        _fold(
-            query_PP, key_PP, frequencies, num_slots, frequency_groups(frequencies, context, edges)
-        )
-        for edges in candidates
-    ]
-    roots = hermitian_root(query_PP), hermitian_root(key_PP)
-    scored = [
-        FoldedHead(*slots, error=logit_error(*roots, frequencies, *slots, context))
-        for slots in found
-    ]
-    return min(scored, key=lambda head: head.error)
+    found = []
+    for edges in candidates:
+        groups = frequency_groups(frequencies, context, edges)
+        directions = group_directions(query_PP, key_PP, groups)
+        ranked = [(group, rank) for group, rows in directions.items() for rank in range(len(rows))]
+        ranked.sort(key=lambda place: -directions[place[0]][place[1]].weight)
+        slots: dict[int, list[int]] = {}
+        for group, rank in ranked[:num_slots]:
+            slots.setdefault(group, []).append(directions[group][rank].pair)
+        head = fill_slots(query_PP, key_PP, frequencies, groups, directions, slots, context)
+        found.append(head)
+    return min(found, key=lambda head: head.error)
 
 
 def frequency_groups(frequencies: Tensor, context: int, edges: Sequence[float]) -> list[int]:
@@ -78,6 +94,59 @@ def frequency_groups(frequencies: Tensor, context: int, edges: Sequence[float]) 
     return groups
 
 
+def group_directions(
+    query_PP: Tensor, key_PP: Tensor, groups: Sequence[int]
+) -> dict[int, list[Direction]]:
+    """All directions of every group of one head, the most important of a group first."""
+    directions = {}
+    for group in sorted(set(groups)):
+        members = torch.tensor([pair for pair, found in enumerate(groups) if found == group])
+        query, key = query_PP[members[:, None], members], key_PP[members[:, None], members]
+        factors = weighted_subspace(key, query, len(members))
+        energy = factors.down.abs().square() * torch.diagonal(key).real
+        mixes = torch.zeros(2, len(members), len(query_PP), dtype=torch.complex128)
+        mixes[0][:, members], mixes[1][:, members] = factors.down, factors.up.mH
+        rows = zip(factors.singular.tolist(), members[energy.argmax(-1)].tolist(), strict=True)
+        directions[group] = [
+            Direction(weight, pair, mixes[0, rank], mixes[1, rank])
+            for rank, (weight, pair) in enumerate(rows)
+        ]
+    return directions
+
+
+def fill_slots(
+    query_PP: Tensor,
+    key_PP: Tensor,
+    frequencies: Tensor,
+    groups: Sequence[int],
+    directions: Mapping[int, Sequence[Direction]],
+    slots: Mapping[int, Sequence[int]],
+    context: int,
+) -> FoldedHead:
+    """A head whose best directions of every group rotate at the pairs that `slots` lists for it.
+
+    Slots and directions are matched in order of frequency. A group that has all its slots keeps
+    its plain pairs instead.
+    """
+    filled: list[Direction] = []
+    unit = torch.eye(len(query_PP), dtype=torch.complex128)
+    for group, pairs in slots.items():
+        if len(pairs) == len(directions[group]):
+            members = [pair for pair, found in enumerate(groups) if found == group]
+            filled += [Direction(0.0, pair, unit[pair], unit[pair]) for pair in members]
+            continue
+        chosen = sorted(directions[group][: len(pairs)], key=lambda direction: direction.pair)
+        matched = zip(sorted(pairs), chosen, strict=True)
+        filled += [replace(direction, pair=pair) for pair, direction in matched]
+    filled.sort(key=lambda direction: direction.pair)
+    frequency = torch.tensor([direction.pair for direction in filled])
+    key_mix = torch.stack([direction.key_mix for direction in filled])
+    query_mix = torch.stack([direction.query_mix for direction in filled])
+    roots = hermitian_root(query_PP), hermitian_root(key_PP)
+    error = logit_error(*roots, frequencies, frequency, key_mix, query_mix, context)
+    return FoldedHead(frequency, key_mix, query_mix, error)
+
+
 def spectrum(
     query_PP: Tensor,
     key_PP: Tensor,
@@ -85,19 +154,14 @@ def spectrum(
     context: int,
     edges: Sequence[float] = EDGES[-1],
 ) -> Tensor:
-    """Squared singular values of all directions of a head, descending [P]: what each slot saves.
+    """Squared weights of all directions of a head, descending [P]: what each slot saves.
 
     The sum beyond the first m is the squared logit error of keeping m slots, mismatch apart.
     """
     groups = frequency_groups(frequencies, context, edges)
-    singular = [
-        direction[0]
-        for group in set(groups)
-        for direction in _directions(
-            query_PP, key_PP, [pair for pair, found in enumerate(groups) if found == group]
-        )
-    ]
-    return torch.tensor(singular, dtype=torch.float64).square().sort(descending=True).values
+    directions = group_directions(query_PP, key_PP, groups).values()
+    weights = [direction.weight for group in directions for direction in group]
+    return torch.tensor(weights, dtype=torch.float64).square().sort(descending=True).values
 
 
 def logit_error(
@@ -118,58 +182,9 @@ def logit_error(
     steps = torch.linspace(0, 1, NUM_DISTANCES, dtype=torch.float64)
     distances = torch.expm1(steps * torch.log1p(torch.tensor(float(context)).sqrt()))
     dense = torch.polar(torch.ones(()).double(), distances[:, None] * frequencies)
-    slots = torch.polar(torch.ones(()).double(), distances[:, None] * frequencies[frequency])
+    turning = torch.polar(torch.ones(()).double(), distances[:, None] * frequencies[frequency])
     # C_q^1/2 and C_k^1/2 absorbed once, the rotations applied as diagonals per distance.
     left, right = query_root_PP @ query_mix.mH, key_mix @ key_root_PP
     full = torch.einsum("ap,dp,pb->dab", query_root_PP, dense, key_root_PP)
-    kept = torch.einsum("am,dm,mb->dab", left, slots, right)
+    kept = torch.einsum("am,dm,mb->dab", left, turning, right)
     return float((full - kept).abs().square().sum((1, 2)).mean())
-
-
-def _fold(
-    query_PP: Tensor, key_PP: Tensor, frequencies: Tensor, num_slots: int, groups: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    directions = []
-    for group in sorted(set(groups)):
-        members = [pair for pair, found in enumerate(groups) if found == group]
-        directions += _directions(query_PP, key_PP, members)
-    directions.sort(key=lambda direction: -direction[0])
-    kept = directions[:num_slots]
-    slots = []
-    for group in sorted(set(groups)):
-        members = [pair for pair, found in enumerate(groups) if found == group]
-        chosen = [direction for direction in kept if groups[direction[1]] == group]
-        slots += _plain(query_PP, members) if len(chosen) == len(members) else chosen
-    slots.sort(key=lambda direction: direction[1])
-    return (
-        torch.tensor([direction[1] for direction in slots], dtype=torch.long),
-        torch.stack([direction[2] for direction in slots]),
-        torch.stack([direction[3] for direction in slots]),
-    )
-
-
-_Direction = tuple[float, int, Tensor, Tensor]
-
-
-def _directions(query_PP: Tensor, key_PP: Tensor, members: list[int]) -> list[_Direction]:
-    """Every direction of a group: singular value, snapped pair, key and query combination."""
-    if len(members) == 1:
-        pair = members[0]
-        weight = float((query_PP[pair, pair].real * key_PP[pair, pair].real).clamp_min(0).sqrt())
-        return [(weight, *slot[1:]) for slot in _plain(query_PP, members)]
-    index = torch.tensor(members)
-    query, key = query_PP[index[:, None], index], key_PP[index[:, None], index]
-    factors = weighted_subspace(key, query, len(members))
-    energy = factors.down.abs().square() * torch.diagonal(key).real
-    result = []
-    for number, pair in enumerate(index[energy.argmax(-1)].tolist()):
-        key_mix = torch.zeros(len(query_PP), dtype=torch.complex128)
-        query_mix = torch.zeros_like(key_mix)
-        key_mix[index], query_mix[index] = factors.down[number], factors.up[:, number].conj()
-        result.append((float(factors.singular[number]), pair, key_mix, query_mix))
-    return result
-
-
-def _plain(query_PP: Tensor, members: list[int]) -> list[_Direction]:
-    unit = torch.eye(len(query_PP), dtype=torch.complex128)
-    return [(float("inf"), pair, unit[pair], unit[pair]) for pair in members]

@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 from .errors import RapError
+from .folding import (
+    EDGES,
+    Direction,
+    FoldedHead,
+    fill_slots,
+    frequency_groups,
+    group_directions,
+)
 
 
 def shared_pairs(score_GP: Sequence[Tensor], num_pairs: int) -> list[int]:
@@ -32,3 +40,59 @@ def shared_pairs(score_GP: Sequence[Tensor], num_pairs: int) -> list[int]:
         raise RapError("every score is zero: calibrate on a text that the model can read")
     kept: list[int] = votes.argsort(descending=True, stable=True)[:num_pairs].sort().values.tolist()
     return kept
+
+
+def shared_slots(
+    moments: Sequence[tuple[Tensor, Tensor]],
+    frequencies: Tensor,
+    num_slots: int,
+    context: int,
+    candidates: Sequence[Sequence[float]] = EDGES,
+) -> list[list[FoldedHead]]:
+    """Folded slots at one list of frequencies for all heads, [layer][head], each with its own mix.
+
+    `moments` are (query, key) complex second moments [G, P, P] per layer. For every candidate
+    grouping the number of slots of each group follows the share of logit energy its directions
+    carry over all heads, and each slot takes the pair that weighs most in that rank of the group;
+    the grouping with the smallest mean relative logit error wins. A group that keeps all its slots
+    stays plain.
+    """
+    heads = [pair for layer in moments for pair in zip(*layer, strict=True)]
+    best: list[FoldedHead] = []
+    lowest = float("inf")
+    for edges in candidates:
+        groups = frequency_groups(frequencies, context, edges)
+        found = [group_directions(query, key, groups) for query, key in heads]
+        slots = _shared_list(found, num_slots)
+        filled = [
+            fill_slots(query, key, frequencies, groups, directions, slots, context)
+            for (query, key), directions in zip(heads, found, strict=True)
+        ]
+        totals = [
+            sum(direction.weight**2 for group in directions.values() for direction in group)
+            for directions in found
+        ]
+        error = sum(head.error / total for head, total in zip(filled, totals, strict=True))
+        if error < lowest:
+            best, lowest = filled, error
+    per_layer = iter(best)
+    return [[next(per_layer) for _ in query] for query, _ in moments]
+
+
+def _shared_list(
+    heads: Sequence[dict[int, list[Direction]]], num_slots: int
+) -> dict[int, list[int]]:
+    """The pairs whose frequencies the slots of every group take, in the ranks' order."""
+    votes: dict[tuple[int, int], dict[int, float]] = {}
+    for groups in heads:
+        total = sum(direction.weight**2 for group in groups.values() for direction in group)
+        for number, group in groups.items():
+            for rank, direction in enumerate(group):
+                share = votes.setdefault((number, rank), {})
+                share[direction.pair] = share.get(direction.pair, 0.0) + direction.weight**2 / total
+    ranked = sorted(votes, key=lambda place: (-sum(votes[place].values()), place))
+    slots: dict[int, list[int]] = {}
+    for number, rank in sorted(ranked[:num_slots]):
+        share = votes[number, rank]
+        slots.setdefault(number, []).append(max(share, key=lambda pair: (share[pair], -pair)))
+    return slots

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..allocation import LayerBudget, allocate_by_error
 from ..errors import RapError
-from ..folding import fold_head, spectrum
+from ..folding import FoldedHead, fold_head, spectrum
 from ..plan import LayerPlan
+from ..profiles import shared_pairs, shared_slots
 from ..rope import AttentionShape
 from ..scoring import SCORES, LayerScores, Named, score_layers
 from ..statistics import Statistics
@@ -27,6 +28,8 @@ class Rap(PairPruning):
     values: `channels` keeps dense channels (the paper), `subspace` the best directions.
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error.
     context: distance in tokens over which folded pairs may drift; None is the calibration window.
+    profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
+        width and one list of slot frequencies, which `rap export stock` needs.
     """
 
     name: ClassVar[str] = "rap"
@@ -35,6 +38,7 @@ class Rap(PairPruning):
     keys: Literal["pairs", "fold"] = "fold"
     values: Literal["channels", "subspace"] = "subspace"
     context: int | None = None
+    profile: Literal["per-head", "stock"] = "per-head"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +47,7 @@ class Rap(PairPruning):
             ("keys", ["fold", "pairs"]),
             ("values", ["channels", "subspace"]),
             ("budget", ["adaptive", "error", "uniform"]),
+            ("profile", ["per-head", "stock"]),
         ):
             if getattr(self, setting) not in known:
                 raise RapError(
@@ -50,6 +55,10 @@ class Rap(PairPruning):
                 )
         if self.budget == "error" and self.key_share != 0.5:
             raise RapError("budget 'error' gives K and V one width: key_share must stay 0.5")
+        if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):
+            raise RapError(
+                "profile 'stock' needs one width for all: budget 'uniform', key_share 0.5"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -99,7 +108,7 @@ class Rap(PairPruning):
     ) -> list[LayerPlan | None]:
         """Plain selection, with keys folded and values in a subspace where asked."""
         plain = super().cut_layers(scores, statistics, dense)
-        context = self.context or statistics.window
+        keys = self._keys(plain, scores, statistics, dense)
         cut: list[LayerPlan | None] = []
         for index, layer in enumerate(plain):
             shape, found = dense.shapes[index], statistics.layers[index]
@@ -108,8 +117,7 @@ class Rap(PairPruning):
                 continue
             found = found or {}
             fields = layer.tensors()
-            if self.keys == "fold" and shape.geometry.num_pairs:
-                fields |= _folded(found, dense.frequencies, layer.num_pairs, context)
+            fields |= keys[index]
             if self.values == "subspace":
                 weights = dense.weights[index]
                 assert weights is not None
@@ -118,12 +126,67 @@ class Rap(PairPruning):
             cut.append(LayerPlan(**fields))
         return cut
 
+    def _keys(
+        self,
+        plain: Sequence[LayerPlan | None],
+        scores: Sequence[LayerScores | None],
+        statistics: Statistics,
+        dense: DenseLayers,
+    ) -> list[dict[str, Tensor]]:
+        """What replaces the plainly chosen pairs of every layer, as fields of its LayerPlan."""
+        if self.keys == "fold":
+            moments = [
+                _pair_moments(statistics.layers[index] or {})
+                if layer is not None and layer.num_pairs
+                else None
+                for index, layer in enumerate(plain)
+            ]
+            widths = [layer.num_pairs if layer is not None else 0 for layer in plain]
+            context = self.context or statistics.window
+            return _fold_all(moments, widths, dense, context, self.profile == "stock")
+        return _shared(plain, scores) if self.profile == "stock" else [{} for _ in plain]
 
-def _folded(found: Named, frequencies: Tensor, num_slots: int, context: int) -> dict[str, Tensor]:
-    heads = [
-        fold_head(query, key, frequencies, num_slots, context)
-        for query, key in zip(*_pair_moments(found), strict=True)
+
+def _fold_all(
+    moments: Sequence[tuple[Tensor, Tensor] | None],
+    widths: Sequence[int],
+    dense: DenseLayers,
+    context: int,
+    shared: bool,
+) -> list[dict[str, Tensor]]:
+    present = [pair for pair in moments if pair is not None]
+    if shared:
+        heads = iter(shared_slots(present, dense.frequencies, max(widths), context))
+        return [_folded(next(heads)) if pair is not None else {} for pair in moments]
+    return [
+        _folded(
+            [
+                fold_head(query, key, dense.frequencies, width, context)
+                for query, key in zip(*pair, strict=True)
+            ]
+        )
+        if pair is not None
+        else {}
+        for pair, width in zip(moments, widths, strict=True)
     ]
+
+
+def _shared(
+    plain: Sequence[LayerPlan | None], scores: Sequence[LayerScores | None]
+) -> list[dict[str, Tensor]]:
+    """One set of dense pairs for all heads and layers, of the width that was planned."""
+    voted = [layer.pairs_GP for layer in scores if layer is not None]
+    width = next(layer.num_pairs for layer in plain if layer is not None)
+    pairs = torch.tensor(shared_pairs(voted, width), dtype=torch.int32)
+    return [
+        {"frequency_GM": pairs.expand(layer.frequency_GM.shape[0], -1).contiguous()}
+        if layer is not None
+        else {}
+        for layer in plain
+    ]
+
+
+def _folded(heads: Sequence[FoldedHead]) -> dict[str, Tensor]:
     mixes = {
         "key_mix_GMP2": torch.stack([head.key_mix for head in heads]),
         "query_mix_GMP2": torch.stack([head.query_mix for head in heads]),

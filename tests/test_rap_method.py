@@ -1,0 +1,103 @@
+"""What the settings of Rap decide: widths, profiles, budgets and what calibration must collect."""
+
+import pytest
+import torch
+
+import rap
+from models import random_tokens, tiny_model
+from rap.allocation import allocate_by_error
+
+NEEDS = {"fisher", "pairs", "values"}
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> tuple:
+    """A tiny Llama with eight pairs a head, and every statistic Rap can ask for."""
+    model = tiny_model("llama", dtype=torch.float64, heads=4, kv_heads=2, head_dim=16, layers=3)
+    return model, rap.calibrate(model, random_tokens(4, 48), NEEDS)
+
+
+@pytest.mark.parametrize("keys", ["pairs", "fold"])
+def test_stock_profile_shares_widths_and_frequencies(calibrated: tuple, keys: str) -> None:
+    model, statistics = calibrated
+    method = rap.Rap(retain=0.5, keys=keys, budget="uniform", profile="stock", context=400)
+    plan = method.plan(model, statistics)
+    lists = {tuple(head) for layer in plan.layers for head in layer.frequency_GM.tolist()}
+    assert len(lists) == 1
+    assert {(layer.num_pairs, layer.value_width) for layer in plan.layers} == {(4, 8)}
+    assert method.apply(model, plan)(random_tokens(1, 8)).logits.isfinite().all()
+
+
+def test_per_head_profile_lets_heads_differ(calibrated: tuple) -> None:
+    model, statistics = calibrated
+    plan = rap.Rap(retain=0.5, keys="pairs", budget="uniform").plan(model, statistics)
+    assert len({tuple(head) for layer in plan.layers for head in layer.frequency_GM.tolist()}) > 1
+
+
+@pytest.mark.parametrize("keys", ["pairs", "fold"])
+def test_stock_profile_at_full_width_is_dense(calibrated: tuple, keys: str) -> None:
+    model, statistics = calibrated
+    method = rap.Rap(retain=1.0, keys=keys, values="channels", budget="uniform", profile="stock")
+    small = method.apply(model, method.plan(model, statistics))
+    ids = random_tokens(1, 20, seed=5)
+    assert torch.equal(small(ids).logits, model(ids).logits)
+
+
+def test_error_budget_meets_the_ratio(calibrated: tuple) -> None:
+    model, statistics = calibrated
+    for retain in (0.3, 0.5, 0.7, 0.9):
+        plan = rap.Rap(retain=retain, budget="error").plan(model, statistics)
+        # Half a step of one layer: 2 of 3 * 32 channels, up or down.
+        assert plan.kept_fraction == pytest.approx(retain, abs=1 / 48)
+
+
+def test_spending_by_error_is_the_best_split() -> None:
+    """Against every possible split of a small budget."""
+    errors = [[9.0, 4.0, 1.0, 0.0], [5.0, 3.0, 2.0, 0.0], [30.0, 3.0, 1.5, 0.0]]
+    errors = [sorted(row, reverse=True) for row in errors]
+    kept = allocate_by_error(errors, 5 / 9, [3, 3, 3])
+    splits = [(a, b, c) for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3) if a + b + c == 5]
+    best = min(sum(row[n] for row, n in zip(errors, split, strict=True)) for split in splits)
+    assert sum(kept) == 5
+    assert sum(row[n] for row, n in zip(errors, kept, strict=True)) == best
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({"keys": "pairs", "values": "channels"}, {"fisher"}),
+        ({"keys": "fold", "budget": "uniform"}, {"pairs", "values"}),
+        ({"keys": "fold", "budget": "adaptive"}, {"fisher", "pairs", "values"}),
+        ({"keys": "pairs", "budget": "error"}, {"fisher", "pairs", "values"}),
+        ({"keys": "pairs", "score": "magnitude"}, {"values"}),
+    ],
+)
+def test_only_what_is_used_is_collected(settings: dict, needs: set[str]) -> None:
+    assert rap.Rap(**settings).needs == needs
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"retain": 0.0}, "outside"),
+        ({"retain": 1.5}, "outside"),
+        ({"score": "nonsense"}, "unknown score"),
+        ({"keys": "nonsense"}, "unknown keys"),
+        ({"values": "nonsense"}, "unknown values"),
+        ({"budget": "nonsense"}, "unknown budget"),
+        ({"profile": "nonsense"}, "unknown profile"),
+        ({"budget": "error", "key_share": 0.3}, "key_share"),
+        ({"profile": "stock", "budget": "adaptive"}, "uniform"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(rap.RapError, match=message):
+        rap.Rap(**settings)
+
+
+def test_statistics_of_another_model_are_refused(calibrated: tuple) -> None:
+    model, _ = calibrated
+    method = rap.Rap(keys="pairs", values="channels")
+    other = rap.calibrate(model, random_tokens(1, 16), method.needs, fingerprint="another")
+    with pytest.raises(rap.RapError, match="another model"):
+        method.plan(model, other)
