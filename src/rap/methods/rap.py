@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ..allocation import LayerBudget, allocate_by_error
+from ..allocation import Budget, LayerBudget, allocate_by_error
 from ..errors import RapError
 from ..folding import FoldedHead, fold_head, spectrum
 from ..plan import LayerPlan
@@ -34,6 +34,9 @@ class Rap(PairPruning):
 
     name: ClassVar[str] = "rap"
 
+    # With folded keys and a value subspace equal widths beat Fisher's (docs/log.md): adaptive
+    # budgets had been making up for channel cuts.
+    budget: Budget = "uniform"
     score: str = "fisher"
     keys: Literal["pairs", "fold"] = "fold"
     values: Literal["channels", "subspace"] = "subspace"
@@ -59,6 +62,11 @@ class Rap(PairPruning):
             raise RapError(
                 "profile 'stock' needs one width for all: budget 'uniform', key_share 0.5"
             )
+
+    @classmethod
+    def paper(cls, **settings: Any) -> "Rap":
+        """The paper's recipe: root-Fisher scores, adaptive budgets, dense pairs and channels."""
+        return cls(**{"budget": "adaptive", "keys": "pairs", "values": "channels"} | settings)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -212,10 +220,12 @@ def _pair_moments(found: Named) -> tuple[Tensor, Tensor]:
 
 
 def _width_errors(dense: DenseLayers, index: int, found: Named, context: int) -> list[float]:
-    """Expected squared error of a layer's output at every width, 0 ... D/2 steps of two channels.
+    """Expected relative squared error of a layer at every width, 0 ... D/2 steps of two channels.
 
     Values: what the subspace loses. Keys: what the logits lose, times the values' energy, for a
-    logit error d moves the output by about d times the spread of the values it mixes.
+    logit error d moves the output by about d times the spread of the values it mixes. Relative to
+    the layer's own output: in absolute terms the first layers look cheap, and cutting them is what
+    hurts most (docs/log.md).
     """
     shape, weights = dense.shapes[index], dense.weights[index]
     assert shape is not None
@@ -228,7 +238,8 @@ def _width_errors(dense: DenseLayers, index: int, found: Named, context: int) ->
     lost_logits = _tails(slots) / (shape.head_dim * shape.num_heads)
     steps = shape.head_dim // 2
     at = [round(step * shape.geometry.num_pairs / steps) for step in range(steps + 1)]
-    return [float(lost_values[n] + lost_logits[at[n]] * lost_values[0]) for n in range(steps + 1)]
+    lost = [float(lost_values[n] + lost_logits[at[n]] * lost_values[0]) for n in range(steps + 1)]
+    return [error / lost[0] for error in lost]
 
 
 def _tails(descending: Tensor) -> Tensor:
