@@ -5,6 +5,7 @@ import pytest
 from rap import assets
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round, run_vllm
+from rap.serving.verify import verify
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
@@ -46,16 +47,17 @@ def test_prefix_cache(mixed, mixed_run):
 
 
 def test_cache_holds_one_over_retain_tokens(aligned, prompts):
+    """`rap verify` of the pruned model, and the dense one as the engine itself sizes its cache."""
     short = [Round(prompts[:3], max_tokens=4, prompt_logprobs=True)]
-    dense_path = assets.reference_path()
-    dense = run_vllm(dense_path, short, max_model_len=512)
-    pruned = run_vllm(aligned.path, short, max_model_len=512)
+    dense = run_vllm(assets.reference_path(), short, max_model_len=512)
     assert_agrees(aligned.dense, dense.rounds[0])
-    assert_agrees(aligned.reference, pruned.rounds[0])
-    assert aligned.plan.kept_fraction == 0.75
-    ratio = pruned.capacity_tokens / dense.capacity_tokens
-    print(f"{dense.capacity_tokens} tokens dense, {pruned.capacity_tokens} pruned, {ratio:.4f}")
-    assert ratio == pytest.approx(1 / 0.75, rel=0.01)
+    found = verify(aligned.path, "vllm")
+    print(found)
+    assert found.passed
+    assert found.max_logprob_error <= TOLERANCE
+    assert aligned.plan.kept_fraction == found.kept_fraction == 0.75
+    assert found.dense_tokens_per_gib == pytest.approx(dense.capacity_tokens, rel=0.01)
+    assert found.tokens_per_gib / dense.capacity_tokens == pytest.approx(1 / 0.75, rel=0.01)
 
 
 def test_biases_and_kv_heads_sharded_over_two_ranks(prune, tiny, tiny_prompts):
@@ -103,20 +105,14 @@ def _out_of_range(tensors):
     tensors["model.layers.0.self_attn.frequency_index"][0, -1] = 32
 
 
-def _one_head_short(tensors):
-    name = "model.layers.0.self_attn.frequency_index"
-    tensors[name] = tensors[name][:1].contiguous()
-
-
 # Every way a `rap` section can be wrong is tried without an engine in tests/test_layout.py.
 @pytest.mark.parametrize(
     ("tensors", "section", "sentence"),
     [
         (None, lambda rap: rap["layers"].pop(), "lists widths for 5 layers, the model has 6"),
         (_out_of_range, None, "names pairs 0 to 32, a head has pairs 0 to 31"),
-        (_one_head_short, None, r"has shape \(1, 32\), config.json says \(2, 32\)"),
     ],
-    ids=["short list", "index out of range", "wrong shape"],
+    ids=["short list", "index out of range"],
 )
 def test_wrong_checkpoint_is_refused_in_a_sentence(mixed, damaged, tensors, section, sentence):
     path = damaged(mixed.path, tensors, section)

