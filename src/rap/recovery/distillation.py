@@ -39,13 +39,6 @@ class Distillation:
     report: dict[str, Any]
 
 
-def recover(
-    small: Any, teacher: Any, windows: Tensor, config: RecoveryConfig, **options: Any
-) -> Any:
-    """The model of `distill`, without its report."""
-    return distill(small, teacher, windows, config, **options).model
-
-
 def distill(
     small: Any,
     teacher: Any,
@@ -78,47 +71,46 @@ def distill(
         stack.enter_context(explained(work))
         stack.enter_context(evaluating(teacher))
         arguments = _arguments(config, len(windows), work)
+        checkpoint = _begin(work, small, teacher, windows, validation, config)
         student = copy.deepcopy(small).to(arguments.device)
         if not getattr(teacher, "hf_device_map", None):
             teacher.to(arguments.device)
         before = _held_out(student, validation)
-        first = _begin(work, small, teacher, windows, validation, config)
-        trainer = DistillationTrainer(
-            add_adapters(student, config),
-            teacher=teacher,
-            config=config,
-            validation_NT=validation,
-            progress=progress,
-            args=arguments,
-            train_dataset=Windows(windows),
-            eval_dataset=Windows(validation),
-        )
-        trainer.run(first)
-        chosen = _load_best(trainer, work)
+        adapted = add_adapters(student, config)
+        data = Windows(windows), Windows(validation)
+        trainer = DistillationTrainer(adapted, teacher, config, data, arguments, progress)
+        trainer.run(checkpoint)
+        _load_best(trainer, work)
         merged = merge(trainer.model, validation[0])
         after = _held_out(merged, validation)
-    better = after < before
     report = {
-        "config": asdict(config),
         "windows": list(windows.shape),
         "validation_windows": list(validation.shape),
         "perplexity_before": before,
         "perplexity_after": after,
-        "kept": "after" if better else "before",
+        "kept": "after" if after < before else "before",
+        "seconds": time.monotonic() - started,
+        **_description(small, merged, teacher, trainer),
+    }
+    if not after < before:
+        return Distillation(small, report)
+    merged.train(small.training)
+    return Distillation(merged.to(small.device), report)
+
+
+def _description(small: Any, merged: Any, teacher: Any, trainer: Any) -> dict[str, Any]:
+    return {
+        "config": asdict(trainer.config),
         "steps": trainer.state.global_step,
-        "chosen_step": chosen,
+        "chosen_step": trainer.state.best_global_step,
         "skipped_steps": trainer.bad_steps,
+        "processes": PartialState().num_processes,
         "fingerprint_before": fingerprint_model(small),
         "fingerprint_after": fingerprint_model(merged),
         "teacher_fingerprint": fingerprint_model(teacher),
         "teacher_dtype": str(teacher.dtype).removeprefix("torch."),
-        "seconds": time.monotonic() - started,
         "history": trainer.history(),
     }
-    if not better:
-        return Distillation(small, report)
-    merged.train(small.training)
-    return Distillation(merged.to(small.device), report)
 
 
 def _check(
@@ -223,13 +215,10 @@ def _begin(
         return begin(work, record)
 
 
-def _load_best(trainer: Any, work: Path) -> int:
-    """Load the adapters of best held-out perplexity; their step."""
-    step = trainer.state.best_global_step
-    folder = work / f"checkpoint-{step}"
-    weights = load_file(folder / "adapter_model.safetensors")
-    set_peft_model_state_dict(trainer.model, weights)
-    return int(step)
+def _load_best(trainer: Any, work: Path) -> None:
+    """Load the adapters of the checkpoint with the best held-out perplexity."""
+    folder = work / f"checkpoint-{trainer.state.best_global_step}"
+    set_peft_model_state_dict(trainer.model, load_file(folder / "adapter_model.safetensors"))
 
 
 def _held_out(model: Any, validation_NT: Tensor) -> float:

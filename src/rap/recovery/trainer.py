@@ -18,6 +18,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainerState,
+    TrainingArguments,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.trainer_callback import ExportableState
@@ -26,6 +27,7 @@ from ..errors import RapError
 from ..evaluation.logits import decoder_of, head_logits
 from ..evaluation.perplexity import perplexity
 from .config import RecoveryConfig
+from .data import Windows
 from .loss import Head, distillation_loss
 from .runs import COMPLETE
 
@@ -40,14 +42,19 @@ class DistillationTrainer(Trainer):
     def __init__(
         self,
         model: Any,
-        *,
         teacher: Any,
         config: RecoveryConfig,
-        validation_NT: Tensor,
+        data: tuple[Windows, Windows],
+        arguments: TrainingArguments,
         progress: bool,
-        **kwargs: Any,
     ):
-        super().__init__(model, callbacks=[BadSteps(), LastStep(), Complete()], **kwargs)
+        super().__init__(
+            model,
+            arguments,
+            train_dataset=data[0],
+            eval_dataset=data[1],
+            callbacks=[BadSteps(), LastStep(), Complete()],
+        )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.bar = Bar()
@@ -55,7 +62,7 @@ class DistillationTrainer(Trainer):
             self.add_callback(self.bar)
         # Every window predicts the same number of tokens, so a mean of means is the mean.
         self.model_accepts_loss_kwargs = False
-        self.teacher, self.config, self.validation_NT = teacher, config, validation_NT
+        self.teacher, self.config, self.validation_NT = teacher, config, data[1].windows_NT
 
     @property
     def bad_steps(self) -> list[int]:

@@ -1,0 +1,150 @@
+"""`rap recover`: quality back into a pruned checkpoint, by refitting and distillation."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from accelerate import PartialState
+
+from ..checkpoint import (
+    PLAN_FILE,
+    check_output,
+    is_pruned,
+    load,
+    load_config,
+    load_dense,
+    load_tokenizer,
+)
+from ..errors import RapError
+from ..pipeline import REPORT_FILE, evaluation_tokens, measure, resolve_source, save
+from ..plan import Plan
+from ..provenance import provenance
+from ..recovery.config import PRESETS, RecoveryConfig, preset
+from ..recovery.runs import finish
+from ..recovery.stages import recover_stage, work_folder
+from . import options
+from .options import console, print_json, print_table
+
+Recipe = Annotated[str, typer.Option("--preset", help=f"closed-form, {', '.join(PRESETS)}.")]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--text", help="Training text, as --calibration of compress; repeat to mix."),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Setting of the preset to change, such as steps=100; repeat."),
+]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register this module's commands."""
+    app.command("recover")(recover_command)
+
+
+def recover_command(
+    pruned: Annotated[Path, typer.Argument(help="Pruned checkpoint written by `rap compress`.")],
+    output: options.Output,
+    teacher: Annotated[str, typer.Option(help="The dense checkpoint it was cut from.")],
+    recipe: Recipe = "fast",
+    text: Texts = None,
+    changes: Changes = None,
+    evaluate: options.Evaluate = "bundled",
+    dtype: options.Dtype = "auto",
+    teacher_dtype: Annotated[str, typer.Option(help="As --dtype, for the teacher.")] = "auto",
+    seed: options.Seed = 0,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
+    check_output(output, force=force)
+    chosen = _configured(recipe, changes or [], seed)
+    plan, old_report = _read(pruned)
+    tokenizer = load_tokenizer(pruned)
+    small = load(pruned, dtype=dtype)
+    dense = load_dense(resolve_source(teacher), dtype=teacher_dtype)
+    shown = None if evaluate == "none" else evaluate
+    held_out = evaluation_tokens(shown, tokenizer) if shown is not None else None
+    recovered, recovery = recover_stage(
+        small,
+        dense,
+        tokenizer,
+        recipe,
+        texts=text or ["bundled"],
+        config=chosen,
+        seed=seed,
+        output=output,
+        progress=True,
+    )
+    if not PartialState().is_main_process:
+        return
+    report = {
+        **_described(plan, teacher),
+        **({} if "dense" in old_report else {"dense": measure(dense, shown, held_out)}),
+        **old_report,
+        "before_recovery": measure(small, shown, held_out, progress=True),
+        "pruned": measure(recovered, shown, held_out, progress=True),
+        "recovery": recovery,
+        "provenance": provenance(
+            pruned=str(pruned), teacher=teacher, evaluate=evaluate, seed=seed, dtype=dtype
+        ),
+    }
+    save(recovered, plan, output, tokenizer, report=report, force=force)
+    finish(work_folder(output))
+    _say(report, output, as_json)
+
+
+def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | None:
+    """The preset with `name=value` changes; None for the closed form, which has no settings."""
+    pairs = dict(change.partition("=")[::2] for change in changes)
+    values = {name.strip().replace("-", "_"): yaml.safe_load(text) for name, text in pairs.items()}
+    # YAML reads 1e-4 as text.
+    values = {n: float(v) if isinstance(v, str) and _is_number(v) else v for n, v in values.items()}
+    if recipe != "closed-form":
+        return preset(recipe, **{"seed": seed, **values})
+    if values:
+        raise RapError(f"closed-form has no setting {', '.join(values)}: leave it out")
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _read(pruned: Path) -> tuple[Plan, dict[str, Any]]:
+    """The plan and report beside a pruned checkpoint; the report may be missing."""
+    if not is_pruned(load_config(pruned)):
+        raise RapError(f"{pruned} is not a pruned checkpoint: run `rap compress` first")
+    report = pruned / REPORT_FILE
+    stored = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    return Plan.load(pruned / PLAN_FILE), stored
+
+
+def _described(plan: Plan, teacher: str) -> dict[str, Any]:
+    """What `rap compress` would have written of a checkpoint that `rap apply` made."""
+    return {
+        "source": teacher,
+        "model_type": plan.model_type,
+        "calibration": "not recorded",
+        "retain": plan.retain,
+        "kept_fraction": plan.kept_fraction,
+        "method": plan.method,
+    }
+
+
+def _say(report: dict[str, Any], output: Path, as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+        return
+    recovery = report["recovery"]
+    steps = {"perplexity_before": "pruned", "perplexity_refitted": "refitted"}
+    steps |= {"perplexity_distilled": "distilled", "perplexity_after": "saved"}
+    rows = [[label, f"{recovery[key]:.3f}"] for key, label in steps.items() if key in recovery]
+    print_table("Recovery, on held-out text", ["", "perplexity"], rows)
+    console.print(f"wrote {output}")

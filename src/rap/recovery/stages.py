@@ -1,0 +1,113 @@
+"""Everything that may follow the cut, in order: the closed-form refit, then distillation.
+
+Shapes: N windows, T tokens of a window.
+"""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import RapError
+from ..evaluation.perplexity import perplexity
+from .closed_form import refit_outputs
+from .config import PRESETS, RecoveryConfig, preset
+from .data import recovery_windows
+
+RECOVERIES = ("none", "closed-form", *PRESETS)
+REFIT_TOKENS = 2**15  # as many as calibration sees by default
+
+
+def check_recovery(name: str) -> None:
+    """Raise RapError for a name that is not in RECOVERIES."""
+    if name not in RECOVERIES:
+        raise RapError(f"unknown recovery {name!r}: use one of {', '.join(RECOVERIES)}")
+
+
+def work_folder(output: str | Path) -> Path:
+    """Where a run that will write `output` keeps its checkpoints: hidden, beside it."""
+    path = Path(output).absolute()
+    return path.with_name(f".{path.name}.recovery")
+
+
+def recover(
+    small: Any,
+    teacher: Any,
+    windows: Tensor,
+    config: RecoveryConfig | None = None,
+    *,
+    validation: Tensor | None = None,
+    work: Path | None = None,
+    progress: bool = False,
+) -> Any:
+    """The model that `distillation.distill` returns (which see), by default of preset `fast`."""
+    # Imported here: the trainer and peft take seconds, and only distillation needs them.
+    from .distillation import distill
+
+    config = config or preset("fast")
+    options: dict[str, Any] = {"validation": validation, "work": work, "progress": progress}
+    return distill(small, teacher, windows, config, **options).model
+
+
+def recover_stage(
+    small: Any,
+    dense: Any,
+    tokenizer: Any,
+    name: str,
+    *,
+    texts: Sequence[str] = ("bundled",),
+    config: RecoveryConfig | None = None,
+    seed: int = 0,
+    output: str | Path | None = None,
+    progress: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """The best of: the pruned model, with its outputs refitted, and distilled after that.
+
+    `name` is one of RECOVERIES: `none` does nothing, `closed-form` only refits, the others refit
+    and distil by that preset, or by `config`. Better means a lower perplexity on held-out windows
+    of `texts`, see `data.recovery_windows`. `small` and `dense` are left untouched. The report has
+    the perplexity after each step and what distillation reports; it is empty for `none`. With an
+    `output`, checkpoints go to its `work_folder`, from which a killed run continues.
+    """
+    check_recovery(name)
+    if name == "none":
+        return small, {}
+    config = config or preset(name if name in PRESETS else "fast", seed=seed)
+    windows, validation = recovery_windows(
+        texts, tokenizer, config, longest=getattr(small.config, "max_position_embeddings", None)
+    )
+    before = _held_out(small, validation)
+    report: dict[str, Any] = {"name": name, "texts": list(texts), "perplexity_before": before}
+    small, report["perplexity_refitted"] = _refit(
+        small, dense, windows, validation, before, progress
+    )
+    if name in PRESETS:
+        from .distillation import distill
+
+        work = work_folder(output) if output is not None else None
+        found = distill(
+            small, dense, windows, config, validation=validation, work=work, progress=progress
+        )
+        small, report["distillation"] = found.model, found.report
+        report["perplexity_distilled"] = found.report["perplexity_after"]
+    report["perplexity_after"] = min(
+        value for key, value in report.items() if key.startswith("perplexity_")
+    )
+    return small, report
+
+
+def _refit(
+    small: Any, dense: Any, windows: Tensor, validation: Tensor, before: float, progress: bool
+) -> tuple[Any, float]:
+    """The refitted model if it is the better one, and the perplexity of the refitted one."""
+    count = max(2, REFIT_TOKENS // windows.shape[1])
+    refitted = copy.deepcopy(small)
+    refit_outputs(refitted, dense, windows[:: max(1, len(windows) // count)], progress=progress)
+    after = _held_out(refitted, validation)
+    return (refitted if after < before else small), after
+
+
+def _held_out(model: Any, validation_NT: Tensor) -> float:
+    return perplexity(model, validation_NT.flatten(), window=validation_NT.shape[1]).value
