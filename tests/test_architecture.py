@@ -34,9 +34,9 @@ ORDER = [
         "provenance",
         "fingerprint",
         "rope",
+        "specs",
         "plan",
         "kernels",
-        "specs",
         "families",
     ),
     *(
@@ -51,7 +51,7 @@ ORDER = [
         "folding",
         "profiles",
     ),
-    *("surgery", "attention", "modeling", "checkpoint", "construction", "streaming"),
+    *("surgery", "norms", "attention", "modeling", "checkpoint", "construction", "streaming"),
     *("lowrank", "methods", "evaluation", "recovery", "analysis"),
     *("card", "pipeline", "serving", "cli", "__main__"),
 ]
@@ -60,7 +60,7 @@ SIDE_ROOMS = {
     "assets": ({"errors"}, {"corpus", "evaluation", "recovery", "pipeline", "serving", "cli"})
 }
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
-SHIPPED = {"errors", "fingerprint", "rope", "specs", "families", "attention", "modeling"}
+SHIPPED = {"errors", "fingerprint", "rope", "specs", "families", "norms", "attention", "modeling"}
 PURE = {"scoring", "allocation", "subspace", "folding", "profiles"}
 
 SOURCES = read_package(PACKAGE_ROOT)

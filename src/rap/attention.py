@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .families import sliding_window
+from .norms import KeptNorm, normalise_dense, select_channels
 from .rope import gather_pairs, pair_table, rotate_pairs
-from .specs import AttentionSpec
+from .specs import AttentionSpec, QKNorm
 
 
 class RapAttention(nn.Module):
@@ -27,37 +28,45 @@ class RapAttention(nn.Module):
     frequency each slot rotates at. Cache and attention see W = 2M + N channels of K and C of V.
     """
 
-    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+    def __init__(
+        self,
+        dense: nn.Module,
+        spec: AttentionSpec,
+        dense_shape: Any,
+        widths: Mapping,
+        norm: QKNorm | None = None,
+        norm_mode: str = "constant",
+    ):
         nn.Module.__init__(self)
         for name, value in vars(dense).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
         for name, parameter in dense.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
-        self.dense_shape = dense_shape
-        self.spec = spec
+        self.dense_shape, self.spec, self.norm = dense_shape, spec, norm
         self.sliding_window = sliding_window(spec, dense)
         self.eager_attention = sys.modules[type(dense).__module__].eager_attention_forward
+        dropout = getattr(dense, "attention_dropout", 0.0)
+        self.attention_dropout = dropout.p if isinstance(dropout, nn.Dropout) else dropout
         self.num_slots, self.value_width = widths["pairs"], widths["values"]
         self.key_width = 2 * widths["pairs"] + widths["free"]
-        for name, (inputs, outputs) in self._projection_sizes().items():
-            old = getattr(dense, name)
-            like = {"device": old.weight.device, "dtype": old.weight.dtype}
-            setattr(self, name, nn.Linear(inputs, outputs, bias=old.bias is not None, **like))
-        slots = torch.arange(self.num_slots, dtype=torch.int32, device=old.weight.device)
+        self.exact_norm = norm is not None and norm_mode == "exact"
+        projected = dense_shape.head_dim if self.exact_norm else self.key_width
+        self.role_widths = {
+            **dict.fromkeys("qk", projected),
+            **dict.fromkeys(("v", "o", "gate"), self.value_width),
+        }
+        for name, roles in spec.linears().items():
+            _replace_linear(self, name, getattr(dense, name), roles)
+        _take_norms(self, dense)
+        device = getattr(dense, spec.projections[3]).weight.device
+        slots = torch.arange(self.num_slots, dtype=torch.int32, device=device)
         # Persistent: from_pretrained refills non-persistent buffers with uninitialised memory.
         groups = dense_shape.num_kv_heads
         self.register_buffer("frequency_index", slots.expand(groups, -1).clone())
-
-    def _projection_sizes(self) -> dict[str, tuple[int, int]]:
-        shape, name = self.dense_shape, self.spec.projection_names()
-        heads, groups, hidden = shape.num_heads, shape.num_kv_heads, shape.hidden_size
-        return {
-            name["q"]: (hidden, heads * self.key_width),
-            name["k"]: (hidden, groups * self.key_width),
-            name["v"]: (hidden, groups * self.value_width),
-            name["o"]: (heads * self.value_width, hidden),
-        }
+        if self.exact_norm:
+            kept = torch.arange(self.key_width, dtype=torch.int32, device=device)
+            self.register_buffer("kept_channels", kept.expand(groups, -1).clone())
 
     def forward(
         self,
@@ -68,9 +77,9 @@ class RapAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of [B, T, E]; the cache receives rotated keys [B, G, T, W] and values."""
-        q, k, v = self.project(hidden_states)
-        if self.num_slots:
-            q, k = self.rotate(q, k, position_embeddings)
+        past_key_values = kwargs.pop(self.spec.cache_argument, past_key_values)
+        q, k, v, gate = self.project(hidden_states)
+        q, k = self.position(q, k, position_embeddings)
         if self.spec.query_scale is not None:
             cached = past_key_values.get_seq_length(self.layer_idx) if past_key_values else 0
             q = self.spec.query_scale(self, q, cached, kwargs)
@@ -90,37 +99,118 @@ class RapAttention(nn.Module):
             k,
             v,
             attention_mask,
-            dropout=getattr(self, "attention_dropout", 0.0) if self.training else 0.0,
+            dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             **kwargs,
         )
         output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        if gate is not None:
+            output = output * torch.sigmoid(gate)
         output = getattr(self, self.spec.projections[3])(output)
         residual_dropout = getattr(self, "residual_dropout", 0.0)
         return nn.functional.dropout(output, residual_dropout, self.training), weights
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, H, T, W], keys [B, G, T, W] and values [B, G, T, C], not yet rotated."""
-        q_name, k_name, v_name, _ = self.spec.projections
-        parts = [getattr(self, name)(hidden_states) for name in (q_name, k_name, v_name)]
-        clip = getattr(self.config, "clip_qkv", None)
-        if clip is not None:
-            parts = [part.clamp(-clip, clip) for part in parts]
-        widths = (self.key_width, self.key_width, self.value_width)
-        q, k, v = (
-            part.unflatten(-1, (-1, width)).transpose(1, 2)
-            for part, width in zip(parts, widths, strict=True)
-        )
-        return q, k, v
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries [B, H, T, W], keys [B, G, T, W], values [B, G, T, C], a gate [B, T, H C] or None.
 
-    def rotate(self, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Rotate [B, H, T, W] and [B, G, T, W] by every slot's own dense frequency."""
-        pairs, index = self.dense_shape.geometry.num_pairs, self.frequency_index
-        cos, sin = (gather_pairs(pair_table(t, pairs, self.spec.table), index) for t in tables)
-        if not self.spec.rope_in_float32:
-            return rotate_pairs(q, cos, sin), rotate_pairs(k, cos, sin)
-        cos, sin = cos.float(), sin.float()
-        return (
-            rotate_pairs(q.float(), cos, sin).to(q.dtype),
-            rotate_pairs(k.float(), cos, sin).to(k.dtype),
+        Neither normalised nor rotated. Where the norm is exact, q and k have the dense width D.
+        """
+        found: dict[str, Tensor] = {}
+        for name, roles in self.spec.linears().items():
+            if roles != ("o",):
+                sizes = [_num_rows(self, role) for role in roles]
+                output = getattr(self, name)(hidden_states)
+                found |= zip(roles, output.split(sizes, dim=-1), strict=True)
+        q, k, v = (
+            found[role].unflatten(-1, (-1, self.role_widths[role])).transpose(1, 2)
+            for role in "qkv"
         )
+        return q, k, self._clip(v), found.get("gate")
+
+    def position(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+        """Normalised and rotated queries [B, H, T, W] and keys [B, G, T, W]."""
+        norm = self.norm
+        if norm is None:
+            q, k = self._clip(q), self._clip(k)
+            return self.rotate(q, k, tables) if self.num_slots else (q, k)
+        modules = [getattr(self, name) for name in norm_names(norm, exact=self.exact_norm)]
+        if self.exact_norm and norm.after_rotation:
+            return self._rotate_then_norm(q, k, tables, modules)
+        if self.exact_norm:
+            q, k = (
+                select_channels(normalise_dense(norm, module, x), self.kept_channels)
+                for module, x in zip(modules, (q, k), strict=True)
+            )
+        elif not norm.after_rotation:
+            q, k = modules[0](q), modules[1](k)
+        q, k = self._clip(q), self._clip(k)
+        if self.num_slots:
+            q, k = self.rotate(q, k, tables)
+        if norm.after_rotation:
+            q, k = modules[0](q), modules[1](k)
+        return q, k
+
+    def _rotate_then_norm(
+        self, q: Tensor, k: Tensor, tables: Any, modules: list[nn.Module]
+    ) -> tuple[Tensor, Tensor]:
+        order = self.dense_shape.geometry.canonical_order().to(q.device)
+        every_pair = torch.arange(self.dense_shape.geometry.num_pairs, device=q.device)
+        q, k = self.rotate(q[..., order], k[..., order], tables, every_pair[None])
+        back = order.argsort()
+        q, k = (
+            select_channels(normalise_dense(self.norm, module, x[..., back]), self.kept_channels)
+            for module, x in zip(modules, (q, k), strict=True)
+        )
+        return q, k
+
+    def rotate(
+        self, q: Tensor, k: Tensor, tables: Any, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate [B, H, T, W] and [B, G, T, W] by every slot's own dense frequency."""
+        pairs = self.dense_shape.geometry.num_pairs
+        index = self.frequency_index if index is None else index
+        if self.spec.table == "complex":
+            tables = (tables.real, tables.imag)
+        cos, sin = (gather_pairs(pair_table(t, pairs, self.spec.table), index) for t in tables)
+        sin = -sin if self.spec.clockwise else sin
+        # Tables may be wider than the states (float32 beside bfloat16): cast back, as the families.
+        q_in, k_in = (q.float(), k.float()) if self.spec.rope_in_float32 else (q, k)
+        return (
+            rotate_pairs(q_in, cos, sin).to(q.dtype),
+            rotate_pairs(k_in, cos, sin).to(k.dtype),
+        )
+
+    def _clip(self, x: Tensor) -> Tensor:
+        bound = getattr(self.config, "clip_qkv", None)
+        return x if bound is None else x.clamp(-bound, bound)
+
+
+def norm_names(norm: QKNorm, *, exact: bool) -> tuple[str, str]:
+    """Names of the query's and the key's norm; one shared by both is two where they are cut."""
+    return norm.names if exact or norm.names[0] != norm.names[1] else ("q_norm", "k_norm")
+
+
+def _num_rows(attention: Any, role: str) -> int:
+    shape = attention.dense_shape
+    heads = shape.num_kv_heads if role in "kv" else shape.num_heads
+    return heads * attention.role_widths[role]
+
+
+def _replace_linear(attention: Any, name: str, old: nn.Linear, roles: tuple[str, ...]) -> None:
+    rows, hidden = sum(_num_rows(attention, role) for role in roles), old.in_features
+    sizes = (rows, attention.dense_shape.hidden_size) if roles == ("o",) else (hidden, rows)
+    like = {"device": old.weight.device, "dtype": old.weight.dtype}
+    setattr(attention, name, nn.Linear(*sizes, bias=old.bias is not None, **like))
+
+
+def _take_norms(attention: Any, dense: nn.Module) -> None:
+    norm, shape = attention.norm, attention.dense_shape
+    if norm is None:
+        return
+    heads = (shape.num_heads, shape.num_kv_heads)
+    names = norm_names(norm, exact=attention.exact_norm)
+    for name, old, count in zip(names, norm.names, heads, strict=True):
+        module = getattr(dense, old)
+        if not attention.exact_norm:
+            module = KeptNorm(norm, module, count, attention.key_width, shape.head_dim)
+        attention.add_module(name, module)

@@ -7,6 +7,7 @@ import torch
 from accelerate import dispatch_model
 from torch import Tensor, nn
 
+from .attention import norm_names
 from .errors import CheckpointError, PlanError
 from .families import (
     AttentionLayer,
@@ -15,10 +16,12 @@ from .families import (
     base_model_type,
     projection_tensors,
     refuse_pruned,
+    role_rows,
 )
 from .fingerprint import fingerprint_model
 from .modeling import CONFIG_VERSION, config_class, model_class
 from .plan import LayerPlan, Plan
+from .specs import AttentionSpec
 from .surgery import cut, kept_rows
 
 
@@ -48,6 +51,7 @@ def apply(model: Any, plan: Plan) -> Any:
     _copy_buffers(model, small)
     small.tie_weights()
     small.config._attn_implementation = model.config._attn_implementation
+    small.config._experts_implementation = model.config._experts_implementation
     small.generation_config = copy.deepcopy(model.generation_config)
     small.train(model.training)
     return _dispatch_like(model, small)
@@ -72,6 +76,7 @@ def rap_section(plan: Plan) -> dict[str, Any]:
         "layers": [_widths(layer) for layer in plan.layers],
         "retain": plan.retain,
         "kept_fraction": plan.kept_fraction,
+        "qk_norm": plan.qk_norm,
         "method": plan.method,
         "dense_fingerprint": plan.dense_fingerprint,
     }
@@ -85,26 +90,56 @@ def pruned_state(
     result = {}
     for name, tensor in state.items():
         layer, role = cuts.get(name, (None, ""))
-        planned = plan.layers[layer.index] if layer is not None else None
-        if layer is None or planned is None:
+        if layer is None or plan.layers[layer.index] is None:
             result[name] = tensor.detach().clone()
         else:
-            assert layer.shape is not None
-            result[name] = cut(role, tensor.detach(), planned, layer.shape)
-    for name, index in frequency_tensors(plan, layers).items():
-        layer_index = int(name.split(".layers.")[1].split(".")[0])
-        weight = f"{layers[layer_index].path}.{spec.projection_names()['k']}.weight"
-        result[name] = index.to(state[weight].device)
+            result[name] = cut_layer(role, tensor.detach(), layer, plan, spec)
+    devices = {layer.path: state[name].device for name, (layer, _) in cuts.items()}
+    for path, added in added_tensors(plan, layers).items():
+        result |= {f"{path}.{name}": value.to(devices[path]) for name, value in added.items()}
     return result
 
 
-def frequency_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, Tensor]:
-    """Checkpoint name and value of every pruned layer's frequency index, int32 [G, M]."""
-    return {
-        f"{layer.path}.frequency_index": planned.frequency_GM.to(torch.int32).contiguous()
-        for layer, planned in zip(layers, plan.layers, strict=True)
-        if planned is not None
-    }
+def cut_layer(
+    role: str, tensor: Tensor, layer: AttentionLayer, plan: Plan, spec: AttentionSpec
+) -> Tensor:
+    """The pruned form of one tensor that `projection_tensors` names, of a planned layer."""
+    planned = plan.layers[layer.index]
+    assert planned is not None
+    assert layer.shape is not None
+    return cut(
+        role,
+        tensor,
+        planned,
+        layer.shape,
+        norm=layer.norm,
+        norm_mode=plan.qk_norm,
+        per_head=spec.per_head,
+    )
+
+
+def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[str, Tensor]]:
+    """By a pruned layer's path: the tensors it has and the dense one has not, by name.
+
+    `frequency_index` int32 [G, M]; with QK-norm also the dense channel of every kept one,
+    `kept_channels` int32 [G, W] (mode `exact`), or each norm's energy `ratio` [heads] (`constant`).
+    """
+    found = {}
+    for layer, planned in zip(layers, plan.layers, strict=True):
+        if planned is None:
+            continue
+        assert layer.shape is not None
+        added = {"frequency_index": planned.frequency_GM.to(torch.int32).contiguous()}
+        if layer.norm is not None and plan.qk_norm == "exact":
+            added["kept_channels"] = kept_rows(planned, layer.shape).to(torch.int32)
+        elif layer.norm is not None:
+            names = norm_names(layer.norm, exact=False)
+            ratios = (planned.query_ratio_H, planned.key_ratio_G)
+            counts = (layer.shape.num_heads, layer.shape.num_kv_heads)
+            for name, ratio, count in zip(names, ratios, counts, strict=True):
+                added[f"{name}.ratio"] = torch.ones(count) if ratio is None else ratio.float()
+        found[layer.path] = added
+    return found
 
 
 def masked_dense(model: nn.Module, plan: Plan) -> None:
@@ -115,17 +150,23 @@ def masked_dense(model: nn.Module, plan: Plan) -> None:
     """
     spec = attention_spec(model.config)
     tensors = dict(model.named_parameters())
-    for name, (layer, role) in projection_tensors(attention_layers(model), spec).items():
+    layers = attention_layers(model)
+    for name, (layer, role) in projection_tensors(layers, spec).items():
         planned, shape = plan.layers[layer.index], layer.shape
-        if planned is None or shape is None or role == "o":
+        if planned is None or shape is None:
             continue
+        if layer.norm is not None:
+            raise PlanError("with QK-norm the dense model masks after the norm, not by weights")
         if planned.channels_GC is None or planned.key_mix_GMP2 is not None:
             raise PlanError("only plain pruning is a mask of the dense model")
-        heads = shape.num_heads if role == "q" else shape.num_kv_heads
-        keep = _kept_mask(role, planned, shape, heads)
-        with torch.no_grad():
-            rows = tensors[name].unflatten(0, (heads, shape.head_dim))
-            rows[~keep.to(rows.device)] = 0
+        roles = tuple(role.split("+"))
+        widths = dict.fromkeys(roles, shape.head_dim)
+        rows = role_rows(roles, widths, shape, per_head=spec.per_head)
+        for part in set(roles) & set("qkv"):
+            heads = shape.num_heads if part == "q" else shape.num_kv_heads
+            drop = ~_kept_mask(part, planned, shape, heads).flatten()
+            with torch.no_grad():
+                tensors[name][rows[part][drop].to(tensors[name].device)] = 0
 
 
 def _kept_mask(role: str, planned: LayerPlan, shape: Any, heads: int) -> Tensor:

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .errors import CheckpointError, UnsupportedModelError
 from .rope import AttentionShape, HeadGeometry
-from .specs import ALIBI, FAMILIES, QK_NORM, REASONS, AttentionSpec
+from .specs import ALIBI, FAMILIES, QK_NORM, REASONS, ROLES, AttentionSpec, QKNorm
 
 PREFIX = "rap_"
 
@@ -17,7 +18,8 @@ PREFIX = "rap_"
 class AttentionLayer:
     """One decoder layer's attention: where it is, its live module, and its dense shape.
 
-    `shape` is None and `reason` says why when the layer has nothing to prune.
+    `shape` is None and `reason` says why when the layer has nothing to prune. `norm` is how the
+    layer normalises queries and keys, if it does.
     """
 
     index: int
@@ -25,6 +27,7 @@ class AttentionLayer:
     module: nn.Module | None
     shape: AttentionShape | None
     reason: str = ""
+    norm: QKNorm | None = None
 
 
 def base_model_type(config: Any) -> str:
@@ -103,19 +106,25 @@ def _describe(
         return AttentionLayer(index, path, None, None, "no attention in this layer")
     pruned = getattr(attention, "dense_shape", None)
     if pruned is not None:
-        return AttentionLayer(index, path, attention, pruned)
-    q, k, _, o = (getattr(attention, name) for name in spec.projections)
-    head_dim = attention.head_dim
+        return AttentionLayer(index, path, attention, pruned, norm=attention.norm)
+    head_dim = getattr(attention, "head_dim", None) or attention.head_size
+    output = getattr(attention, spec.projections[3])
+    num_heads = output.in_features // head_dim
     rotary_dim = (
         2 * frequency_buffer(rotary, attention).shape[-1] if rotates(spec, attention) else 0
     )
+    num_kv_heads = num_heads
+    if spec.fused != "heads":
+        key = getattr(attention, spec.projections[1]).out_features // head_dim
+        num_kv_heads = key if spec.fused is None else (key - num_heads) // 2
     shape = AttentionShape(
-        num_heads=q.out_features // head_dim,
-        num_kv_heads=k.out_features // head_dim,
-        hidden_size=o.out_features,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        hidden_size=output.out_features,
         geometry=HeadGeometry(head_dim, rotary_dim, spec.pairing),
     )
-    return AttentionLayer(index, path, attention, shape)
+    norm = spec.norm if spec.norm and hasattr(attention, spec.norm.names[0]) else None
+    return AttentionLayer(index, path, attention, shape, norm=norm)
 
 
 def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
@@ -143,24 +152,81 @@ def sliding_window(spec: AttentionSpec, attention: nn.Module) -> int | None:
     return getattr(source, "sliding_window", None)
 
 
-def projections(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, nn.Linear]:
-    """The q, k, v and o linears of a layer, by role."""
-    return {role: getattr(layer.module, name) for role, name in spec.projection_names().items()}
+class ProjectionPart:
+    """The rows of a linear layer that play one role, where several roles share the layer."""
+
+    def __init__(self, linear: nn.Linear, rows: Tensor):
+        self.linear, self.rows = linear, rows
+
+    @property
+    def weight(self) -> Tensor:
+        """These rows of the weight, a copy."""
+        return self.linear.weight[self.rows.to(self.linear.weight.device)]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """These entries of the bias, a copy."""
+        bias = self.linear.bias
+        return None if bias is None else bias[self.rows.to(bias.device)]
+
+    def register_forward_hook(self, hook: Callable[..., None]) -> Any:
+        """As for the linear layer itself, with these columns of its output."""
+        return self.linear.register_forward_hook(
+            lambda module, inputs, output: hook(module, inputs, output[..., self.rows])
+        )
+
+
+def projections(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Any]:
+    """The q, k, v and o of a layer by role: linear layers, or parts of shared ones."""
+    assert layer.shape is not None
+    found: dict[str, Any] = {}
+    for name, roles in spec.linears().items():
+        linear = getattr(layer.module, name)
+        widths = getattr(layer.module, "role_widths", dict.fromkeys(roles, layer.shape.head_dim))
+        pruned = hasattr(layer.module, "role_widths")
+        rows = role_rows(roles, widths, layer.shape, per_head=spec.per_head and not pruned)
+        for role in set(roles) & set(ROLES):
+            found[role] = linear if len(roles) == 1 else ProjectionPart(linear, rows[role])
+    return {role: found[role] for role in ROLES}
+
+
+def role_rows(
+    roles: tuple[str, ...], widths: dict[str, int], shape: AttentionShape, *, per_head: bool
+) -> dict[str, Tensor]:
+    """Which rows of a linear shared by `roles` each has: head by head, or one role after another.
+
+    `widths` are the rows of one head of each role.
+    """
+    heads = {role: shape.num_kv_heads if role in "kv" else shape.num_heads for role in roles}
+    found, start = {}, 0
+    for role in roles:
+        rows = torch.arange(heads[role] * widths[role])
+        if per_head:
+            step = sum(widths[other] for other in roles)
+            rows = rows % widths[role] + rows // widths[role] * step
+        found[role] = rows + start
+        start += widths[role] if per_head else len(rows)
+    return found
 
 
 def projection_tensors(
     layers: list[AttentionLayer], spec: AttentionSpec
 ) -> dict[str, tuple[AttentionLayer, str]]:
-    """Checkpoint name of every attention weight and bias, to its layer and role."""
+    """Checkpoint name of every attention tensor that is cut, to its layer and role.
+
+    A linear of several roles has them joined by "+"; norms are "q_norm.weight" and the like.
+    """
     names = {}
     for layer in layers:
         if layer.shape is None:
             continue
-        for role, linear in projections(layer, spec).items():
-            stem = f"{layer.path}.{spec.projection_names()[role]}"
-            names[f"{stem}.weight"] = (layer, role)
-            if linear.bias is not None:
-                names[f"{stem}.bias"] = (layer, role)
+        modules = {name: "+".join(roles) for name, roles in spec.linears().items()}
+        if layer.norm is not None and not layer.norm.one_module_per_head:
+            modules |= dict(zip(layer.norm.names, ("q_norm", "k_norm"), strict=True))
+        for name, role in modules.items():
+            for leaf, _ in getattr(layer.module, name).named_parameters(recurse=False):
+                full_role = f"{role}.{leaf}" if "norm" in role else role
+                names[f"{layer.path}.{name}.{leaf}"] = (layer, full_role)
     return names
 
 

@@ -3,7 +3,7 @@
 Every class is derived from the family's own, so generation, tensor-parallel plans, gradient
 checkpointing and output capture are inherited. The `rap` section of the config holds the widths,
 the frequency index of every layer is a persistent buffer. This file and the siblings it imports
-(`attention`, `families`, `specs`, `fingerprint`, `rope`, `errors`) are also copied into
+(`attention`, `norms`, `families`, `specs`, `fingerprint`, `rope`, `errors`) are also copied into
 checkpoints, where they load as remote code: they may import torch, transformers and each other,
 nothing else.
 """
@@ -15,6 +15,10 @@ from typing import Any
 
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -25,6 +29,7 @@ from .attention import RapAttention
 from .errors import CheckpointError
 from .families import FAMILIES, PREFIX, AttentionLayer, attention_layers, attention_spec
 from .fingerprint import fingerprint_model, fingerprint_tensors, tied_names
+from .specs import NORM_MODES
 
 CONFIG_VERSION = 1
 
@@ -40,7 +45,7 @@ class RapModelMixin:
                 continue
             _check_fits(layer, widths)
             build = attention_class(type(layer.module))
-            pruned = build(layer.module, spec, layer.shape, widths)
+            pruned = build(layer.module, spec, layer.shape, widths, layer.norm, norm_mode(config))
             if pruned.frequency_index.device.type != "meta":
                 pruned.apply(self._init_weights)
             parent, _, name = layer.path.rpartition(".")
@@ -92,6 +97,10 @@ def model_class(base_type: str) -> type:
     made = type(f"Rap{base.__name__}", (RapModelMixin, base), body)
     made.register_for_auto_class("AutoModelForCausalLM")
     AutoModelForCausalLM.register(config, made, exist_ok=True)
+    # Experts are stored one by one and joined on loading; custom code must ask for that.
+    conversion = get_checkpoint_conversion_mapping(base_type)
+    if conversion is not None:
+        register_checkpoint_conversion_mapping(PREFIX + base_type, conversion, overwrite=True)
     return made
 
 
@@ -160,6 +169,17 @@ def layer_widths(config: Any, num_layers: int) -> list[Mapping | None]:
                 f"layer {index} has impossible widths in the `rap` section: {entry}"
             )
     return widths
+
+
+def norm_mode(config: Any) -> str:
+    """The QK-norm mode of a pruned model; CheckpointError for one this release does not know."""
+    mode = config.rap.get("qk_norm", "constant")
+    if mode not in NORM_MODES:
+        raise CheckpointError(
+            f"the `rap` section asks for QK-norm mode {mode!r}, this release knows "
+            f"{', '.join(NORM_MODES)}: upgrade the package"
+        )
+    return mode
 
 
 def _check_fits(layer: AttentionLayer, widths: Mapping) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .errors import PlanError
 from .rope import AttentionShape, HeadGeometry
+from .specs import NORM_MODES
 
 FORMAT = "rap-plan"
 VERSION = 1
@@ -31,7 +32,8 @@ class LayerPlan:
     complex combination `sum_p mix[g, s, p] * pair_p` of the dense rows (last axis real, imaginary).
     `free_GN` indexes the head's non-rotating channels, counted from the first of them.
     Values keep the dense channels `channels_GC`, or the subspace `value_down` folded back by
-    `value_up`.
+    `value_up`. `query_ratio` and `key_ratio` are what QK-norm's constant mode multiplies the energy
+    of kept channels by, to stand for that of the dense head (1 if not given).
     """
 
     frequency_GM: Tensor
@@ -41,6 +43,8 @@ class LayerPlan:
     key_mix_GMP2: Tensor | None = None
     value_down_GCD: Tensor | None = None
     value_up_GDC: Tensor | None = None
+    query_ratio_H: Tensor | None = None
+    key_ratio_G: Tensor | None = None
 
     @classmethod
     def of_indices(
@@ -121,13 +125,14 @@ class LayerPlan:
             **dict.fromkeys(("query_mix_GMP2", "key_mix_GMP2"), mix),
             "value_down_GCD": (heads, -1, dim),
             "value_up_GDC": (heads, dim, -1),
+            "query_ratio_H": (shape.num_heads,),
+            "key_ratio_G": (heads,),
         }
         for name, tensor in self.tensors().items():
             sizes, found = expected[name], tuple(tensor.shape)
-            if len(found) == len(sizes) and found[0] != heads:
-                raise PlanError(
-                    f"layer {layer}: {name} has {found[0]} KV heads, the model has {heads}"
-                )
+            if len(found) == len(sizes) and found[0] != heads and name != "query_ratio_H":
+                what = f"{name} has {found[0]} KV heads, the model has {heads}"
+                raise PlanError(f"layer {layer}: {what}")
             fits = (want in (-1, got) for want, got in zip(sizes, found, strict=False))
             if len(found) != len(sizes) or not all(fits):
                 raise PlanError(
@@ -140,7 +145,7 @@ class Plan:
     """One LayerPlan per decoder layer (None: left dense), and the model and method it came from.
 
     `retain` is what was asked for; `kept_fraction` what this plan keeps. `shapes` describes the
-    dense layers, `dense_fingerprint` their weights.
+    dense layers, `dense_fingerprint` their weights. `qk_norm` is a mode of module `norms`.
     """
 
     layers: tuple[LayerPlan | None, ...]
@@ -149,8 +154,11 @@ class Plan:
     retain: float
     dense_fingerprint: str = ""
     method: dict[str, Any] = field(default_factory=dict)
+    qk_norm: str = "constant"
 
     def __post_init__(self) -> None:
+        if self.qk_norm not in NORM_MODES:
+            raise PlanError(f"unknown QK-norm mode {self.qk_norm!r}: use one of {NORM_MODES}")
         if len(self.layers) != len(self.shapes):
             raise PlanError(f"{len(self.layers)} layers planned for {len(self.shapes)} shapes")
         for index, (layer, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
@@ -192,9 +200,8 @@ class Plan:
             raise PlanError(f"the plan has {len(self.shapes)} layers, the model {len(shapes)}")
         for index, (mine, theirs) in enumerate(zip(self.shapes, shapes, strict=True)):
             if mine != theirs:
-                raise PlanError(
-                    f"layer {index} differs: planned for {mine}, the model has {theirs}"
-                )
+                what = f"planned for {mine}, the model has {theirs}"
+                raise PlanError(f"layer {index} differs: {what}")
         if fingerprint and self.dense_fingerprint and fingerprint != self.dense_fingerprint:
             raise PlanError(
                 f"the plan was made from other weights ({self.dense_fingerprint[:12]}) than this "
@@ -219,6 +226,7 @@ class Plan:
             "retain": self.retain,
             "dense_fingerprint": self.dense_fingerprint,
             "method": self.method,
+            "qk_norm": self.qk_norm,
         }
         save_file(tensors, path, metadata={"format": FORMAT, "plan": json.dumps(about)})
 
@@ -240,10 +248,8 @@ class Plan:
                 return cls._of(about, tensors)
         except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
             raise PlanError(f"{path} is damaged ({error}): make the plan again") from error
-        raise PlanError(
-            f"{path} has plan version {version}, this release reads up to {VERSION}: upgrade the "
-            "package"
-        )
+        known = f"this release reads up to {VERSION}: upgrade the package"
+        raise PlanError(f"{path} has plan version {version}, {known}")
 
     @classmethod
     def _of(cls, about: dict[str, Any], tensors: dict[str, Tensor]) -> "Plan":
@@ -254,7 +260,8 @@ class Plan:
             layers[index] = LayerPlan(**named)  # type: ignore[arg-type]
         shapes = tuple(_shape_of(entry) for entry in about["shapes"])
         kept = ("model_type", "retain", "dense_fingerprint", "method")
-        return cls(layers=tuple(layers), shapes=shapes, **{key: about[key] for key in kept})
+        named = {key: about[key] for key in kept} | {"qk_norm": about.get("qk_norm", "constant")}
+        return cls(layers=tuple(layers), shapes=shapes, **named)
 
 
 def _rectangle(rows: Sequence[Sequence[int]], what: str) -> Tensor:

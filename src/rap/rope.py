@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .errors import UnsupportedModelError
 
 Pairing = Literal["half", "interleaved"]
-TableKind = Literal["repeated", "interleaved", "half"]
+TableKind = Literal["repeated", "interleaved", "half", "complex"]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, H query heads, W key width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from .rope import Pairing, TableKind
 
 ROLES = ("q", "k", "v", "o")
+# How QK-norm is computed after the cut; explained in `norms`.
+NORM_MODES = ("exact", "constant")
 
 
 def rotates_where_listed(attention: Any) -> bool:
@@ -42,26 +44,53 @@ def scale_by_position(attention: Any, q_BHTW: Tensor, cached: int, kwargs: Any) 
 
 
 @dataclass(frozen=True)
+class QKNorm:
+    """How a family normalises queries and keys, if its attention module has modules of that name.
+
+    `over` is what one mean runs over: each head's channels (`head`), or all heads' (`all`).
+    `layout` is how the states lie when they are normalised. `centred` is LayerNorm, which subtracts
+    the mean first. The weight is `weight_offset` plus what is stored.
+    """
+
+    names: tuple[str, str] = ("q_norm", "k_norm")
+    over: Literal["head", "all"] = "head"
+    layout: Literal["BTHD", "BHTD"] = "BTHD"
+    after_rotation: bool = False
+    centred: bool = False
+    weight_offset: float = 0.0
+    one_module_per_head: bool = False
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """How one family writes its attention.
 
-    `pairing` and `table` are the layouts of rotated channels and of cos/sin. `rope_in_float32`
-    says that the family rotates in float32 and casts back. `rotates` tells from the attention
-    module whether the layer rotates (None: every layer does); its docstring completes "it rotates
-    in". `sliding_window_from` tells where the window handed to the attention function lives: an
-    attribute of the module (`module`), the config read at call time (`config`), or nowhere.
-    `arguments` are further arguments of the attention function, each with the module's attribute
-    that holds it. `query_scale` multiplies rotated queries.
+    `pairing` and `table` are the layouts of rotated channels and of cos/sin; `clockwise` rotates by
+    the negative angle. `rope_in_float32` says that the family casts queries and keys to float32
+    for the rotation. `rotates` tells from the attention module whether the layer rotates (None:
+    every layer does). `sliding_window_from` tells where the window handed to the attention function
+    lives: an attribute of the module (`module`), the config read at call time (`config`), or
+    nowhere. `arguments` are further arguments of the attention function, each with the module's
+    attribute that holds it. `query_scale` multiplies rotated queries.
+
+    `fused` is one linear for q, k and v: all of q, then k, then v (`blocks`), or a head's q, k and
+    v after each other (`heads`). `gate` multiplies the attention output by the sigmoid of a
+    projection: its own linear, or the second half of every head of q_proj (`query`).
     """
 
     model_type: str
     pairing: Pairing = "half"
     table: TableKind = "repeated"
+    clockwise: bool = False
     rope_in_float32: bool = False
     rotates: Callable[[Any], bool] | None = None
     sliding_window_from: Literal["module", "config"] | None = None
     arguments: tuple[tuple[str, str], ...] = ()
     query_scale: Callable[[Any, Tensor, int, Any], Tensor] | None = None
+    norm: QKNorm | None = None
+    fused: Literal["blocks", "heads"] | None = None
+    gate: str | None = None
+    cache_argument: str = "past_key_values"
     attention: str = "self_attn"
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -69,8 +98,26 @@ class AttentionSpec:
         """Role (q, k, v, o) to the name of its linear layer."""
         return dict(zip(ROLES, self.projections, strict=True))
 
+    def linears(self) -> dict[str, tuple[str, ...]]:
+        """Every linear layer of the attention by name, and the roles its rows have, in order."""
+        found: dict[str, tuple[str, ...]] = {}
+        for role, name in self.projection_names().items():
+            found[name] = (*found.get(name, ()), role)
+        if self.gate == "query":
+            found[self.projections[0]] += ("gate",)
+        elif self.gate is not None:
+            found[self.gate] = ("gate",)
+        return found
+
+    @property
+    def per_head(self) -> bool:
+        """Whether a linear of several roles lists them head by head in the dense model."""
+        return self.fused == "heads" or self.gate == "query"
+
 
 _DENSE = ("q_proj", "k_proj", "v_proj", "dense")
+_FUSED_DENSE = ("query_key_value", "query_key_value", "query_key_value", "dense")
+_LAYER_NORM = QKNorm(("q_layernorm", "k_layernorm"), centred=True)
 
 FAMILIES: dict[str, AttentionSpec] = {
     spec.model_type: spec
@@ -93,11 +140,23 @@ FAMILIES: dict[str, AttentionSpec] = {
         ),
         AttentionSpec("glm", pairing="interleaved"),
         AttentionSpec("glm4", pairing="interleaved"),
-        AttentionSpec("glm4_moe"),
-        AttentionSpec("phi", projections=_DENSE),
-        AttentionSpec("olmo", rope_in_float32=True),
+        AttentionSpec("glm4_moe", norm=QKNorm()),
+        AttentionSpec("phi", projections=_DENSE, norm=replace(_LAYER_NORM, layout="BHTD")),
+        AttentionSpec(
+            "phi3",
+            fused="blocks",
+            projections=("qkv_proj", "qkv_proj", "qkv_proj", "o_proj"),
+            sliding_window_from="config",
+        ),
+        AttentionSpec("olmo"),
         AttentionSpec("smollm3", rotates=rotates_where_listed, sliding_window_from="module"),
-        AttentionSpec("cohere", pairing="interleaved", table="interleaved", rope_in_float32=True),
+        AttentionSpec(
+            "cohere",
+            pairing="interleaved",
+            table="interleaved",
+            rope_in_float32=True,
+            norm=QKNorm(centred=True),
+        ),
         AttentionSpec(
             "cohere2",
             pairing="interleaved",
@@ -108,7 +167,17 @@ FAMILIES: dict[str, AttentionSpec] = {
         ),
         AttentionSpec("granite"),
         AttentionSpec("starcoder2", sliding_window_from="config"),
-        AttentionSpec("stablelm"),
+        AttentionSpec(
+            "stablelm", norm=replace(_LAYER_NORM, layout="BHTD", one_module_per_head=True)
+        ),
+        AttentionSpec(
+            "gpt_neox",
+            attention="attention",
+            fused="heads",
+            projections=_FUSED_DENSE,
+            cache_argument="layer_past",
+        ),
+        AttentionSpec("persimmon", fused="heads", projections=_FUSED_DENSE, norm=_LAYER_NORM),
         AttentionSpec("seed_oss"),
         AttentionSpec("solar_open"),
         AttentionSpec("ernie4_5", pairing="interleaved", rope_in_float32=True),

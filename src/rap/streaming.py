@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import custom_object_save
 
 from .checkpoint import PLAN_FILE, check_safetensors, load_config, whole_directory
-from .construction import frequency_tensors, pruned_config
+from .construction import added_tensors, cut_layer, pruned_config
 from .errors import CheckpointError, PlanError
 from .families import (
     AttentionLayer,
@@ -34,7 +34,6 @@ from .families import (
 from .fingerprint import Fingerprint, tied_names
 from .modeling import model_class
 from .plan import Plan
-from .surgery import cut
 
 INDEX_FILE = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
@@ -73,9 +72,10 @@ class _Rewriter:
     def __init__(self, model: Any, plan: Plan):
         self.plan, self.spec = plan, attention_spec(model.config)
         self.layers = attention_layers(model)
+        plan.check_model(base_model_type(model.config), [layer.shape for layer in self.layers])
         self.cuts = projection_tensors(self.layers, self.spec)
         self.expected = model.state_dict().keys() - tied_names(model)
-        self.index_tensors = frequency_tensors(plan, self.layers)
+        self.added = added_tensors(plan, self.layers)
         self.dense, self.small = Fingerprint(), Fingerprint()
 
     def entries(self, shard: Any) -> list[_Entry]:
@@ -103,10 +103,10 @@ class _Rewriter:
             result.append(
                 _Entry(name, dtype, tuple(self._cut(like, layer, role).shape), layer, role)
             )
-            if role == "k" and name.endswith(".weight"):
-                index_name = f"{layer.path}.frequency_index"
-                value = self.index_tensors[index_name]
-                result.append(_Entry(index_name, value.dtype, tuple(value.shape), value=value))
+            if "k" in role.split("+") and name.endswith(".weight"):
+                for added, value in self.added[layer.path].items():
+                    full_name = f"{layer.path}.{added}"
+                    result.append(_Entry(full_name, value.dtype, tuple(value.shape), value=value))
         order = list(_DTYPE_NAMES)
         return sorted(result, key=lambda entry: (order.index(entry.dtype), entry.name))
 
@@ -127,10 +127,7 @@ class _Rewriter:
         return result
 
     def _cut(self, tensor: Tensor, layer: AttentionLayer, role: str) -> Tensor:
-        planned = self.plan.layers[layer.index]
-        assert planned is not None
-        assert layer.shape is not None
-        return cut(role, tensor, planned, layer.shape)
+        return cut_layer(role, tensor, layer, self.plan, self.spec)
 
 
 def apply_streamed(
@@ -154,7 +151,6 @@ def apply_streamed(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     rewriter = _Rewriter(model, plan)
-    plan.check_model(base_model_type(config), [layer.shape for layer in rewriter.layers])
     shards = _shards(folder)
     with whole_directory(output, force=force) as partial:
         weight_map, total_bytes = {}, 0
@@ -176,8 +172,13 @@ def apply_streamed(
 def _shards(folder: Path) -> list[Path]:
     shards = [folder / "model.safetensors"]
     if not shards[0].is_file() and (folder / INDEX_FILE).is_file():
-        weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
-        shards = [folder / name for name in sorted(set(weight_map.values()))]
+        try:
+            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+            shards = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} is damaged ({error}): download it again"
+            ) from error
     elif not shards[0].is_file():
         raise CheckpointError(
             f"{folder} has no model.safetensors and no {INDEX_FILE}: convert the checkpoint first"

@@ -10,23 +10,97 @@ channels, C kept value channels, E model dim (absent for a bias).
 import torch
 from torch import Tensor
 
+from .errors import PlanError
+from .families import role_rows
 from .plan import LayerPlan
 from .rope import AttentionShape
+from .specs import QKNorm
 
 
-def cut(role: str, tensor: Tensor, layer: LayerPlan, shape: AttentionShape) -> Tensor:
-    """The pruned weight or bias of projection `role` (q, k, v or o), contiguous, same dtype.
+def cut(
+    role: str,
+    tensor: Tensor,
+    layer: LayerPlan,
+    shape: AttentionShape,
+    *,
+    norm: QKNorm | None = None,
+    norm_mode: str = "constant",
+    per_head: bool = False,
+) -> Tensor:
+    """The pruned weight or bias of a projection or norm, contiguous, same dtype.
 
-    The output projection's bias is per model channel and stays as it is.
+    `role` is q, k, v, o or gate, several of them joined by "+" for a linear they share (head by
+    head if `per_head`; the pruned one lists one role after another), or a norm's tensor, such as
+    "q_norm.weight". The output projection's bias is per model channel and stays as it is.
+    Raises PlanError for a mixed plan of a layer whose norm or gate works on single channels.
     """
-    if role == "q":
-        return _cut_rotated(tensor, layer, shape, layer.query_mix_GMP2, shape.num_heads)
-    if role == "k":
-        return _cut_rotated(tensor, layer, shape, layer.key_mix_GMP2, shape.num_kv_heads)
+    exact = norm is not None and norm_mode == "exact"
+    if norm is not None and layer.key_mix_GMP2 is not None:
+        raise PlanError("keys of a layer with QK-norm cannot be folded: prune whole pairs")
+    if "+" in role:
+        parts = split_roles(role, tensor, shape, per_head=per_head)
+        return torch.cat(
+            [
+                cut(part, rows, layer, shape, norm=norm, norm_mode=norm_mode)
+                for part, rows in parts.items()
+            ]
+        )
+    if "norm" in role:
+        assert norm is not None
+        return tensor.clone() if exact else _cut_norm(role, tensor, layer, shape, norm)
+    if role in "qk":
+        if exact:
+            return tensor.clone()
+        if norm is not None and norm.centred:
+            tensor = _centre(tensor, shape.head_dim)
+        mix, heads = (
+            (layer.query_mix_GMP2, shape.num_heads)
+            if role == "q"
+            else (layer.key_mix_GMP2, shape.num_kv_heads)
+        )
+        return _cut_rotated(tensor, layer, shape, mix, heads)
     if role == "v":
         return _cut_value(tensor, layer, shape)
+    if role == "gate":
+        return _cut_gate(tensor, layer, shape)
     assert role == "o", role
     return tensor.clone() if tensor.ndim == 1 else _cut_output(tensor, layer, shape)
+
+
+def split_roles(
+    role: str, tensor: Tensor, shape: AttentionShape, *, per_head: bool
+) -> dict[str, Tensor]:
+    """The rows of every role of a dense linear that several share."""
+    roles = tuple(role.split("+"))
+    widths = dict.fromkeys(roles, shape.head_dim)
+    rows = role_rows(roles, widths, shape, per_head=per_head)
+    return {part: tensor[index.to(tensor.device)] for part, index in rows.items()}
+
+
+def _cut_norm(
+    role: str, tensor: Tensor, layer: LayerPlan, shape: AttentionShape, norm: QKNorm
+) -> Tensor:
+    """Kept entries of a norm's weight (its offset added) or bias, per head, [H, W]."""
+    heads = shape.num_heads if role.startswith("q") else shape.num_kv_heads
+    dense_HD = tensor.reshape(-1, shape.head_dim).expand(heads, -1)
+    keep_HW = kept_rows(layer, shape).repeat_interleave(heads // shape.num_kv_heads, 0)
+    kept = dense_HD.gather(1, keep_HW.to(tensor.device))
+    return kept + norm.weight_offset if role.endswith("weight") else kept.clone()
+
+
+def _centre(tensor: Tensor, head_dim: int) -> Tensor:
+    """Rows of every head minus their mean, as LayerNorm subtracts from what they project."""
+    rows = tensor.unflatten(0, (-1, head_dim)).double()
+    return (rows - rows.mean(1, keepdim=True)).flatten(0, 1).to(tensor.dtype)
+
+
+def _cut_gate(tensor: Tensor, layer: LayerPlan, shape: AttentionShape) -> Tensor:
+    if layer.channels_GC is None:
+        raise PlanError("values behind a gate cannot be a subspace: prune whole channels")
+    rows = tensor.unflatten(0, (shape.num_heads, shape.head_dim))
+    keep_HC = layer.channels_GC.long().repeat_interleave(shape.group_size, 0).to(tensor.device)
+    head = torch.arange(shape.num_heads, device=tensor.device)[:, None]
+    return rows[head, keep_HC].flatten(0, 1)
 
 
 def kept_rows(layer: LayerPlan, shape: AttentionShape) -> Tensor:

@@ -1,0 +1,145 @@
+"""Every family against its own stock attention with the dropped channels masked by hooks."""
+
+import copy
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from family_cases import CASES, HEAD_DIM, Case, masked_by_hooks, random_case_plan
+from models import random_tokens
+from plans import plan_of
+from rap import modeling
+from rap.construction import apply
+from rap.families import attention_layers
+from rap.plan import LayerPlan
+
+TOKENS = 11
+# The same sums in another order: some 100 roundings of 1e-16 of values below 100. Where the family
+# itself rounds to float32 inside the attention, that is 6e-8 of values of about ten.
+MODULE_BOUND = {False: 1e-10, True: 1e-5}
+# Families' layer norms round to float32 whatever the model's dtype is.
+LOGIT_BOUND = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    modeling.register()
+
+
+@functools.cache
+def _both(name: str):
+    """The pruned model and the masked dense one. Never changed by a test."""
+    case = next(case for case in CASES if case.name == name)
+    model = case.model()
+    plan = random_case_plan(model, case)
+    return apply(model, plan), masked_by_hooks(model, plan, case)
+
+
+def _close(found: Tensor, expected: Tensor, bound: float) -> bool:
+    return bool((found - expected).abs().max() <= bound * expected.abs().max())
+
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@every_case
+@torch.no_grad()
+def test_attention_equals_the_masked_dense_attention(case: Case):
+    small, dense = _both(case.name)
+    calls = {}
+    for layer in attention_layers(dense):
+        if layer.module is not None:
+            layer.module.register_forward_hook(
+                lambda module, args, kwargs, output, index=layer.index: calls.__setitem__(
+                    index, (args, kwargs, output[0])
+                ),
+                with_kwargs=True,
+            )
+    # Positions that do not start at zero and differ from row to row, as with left padding.
+    positions = torch.stack([torch.arange(TOKENS), 40 + torch.arange(TOKENS)])
+    dense(random_tokens(2, TOKENS), position_ids=positions, use_cache=False)
+    compared = 0
+    for layer in attention_layers(small):
+        if isinstance(layer.module, modeling.RapAttention):
+            args, kwargs, expected = calls[layer.index]
+            found = layer.module(*args, **kwargs)[0]
+            assert _close(found, expected, MODULE_BOUND[case.in_float32]), layer.index
+            compared += 1
+    assert compared == sum(widths is not None for widths in small.config.rap["layers"]) > 0
+
+
+@every_case
+@torch.no_grad()
+def test_logits_equal_the_masked_dense_logits_in_prefill_and_decode(case: Case):
+    small, dense = _both(case.name)
+    tokens = random_tokens(2, TOKENS)
+    expected = dense(tokens, use_cache=False).logits
+    assert _close(small(tokens, use_cache=False).logits, expected, LOGIT_BOUND)
+    output = small(tokens[:, :5], use_cache=True)
+    parts = [output.logits]
+    for position in range(5, TOKENS):
+        output = small(tokens[:, position : position + 1], past_key_values=output.past_key_values)
+        parts.append(output.logits)
+    assert _close(torch.cat(parts, 1), expected, LOGIT_BOUND)
+
+
+@every_case
+def test_left_padded_generation_equals_the_masked_dense_model(case: Case):
+    tokens = random_tokens(3, 7)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = mask[1, :1] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    found, expected = (model.generate(tokens, **options) for model in _both(case.name))
+    assert torch.equal(found, expected)
+
+
+@every_case
+@torch.no_grad()
+def test_saved_and_loaded_model_is_bit_identical(case: Case, tmp_path):
+    small, _ = _both(case.name)
+    small.save_pretrained(tmp_path)
+    # A copy, for memory-mapped weights are aligned otherwise and sums take another path.
+    again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
+    again.config._experts_implementation = "eager"
+    assert type(again) is type(small)
+    state = again.state_dict()
+    assert state.keys() == small.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in small.state_dict().items())
+    tokens = random_tokens(2, TOKENS)
+    assert torch.equal(again(tokens).logits, small(tokens).logits)
+    with safe_open(tmp_path / "model.safetensors", "pt") as stored:
+        names = set(stored.keys())
+    if not any("experts" in name for name in names):
+        return
+    # Experts are stored one by one under the names of the dense checkpoint.
+    case.model().save_pretrained(tmp_path / "dense")
+    with safe_open(tmp_path / "dense" / "model.safetensors", "pt") as stored:
+        dense_names = set(stored.keys())
+    assert {n for n in names if not n.endswith("frequency_index")} == dense_names
+
+
+@every_case
+@torch.no_grad()
+def test_everything_kept_in_another_order_is_the_dense_model(case: Case):
+    model = case.model()
+    generator = torch.Generator().manual_seed(1)
+    layers: list[LayerPlan | None] = []
+    for index in range(len(attention_layers(model))):
+        if index in case.absent:
+            layers.append(None)
+            continue
+        rotated = 0 if index in case.still else case.rotated
+        orders = [
+            [torch.randperm(size, generator=generator).tolist() for _ in range(2)]
+            for size in (rotated // 2, HEAD_DIM, HEAD_DIM - rotated)
+        ]
+        layers.append(LayerPlan.of_indices(*orders))
+    with mock.patch("rap.plan._check_index"):  # a plan keeps its indices in ascending order
+        small = apply(model, plan_of(model, layers))
+    tokens = random_tokens(2, TOKENS)
+    assert _close(small(tokens).logits, model(tokens).logits, LOGIT_BOUND)
