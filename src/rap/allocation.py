@@ -167,18 +167,23 @@ def kv_budgets(
     _check_retain(retain)
     if budget not in ("adaptive", "uniform"):
         raise RapError(f"unknown budget {budget!r}: use adaptive or uniform")
-    if align < 1 or (align > 1 and align % 2):
-        raise RapError(f"align {align} is not possible: use 1 or an even number of channels")
+    check_settings(key_share, align)
     present = [layer for layer in scores if layer is not None]
     unit = max(1, align // 2)
     if key_share == "pooled":
         steps = _pooled(present, retain, budget, unit)
-    elif isinstance(key_share, (int, float)) and 0 < key_share < 1:
-        steps = _shared(present, retain, budget, key_share, unit)
     else:
-        raise RapError(f"key_share {key_share!r} is not possible: use a number in (0, 1) or pooled")
+        steps = _shared(present, retain, budget, key_share, unit)
     found = iter([_layer_budget(*pair) for pair in zip(present, *steps, strict=True)])
     return [None if layer is None else next(found) for layer in scores]
+
+
+def check_settings(key_share: KeyShare, align: int) -> None:
+    """Raise RapError for a share or an alignment that no budget can follow."""
+    if align < 1 or (align > 1 and align % 2):
+        raise RapError(f"align {align} is not possible: use 1 or an even number of channels")
+    if key_share != "pooled" and not (isinstance(key_share, (int, float)) and 0 < key_share < 1):
+        raise RapError(f"key_share {key_share!r} is not possible: use a number in (0, 1) or pooled")
 
 
 def select(

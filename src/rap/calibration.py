@@ -56,7 +56,7 @@ def calibrate(
     """
     refuse_pruned(model.config)
     needs = check_needs(needs)
-    _check_windows(model, windows)
+    check_windows(model, windows)
     layers = watched_layers(model)
     forward = [(layer, FORWARD[n](layer)) for layer in layers for n in sorted(needs & {*FORWARD})]
     backward = [
@@ -81,7 +81,8 @@ def calibrate(
     )
 
 
-def _check_windows(model: Any, windows: Tensor) -> None:
+def check_windows(model: Any, windows: Tensor) -> None:
+    """Raise CalibrationError for windows [N, T] that this model cannot read."""
     if windows.ndim != 2 or windows.dtype != torch.long or min(windows.shape) < 1:
         raise CalibrationError(
             f"windows must be a LongTensor [N, T], not {windows.dtype} {list(windows.shape)}"

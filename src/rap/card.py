@@ -1,5 +1,6 @@
 """The model card written beside a pruned checkpoint, every figure taken from its report."""
 
+from pathlib import Path
 from typing import Any
 
 _TEMPLATE = """---
@@ -41,7 +42,8 @@ def model_card(report: dict[str, Any], title: str) -> str:
     """The README.md of a checkpoint, from the report that is saved beside it."""
     source = str(report["source"])
     # Only a hub name is a link that others can follow; a local path stays out of the card.
-    is_hub_name = source.count("/") == 1 and not source.startswith((".", "/", "~"))
+    is_local = source.startswith((".", "/", "~")) or Path(source).exists()
+    is_hub_name = source.count("/") == 1 and not is_local
     return _TEMPLATE.format(
         base=f"base_model: {source}\n" if is_hub_name else "",
         title=title,

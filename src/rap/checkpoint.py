@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from .errors import CheckpointError
+from .errors import CheckpointError, RapError
 from .families import PREFIX, attention_spec, refuse_pruned
 from .fingerprint import fingerprint_model
 from .modeling import register
@@ -26,8 +26,11 @@ _AT_FDCWD = -100
 def load_config(source: str | Path) -> Any:
     """The config of a checkpoint directory or hub name; CheckpointError if there is none."""
     register()
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+    path = Path(source)
+    if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(f"{source} is a directory without a model: config.json is missing")
+    if not path.is_dir() and (path.is_absolute() or str(source).startswith(".")):
+        raise CheckpointError(f"there is no directory {source}: check the path")
     try:
         return AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -81,14 +84,41 @@ def load_tokenizer(source: str | Path) -> Any:
 
 
 def check_output(output: str | Path, *, force: bool) -> None:
-    """Raise CheckpointError if `output` exists and may not be replaced."""
+    """Raise CheckpointError if the directory `output` cannot be made or may not be replaced."""
     path = Path(output)
+    _check_parents(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{output} is a file: name a directory")
     if path.is_dir() and any(path.iterdir()) and not force:
         raise CheckpointError(
             f"{output} exists: pass --force to replace it, or name another output"
         )
+
+
+def check_output_file(output: str | Path, *, force: bool) -> None:
+    """Raise CheckpointError if the file `output` cannot be made or may not be replaced."""
+    path = Path(output)
+    _check_parents(path)
+    if path.is_dir():
+        raise CheckpointError(f"{output} is a directory: name a file")
+    if path.exists() and not force:
+        raise CheckpointError(
+            f"{output} exists: pass --force to replace it, or name another output"
+        )
+
+
+@contextlib.contextmanager
+def whole_file(output: str | Path, *, force: bool = True) -> Iterator[Path]:
+    """A path to write to that becomes the file `output` only when the block ends well."""
+    check_output_file(output, force=force)
+    target = Path(output).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        yield partial
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -113,9 +143,9 @@ def whole_directory(output: str | Path, *, force: bool = False) -> Iterator[Path
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON whole or not at all, sorted and indented."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    partial.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    text = json.dumps(data, indent=2, sort_keys=True) + "\n"
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def check_safetensors(path: Path) -> None:
@@ -134,17 +164,34 @@ def check_safetensors(path: Path) -> None:
 
 
 def _load(source: str | Path, **kwargs: Any) -> Any:
+    check_dtype(kwargs.get("dtype", "auto"))
     if Path(source).is_dir():
         for shard in sorted(Path(source).glob("*.safetensors")):
             check_safetensors(shard)
     try:
         return AutoModelForCausalLM.from_pretrained(source, **kwargs).eval()
-    except OSError as error:
+    except RapError:
+        raise
+    # ValueError also for a broken shard index, ImportError for a quantizer that is not installed.
+    except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"cannot load weights from {source}: {_first(error)}") from error
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise CheckpointError unless `dtype` is "auto", or a torch type or the name of one."""
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype not in (None, "auto") and not isinstance(named, torch.dtype):
+        raise CheckpointError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16 or float16")
 
 
 def _first(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _check_parents(path: Path) -> None:
+    above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    if above is not None and not above.is_dir():
+        raise CheckpointError(f"{above} is a file: {path} cannot be made inside it")
 
 
 def _move_into_place(partial: Path, target: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from .. import assets
 from ..analysis.figures import quality_against_cache
 from ..calibration import calibrate
-from ..checkpoint import write_json
+from ..checkpoint import check_output, write_json
 from ..corpus import load_windows
 from ..evaluation.footprint import footprint
 from ..evaluation.perplexity import perplexity
@@ -40,6 +40,7 @@ def demo_command(
     as_json: options.Json = False,
 ) -> None:
     """Compress the bundled model to 90, 80, 70 and 50 % of its KV cache and compare with dense."""
+    check_output(output, force=True)
     results = run_demo(seed=seed)
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / "results.json", results)
@@ -56,7 +57,7 @@ def demo_command(
     )
     for row in results["rows"]:
         if "sample" in row:
-            console.print(f"\n[bold]{_label(row)}[/bold]: {row['sample']}", highlight=False)
+            console.print(f"\n{_label(row)}: {row['sample']}", highlight=False)
     console.print(f"\nwrote {output / 'results.json'} and {figure}")
 
 

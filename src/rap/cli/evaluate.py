@@ -2,11 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..checkpoint import load, load_tokenizer
+from ..checkpoint import check_output_file, load, load_tokenizer
 from ..evaluation.perplexity import perplexity
 from ..fingerprint import fingerprint_model
 from ..pipeline import evaluation_tokens, resolve_source
@@ -44,10 +44,11 @@ def perplexity_command(
 ) -> None:
     """Perplexity in float32 over contiguous non-overlapping windows."""
     source = resolve_source(model)
-    placement = {"device_map": device_map} if device_map else {}
-    tokenizer = load_tokenizer(source)
-    tokens = evaluation_tokens(text, tokenizer)
+    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+    if output is not None:
+        check_output_file(output, force=True)
     loaded = load(source, dtype="float32", **placement)
+    tokens = evaluation_tokens(text, load_tokenizer(source))
     found = perplexity(
         loaded,
         tokens,

@@ -89,6 +89,8 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
             f"Plan for {plan.model_type} ({plan.dense_fingerprint[:12]}): asked {plan.retain}, "
             f"keeps {plan.kept_fraction:.4f}; {plan.method}"
         ),
+        "model_type": plan.model_type,
+        "dense_fingerprint": plan.dense_fingerprint,
         "retain": plan.retain,
         "kept_fraction": plan.kept_fraction,
         "method": plan.method,

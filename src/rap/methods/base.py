@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..allocation import Budget, KeyShare, LayerBudget, kv_budgets, select
+from ..allocation import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
 from ..construction import apply
 from ..errors import RapError
 from ..families import (
@@ -87,6 +87,10 @@ class PairPruning(Method):
     budget: Budget = "adaptive"
     key_share: KeyShare = 0.5
     align: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self.key_share, 1 if self.align is None else self.align)
 
     @abstractmethod
     def importance(
