@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import Tensor
 
 from . import assets
-from .calibration import calibrate
+from .calibration import calibrate, check_windows
 from .card import model_card
 from .checkpoint import (
     PLAN_FILE,
@@ -30,6 +30,8 @@ from .memory import describe_memory, estimate_memory
 from .methods import Method, Rap
 from .plan import Plan
 from .provenance import provenance
+from .recovery.runs import finish
+from .recovery.stages import check_recovery, recover_stage, work_folder
 
 REPORT_FILE = "rap_report.json"
 EVALUATION_WINDOWS = 16
@@ -66,45 +68,50 @@ def compress(
     evaluate: str | None = "bundled",
     dtype: str | torch.dtype = "auto",
     device_map: str | None = None,
+    recover: str = "none",
     seed: int = 0,
     force: bool = False,
     progress: bool = False,
 ) -> Compression:
     """Compress a model (or checkpoint directory, hub name, `bundled`) to `retain` of its KV cache.
 
-    Calibrates, plans, cuts, measures perplexity and footprint before and after (`evaluate` names
-    the held-out text, None skips it), and writes the checkpoint to `output` if one is given. A live
-    model needs its `tokenizer`. `method` replaces the default Rap(retain=retain). Raises a RapError
-    for any input that cannot work, before the work it would waste.
+    Calibrates, plans, cuts, recovers (`recover` is one of `recovery.stages.RECOVERIES`), measures
+    perplexity and footprint before and after (`evaluate` names the held-out text, None skips it),
+    and writes the checkpoint to `output` if one is given. A live model needs its `tokenizer`.
+    `method` replaces the default Rap(retain=retain). Raises a RapError for any input that cannot
+    work, before the work it would waste.
     """
+    check_recovery(recover)
     method = method if method is not None else Rap(retain=retain, seed=seed)
     if output is not None:
         check_output(output, force=force)
-    settings = {"calibration": calibration, "num_windows": num_windows, "window": window}
-    decision = decide(
-        source,
-        method,
-        tokenizer=tokenizer,
-        **settings,
-        dtype=dtype,
-        device_map=device_map,
-        seed=seed,
-        progress=progress,
-    )
+    text: dict[str, Any] = {
+        "calibration": calibration,
+        "num_windows": num_windows,
+        "window": window,
+    }
+    common: dict[str, Any] = {"seed": seed, "progress": progress}
+    model, tokenizer = _open(source, tokenizer, dtype, device_map)
+    held_out = _held_out(evaluate, model, tokenizer)
+    decision = decide(model, method, tokenizer=tokenizer, **text, **common)
     small = method.apply(decision.model, decision.plan)
+    models = (small, model, tokenizer)
+    small, recovery = recover_stage(*models, recover, texts=[calibration], output=output, **common)
     report = {
-        "source": source if isinstance(source, str) else str(decision.model.name_or_path),
+        "source": source if isinstance(source, str) else str(model.name_or_path),
         "model_type": decision.plan.model_type,
-        "calibration": f"{num_windows} windows of {window} tokens from {calibration}",
+        "calibration": f"{num_windows} windows of {window} tokens from {_public_name(calibration)}",
         "retain": method.retain,
         "kept_fraction": decision.plan.kept_fraction,
         "method": method.describe(),
-        "dense": measure(decision.model, decision.tokenizer, evaluate, progress=progress),
-        "pruned": measure(small, decision.tokenizer, evaluate, progress=progress),
-        "provenance": provenance(**settings, evaluate=evaluate, dtype=str(dtype), seed=seed),
+        "dense": measure(model, tokenizer, evaluate, tokens=held_out, progress=progress),
+        "pruned": measure(small, tokenizer, evaluate, tokens=held_out, progress=progress),
+        "recovery": recovery,
+        "provenance": provenance(**text, evaluate=evaluate, dtype=str(dtype), seed=seed),
     }
     if output is not None:
-        save(small, decision.plan, output, decision.tokenizer, report=report, force=force)
+        save(small, decision.plan, output, tokenizer, report=report, force=force)
+        finish(work_folder(output))
     return Compression(small, decision.plan, report)
 
 
@@ -126,24 +133,32 @@ def decide(
     windows = load_windows(
         calibration, tokenizer, num_windows=num_windows, window=window, seed=seed
     )
+    check_windows(model, windows)
     if progress and method.needs:
         estimate = describe_memory(estimate_memory(model, windows, method.needs))
-        Console(stderr=True).print(estimate)
+        Console(stderr=True).print(estimate, soft_wrap=True)
     statistics = calibrate(model, windows, method.needs, progress=progress)
     return Decision(method.plan(model, statistics), model, tokenizer)
 
 
 def measure(
-    model: Any, tokenizer: Any, text: str | None, *, progress: bool = False
+    model: Any,
+    tokenizer: Any,
+    text: str | None,
+    *,
+    tokens: Tensor | None = None,
+    progress: bool = False,
 ) -> dict[str, Any]:
-    """Footprint, weights' fingerprint and, on a held-out text, perplexity, as JSON-able data."""
+    """Footprint, weights' fingerprint and, on a held-out text, perplexity, as JSON-able data.
+
+    `tokens` [N] are those of the text, for a caller that has them already.
+    """
     result: dict[str, Any] = {**_footprint(model), "fingerprint": fingerprint_model(model)}
     if text is not None:
-        longest = getattr(model.config, "max_position_embeddings", None) or DEFAULT_WINDOW
         found = perplexity(
             model,
-            evaluation_tokens(text, tokenizer),
-            window=min(DEFAULT_WINDOW, longest),
+            tokens if tokens is not None else evaluation_tokens(text, tokenizer),
+            window=_evaluation_window(model),
             max_windows=EVALUATION_WINDOWS,
             progress=progress,
         )
@@ -208,8 +223,31 @@ def _open(source: Any, tokenizer: Any, dtype: Any, device_map: str | None) -> tu
     refuse_pruned(config)
     attention_spec(config)
     tokenizer = tokenizer or load_tokenizer(path)
-    placement = {"device_map": device_map} if device_map else {}
+    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
     return load_dense(path, dtype=dtype, **placement), tokenizer
+
+
+def _held_out(text: str | None, model: Any, tokenizer: Any) -> Tensor | None:
+    """Tokens of the text to evaluate on, refused before the calibration that would be wasted."""
+    if text is None:
+        return None
+    tokens, window = evaluation_tokens(text, tokenizer), _evaluation_window(model)
+    if len(tokens) < window:
+        raise RapError(
+            f"the evaluation text has {len(tokens)} tokens, one window needs {window}: give a "
+            "longer text, or none"
+        )
+    return tokens
+
+
+def _evaluation_window(model: Any) -> int:
+    longest = getattr(model.config, "max_position_embeddings", None) or DEFAULT_WINDOW
+    return min(DEFAULT_WINDOW, int(longest))
+
+
+def _public_name(text: str) -> str:
+    """A file's name without its folder: the model card is for others."""
+    return Path(text).name if Path(text).is_file() else text
 
 
 def _footprint(model: Any) -> dict[str, Any]:

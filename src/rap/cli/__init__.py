@@ -2,13 +2,14 @@
 
 import sys
 
-import click
 import typer
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
+from typer.exceptions import TyperException
 
 from .._version import __version__
 from ..errors import RapError
-from . import compress, demo, doctor, evaluate, inspect, serving
+from . import compress, demo, doctor, evaluate, inspect, recover, serving
 from .options import console
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 compress.add_commands(app)
 inspect.add_commands(app)
+recover.add_commands(app)
 evaluate.add_commands(app)
 demo.add_commands(app)
 serving.add_commands(app)
@@ -47,20 +49,21 @@ def main() -> None:
     """Entry point: bad input ends in one line and exit code 2, never in a traceback."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         code = app(arguments, prog_name="rap", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except click.exceptions.Abort:
+    except typer.Abort:
         code = 130
-    except (RapError, OSError) as error:
+    except (TyperException, RapError, OSError) as error:
         if debug:
             raise
-        # No markup: messages name extras like [serve].
-        text = f"error: {' '.join(str(error).split())}"
-        console.print(text, style="red", soft_wrap=True, markup=False)
+        text = error.format_message() if isinstance(error, TyperException) else str(error)
+        if text.startswith("Usage:"):
+            # A command group without a command: its help, whole.
+            typer.echo(text, err=True)
+            sys.exit(2)
+        console.print(f"error: {' '.join(text.split())}", style="red", soft_wrap=True)
         code = 2
     sys.exit(code or 0)

@@ -7,14 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from ..card import comparison
-from ..checkpoint import check_output, load_dense
+from ..checkpoint import check_output, check_output_file, load_config, load_dense, whole_file
 from ..construction import apply
-from ..errors import RapError
 from ..pipeline import compress, decide, resolve_source, save
 from ..plan import Plan
+from ..provenance import provenance
+from ..recovery.stages import RECOVERIES
 from ..streaming import apply_streamed
 from . import options
 from .options import build_method, console, print_json, print_table
+
+Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -33,15 +36,15 @@ def compress_command(
     budget: options.Budget = None,
     keys: options.Keys = None,
     values: options.Values = None,
-    split: options.Split = None,
     key_share: options.KeyShare = None,
     align: options.Align = None,
+    context: options.Context = None,
+    profile: options.Profile = None,
     calibration: options.Calibration = "bundled",
     windows: options.NumWindows = 32,
     window: options.Window = 1024,
-    evaluate: Annotated[
-        str, typer.Option(help="Held-out text for perplexity before and after, or 'none'.")
-    ] = "bundled",
+    recover: Recover = "none",
+    evaluate: options.Evaluate = "bundled",
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
     seed: options.Seed = 0,
@@ -57,9 +60,11 @@ def compress_command(
         budget=budget,
         keys=keys,
         values=values,
-        split=split,
         key_share=key_share,
         align=align,
+        context=context,
+        profile=profile,
+        seed=seed,
     )
     result = compress(
         model,
@@ -71,6 +76,7 @@ def compress_command(
         evaluate=None if evaluate == "none" else evaluate,
         dtype=dtype,
         device_map=device_map,
+        recover=recover,
         seed=seed,
         force=force,
         progress=True,
@@ -92,9 +98,10 @@ def plan_command(
     budget: options.Budget = None,
     keys: options.Keys = None,
     values: options.Values = None,
-    split: options.Split = None,
     key_share: options.KeyShare = None,
     align: options.Align = None,
+    context: options.Context = None,
+    profile: options.Profile = None,
     calibration: options.Calibration = "bundled",
     windows: options.NumWindows = 32,
     window: options.Window = 1024,
@@ -106,8 +113,7 @@ def plan_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
-    if output.exists() and not force:
-        raise RapError(f"{output} exists: pass --force to replace it, or name another output")
+    check_output_file(output, force=force)
     chosen = build_method(
         method,
         retain=retain,
@@ -115,9 +121,11 @@ def plan_command(
         budget=budget,
         keys=keys,
         values=values,
-        split=split,
         key_share=key_share,
         align=align,
+        context=context,
+        profile=profile,
+        seed=seed,
     )
     decision = decide(
         model,
@@ -130,9 +138,10 @@ def plan_command(
         seed=seed,
         progress=True,
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    decision.plan.save(output)
-    _say_plan(decision.plan, output, as_json)
+    with whole_file(output, force=force) as partial:
+        decision.plan.save(partial)
+    settings = {"calibration": calibration, "num_windows": windows, "window": window, "seed": seed}
+    _say_plan(decision.plan, output, as_json, model=model, dtype=dtype, **settings)
 
 
 def apply_command(
@@ -153,21 +162,29 @@ def apply_command(
     decision = Plan.load(plan)
     source = resolve_source(model)
     if stream:
-        apply_streamed(source, decision, output, force=force, progress=not as_json)
+        apply_streamed(source, decision, output, force=force, progress=True)
     else:
         small = apply(load_dense(source, dtype=dtype), decision)
         save(small, decision, output, source=source, force=force)
-    _say_plan(decision, output, as_json)
+    fingerprint = load_config(output).rap["fingerprint"]
+    settings = {"plan_file": str(plan), "stream": stream, "dtype": dtype}
+    _say_plan(decision, output, as_json, fingerprint=fingerprint, model=model, **settings)
 
 
-def _say_plan(plan: Plan, output: Path, as_json: bool) -> None:
+def _say_plan(
+    plan: Plan, output: Path, as_json: bool, fingerprint: str = "", **settings: Any
+) -> None:
     data: dict[str, Any] = {
         "output": str(output),
         "retain": plan.retain,
         "kept_fraction": plan.kept_fraction,
         "method": plan.method,
         "shapes": [asdict(shape) if shape else None for shape in plan.shapes],
+        "dense_fingerprint": plan.dense_fingerprint,
+        "provenance": provenance(**settings),
     }
+    if fingerprint:
+        data["fingerprint"] = fingerprint
     if as_json:
         print_json(data)
     else:

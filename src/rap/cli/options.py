@@ -6,20 +6,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..checkpoint import write_json
 from ..errors import RapError
 from ..methods import METHODS, Method
 
-console = Console(stderr=True)
+# Plain text in, plain text out: messages name extras and paths with brackets.
+console = Console(stderr=True, markup=False)
+# A pipe has no width; tables there should neither wrap nor lose columns.
+PIPE_WIDTH = 160
 
 
-def _read_config(context: click.Context, path: Path | None) -> Path | None:
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make a YAML file's entries the defaults of this command; flags still win."""
     if path is None:
         return None
@@ -27,15 +30,35 @@ def _read_config(context: click.Context, path: Path | None) -> Path | None:
         raise RapError(f"--config {path}: no such file")
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RapError(f"--config {path} is not YAML: {error}") from error
-    entries = {str(key).replace("-", "_"): value for key, value in dict(entries).items()}
-    known = {parameter.name for parameter in context.command.params}
-    unknown = sorted(entries.keys() - known)
+    if not isinstance(entries, dict):
+        raise RapError(f"--config {path} must hold `option: value` lines, not a {_kind(entries)}")
+    names = _option_names(context)
+    given = {str(key).replace("_", "-"): value for key, value in entries.items()}
+    unknown = sorted(given.keys() - names.keys())
     if unknown:
-        raise RapError(f"--config {path} sets unknown options: {', '.join(unknown)}")
-    context.default_map = {**(context.default_map or {}), **entries}
+        raise RapError(
+            f"--config {path} sets unknown options: {', '.join(unknown)}; this command has: "
+            f"{', '.join(sorted(names))}"
+        )
+    defaults = {names[key]: value for key, value in given.items()}
+    context.default_map = {**(context.default_map or {}), **defaults}
     return path
+
+
+def _option_names(context: typer.Context) -> dict[str, str]:
+    """What a person may write in the file (flags without dashes, arguments) to parameter names."""
+    names = {}
+    for parameter in context.command.params:
+        flags = [flag[2:] for flag in parameter.opts if flag.startswith("--")]
+        for name in flags or [parameter.name or ""]:
+            names[name] = parameter.name or ""
+    return {name: parameter for name, parameter in names.items() if name not in ("config", "help")}
+
+
+def _kind(value: Any) -> str:
+    return {"list": "list", "str": "text"}.get(type(value).__name__, "single value")
 
 
 ConfigFile = Annotated[
@@ -57,9 +80,16 @@ Score = Annotated[str | None, typer.Option("--score", help="How pairs are scored
 Budget = Annotated[str | None, typer.Option("--budget", help="How layers share the budget.")]
 Keys = Annotated[str | None, typer.Option("--keys", help="How keys are cut.")]
 Values = Annotated[str | None, typer.Option("--values", help="How values are cut.")]
-Split = Annotated[str | None, typer.Option("--split", help="balanced or pooled K/V budgets.")]
-KeyShare = Annotated[float | None, typer.Option("--key-share", help="K's share of the budget.")]
+KeyShare = Annotated[
+    str | None, typer.Option("--key-share", help="K's share of the budget, or 'pooled'.")
+]
 Align = Annotated[int | None, typer.Option("--align", help="Width multiple, in channels.")]
+Context = Annotated[
+    int | None, typer.Option("--context", help="Tokens over which folded keys may drift.")
+]
+Profile = Annotated[
+    str | None, typer.Option("--profile", help="per-head, or stock for `rap export stock`.")
+]
 Calibration = Annotated[
     str,
     typer.Option(
@@ -70,6 +100,10 @@ Calibration = Annotated[
 ]
 NumWindows = Annotated[int, typer.Option("--windows", help="Calibration windows.")]
 Window = Annotated[int, typer.Option("--window", help="Tokens per window.")]
+Evaluate = Annotated[
+    str,
+    typer.Option("--evaluate", help="Held-out text for perplexity before and after, or 'none'."),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 DeviceMap = Annotated[
@@ -83,6 +117,8 @@ def build_method(name: str, **settings: Any) -> Method:
         raise RapError(f"unknown method {name!r}: use one of {', '.join(METHODS)}")
     method = METHODS[name]
     given = {key: value for key, value in settings.items() if value is not None}
+    if "key_share" in given:
+        given["key_share"] = _key_share(given["key_share"])
     known = [item.name for item in fields(method)]
     for key in given:
         if key not in known:
@@ -92,6 +128,13 @@ def build_method(name: str, **settings: Any) -> Method:
     return method(**given)
 
 
+def _key_share(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def print_json(data: Any) -> None:
     """One JSON object on standard output."""
     typer.echo(json.dumps(data, indent=2, sort_keys=True))
@@ -99,16 +142,19 @@ def print_json(data: Any) -> None:
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table on standard output: first column to the left, figures to the right."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(header_style="bold")
     for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number == 0 else "right")
+        table.add_column(name, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    Console().print(table)
+        table.add_row(*(Text(str(cell)) for cell in row))
+    out = Console(markup=False)
+    if not out.is_terminal:
+        out.width = max(out.width, PIPE_WIDTH)
+    out.print(title, soft_wrap=True, highlight=False)
+    out.print(table)
 
 
 def write_result(path: Path, data: Any) -> None:
     """Write a result file and say where it is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, data)
     console.print(f"wrote {path}")
