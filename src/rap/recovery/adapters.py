@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import RapError
 from ..families import attention_layers, attention_spec, projections
-from ..fingerprint import fingerprint_model
+from ..fingerprint import fingerprint_model, fingerprint_tensors, tied_names
 from .config import RecoveryConfig
 
 PROOF_TOKENS = 64
@@ -71,8 +71,6 @@ def merge(adapted: PeftModel, window_T: Tensor) -> Any:
 
 def fingerprint_adapted(adapted: PeftModel) -> str:
     """The fingerprint that the model below the adapters has without them."""
-    from ..fingerprint import fingerprint_tensors, tied_names
-
     model = adapted.get_base_model()
     skip = tied_names(model)
     return fingerprint_tensors(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
@@ -56,7 +57,8 @@ def distill(
     teacher. The result is `small` itself if its held-out perplexity (float32) is the lower one,
     so it is never worse than what recovery started from. With a `work` folder the same call
     continues a run that was killed, to the same weights; `runs.finish` clears it. Under torchrun
-    or `accelerate launch` every process calls this, and gets the same model.
+    or `accelerate launch` every process calls this, and gets the same model; on several machines
+    `work` must be a folder they share.
 
     Raises RapError for windows or vocabularies that do not fit, a full disk, three steps without a
     finite loss before a good one, or adapters that turn out not to have been applied.
@@ -66,8 +68,7 @@ def distill(
     _check(small, teacher, windows, validation, config)
     started = time.monotonic()
     with ExitStack() as stack:
-        if work is None:
-            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rap-recover-")))
+        work = work or _temporary(stack)
         stack.enter_context(explained(work))
         stack.enter_context(evaluating(teacher))
         arguments = _arguments(config, len(windows), work)
@@ -94,8 +95,24 @@ def distill(
     }
     if not after < before:
         return Distillation(small, report)
-    merged.train(small.training)
-    return Distillation(merged.to(small.device), report)
+    return Distillation(_as_found(merged, small), report)
+
+
+def _temporary(stack: ExitStack) -> Path:
+    """A temporary folder that all processes of this machine share, gone when `stack` closes."""
+    names = [""]
+    if PartialState().is_main_process:
+        names[0] = stack.enter_context(tempfile.TemporaryDirectory(prefix="rap-recover-"))
+    return Path(broadcast_object_list(names)[0])
+
+
+def _as_found(merged: Any, small: Any) -> Any:
+    """Take off what training put on: checkpointing, its hook on the embedding, mode, device."""
+    merged.disable_input_require_grads()
+    vars(merged).pop("_require_grads_hooks", None)
+    if not small.is_gradient_checkpointing:
+        merged.gradient_checkpointing_disable()
+    return merged.train(small.training).to(small.device)
 
 
 def _description(small: Any, merged: Any, teacher: Any, trainer: Any) -> dict[str, Any]:
@@ -217,8 +234,11 @@ def _begin(
 
 def _load_best(trainer: Any, work: Path) -> None:
     """Load the adapters of the checkpoint with the best held-out perplexity."""
+    # Only the main process writes it, and may delete the folder once all have read it.
+    PartialState().wait_for_everyone()
     folder = work / f"checkpoint-{trainer.state.best_global_step}"
     set_peft_model_state_dict(trainer.model, load_file(folder / "adapter_model.safetensors"))
+    PartialState().wait_for_everyone()
 
 
 def _held_out(model: Any, validation_NT: Tensor) -> float:

@@ -18,7 +18,7 @@ from ..errors import RapError
 
 RECORD_FILE = "run.json"
 COMPLETE = "complete"
-_FULL = ("no space left", "pytorchstreamwriter failed", "file write failed")
+_FULL = ("no space left", "pytorchstreamwriter", "inline_container", "iostream error")
 
 
 def begin(work: Path, record: dict[str, Any]) -> Path | None:
