@@ -6,6 +6,7 @@ in the package's table cannot appear on both sides of a comparison.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,9 @@ class Case:
     """A family with the features it has switched on.
 
     `rotated` channels at the front of a head rotate, except in the layers `still`. `absent` layers
-    have no attention. `in_float32` says that the family computes in float32 inside.
+    have no attention. `in_float32` says that the family computes in float32 inside. `fused` says
+    how a single linear lists them: `q, k, v` or `q, k, v of every head`. `norms` name the modules
+    whose output, shaped `normed`, is what attention sees (rotated or not).
     """
 
     name: str
@@ -37,7 +40,10 @@ class Case:
     still: tuple[int, ...] = ()
     absent: tuple[int, ...] = ()
     in_float32: bool = False
-    output: str = "o_proj"
+    attention: str = "self_attn"
+    fused: str = ""
+    norms: tuple[str, ...] = ()
+    normed: str = "BTHD"
 
     @property
     def model_type(self) -> str:
@@ -68,6 +74,22 @@ _YARN = {
 }
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_QK = ("q_norm", "k_norm")
+_LINEAR = partial(0.25, layers=4, linear_num_value_heads=2, linear_num_key_heads=2) | {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+_LOCAL = {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+    }
+}
 
 CASES = [
     Case("llama", {"attention_bias": True}),
@@ -100,7 +122,7 @@ CASES = [
         | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
         rotated=8,
     ),
-    Case("phi", partial(0.5, hidden=96), rotated=8, output="dense"),
+    Case("phi", partial(0.5, hidden=96), rotated=8),
     Case("olmo", {"clip_qkv": 1.5, "hidden": 96}),
     Case(
         "smollm3",
@@ -125,6 +147,131 @@ CASES = [
     ),
     Case("ernie4_5", {"use_bias": True}, interleaved=True, in_float32=True),
     Case("nemotron", partial(0.5, attention_bias=True), rotated=8),
+    Case("phi3", partial(0.75, **WINDOW, hidden=96), rotated=12, fused="q, k, v"),
+    Case(
+        "gpt_neox",
+        partial(0.25, hidden=96, attention_bias=True),
+        rotated=4,
+        attention="attention",
+        fused="q, k, v of every head",
+    ),
+    Case(
+        "persimmon",
+        partial(0.5, hidden=96, qk_layernorm=False),
+        rotated=8,
+        fused="q, k, v of every head",
+    ),
+    Case(
+        "persimmon:norm",
+        partial(0.5, hidden=96, qk_layernorm=True),
+        rotated=8,
+        fused="q, k, v of every head",
+        norms=("q_layernorm", "k_layernorm"),
+    ),
+    Case("qwen3", WINDOW | _TYPES | {"use_sliding_window": True}, norms=_QK),
+    Case(
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        norms=_QK,
+    ),
+    Case("qwen3_next", _LINEAR, rotated=4, absent=(0, 1, 2), norms=_QK),
+    Case("qwen3_5_text", _LINEAR, rotated=4, absent=(0, 1, 2), norms=_QK),
+    Case(
+        "gemma3_text",
+        WINDOW | _TYPES | _LOCAL | {"query_pre_attn_scalar": 24},
+        norms=_QK,
+        normed="BHTD",
+    ),
+    Case(
+        "llama4_text",
+        {"no_rope_layers": [1, 0, 1], "attention_chunk_size": 4, "floor_scale": 3}
+        | {"num_local_experts": 2, "intermediate_size_mlp": 48, "use_qk_norm": True}
+        | {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"]},
+        interleaved=True,
+        still=(1,),
+        in_float32=True,
+        norms=("qk_norm",),
+    ),
+    Case(
+        "phi:norm",
+        partial(0.5, hidden=96, qk_layernorm=True),
+        rotated=8,
+        norms=("q_layernorm", "k_layernorm"),
+        normed="BHTD",
+    ),
+    Case("olmo2", {"attention_bias": True}, norms=_QK, normed="flat"),
+    Case("olmo3", WINDOW | _TYPES, norms=_QK, normed="flat"),
+    Case(
+        "olmoe",
+        {"clip_qkv": 1.0, "num_experts": 4, "num_experts_per_tok": 2, "hidden": 96},
+        norms=_QK,
+        normed="flat",
+    ),
+    Case(
+        "cohere:norm",
+        {"use_qk_norm": True, "hidden": 96},
+        interleaved=True,
+        in_float32=True,
+        norms=_QK,
+    ),
+    Case(
+        "stablelm:norm",
+        partial(0.25, hidden=96, qk_layernorm=True),
+        rotated=4,
+        norms=("q_layernorm", "k_layernorm"),
+        normed="BHTD",
+    ),
+    Case(
+        "glm4_moe:norm",
+        partial(0.5, n_routed_experts=4, moe_intermediate_size=24, use_qk_norm=True)
+        | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        rotated=8,
+        norms=_QK,
+    ),
+    Case(
+        "exaone4",
+        WINDOW | _TYPES | {"sliding_window_pattern": 2},
+        still=(1,),
+        norms=_QK,
+        normed="BHTD",
+    ),
+    Case(
+        "hunyuan_v1_dense",
+        {"attention_bias": True},
+        norms=("query_layernorm", "key_layernorm"),
+        normed="BHTD",
+        in_float32=True,
+    ),
+    Case(
+        "minimax_m2",
+        partial(0.5, num_local_experts=4, num_experts_per_tok=2),
+        rotated=8,
+        norms=_QK,
+        normed="flat",
+    ),
+    Case("apertus", norms=_QK, normed="BHTD"),
+    Case(
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "full_attention"], "hidden": 96},
+        absent=(0,),
+        norms=("q_layernorm", "k_layernorm"),
+    ),
+    Case(
+        "afmoe",
+        WINDOW
+        | _TYPES
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"num_dense_layers": 1},
+        still=(1,),
+        norms=_QK,
+    ),
+    Case("nanochat", {"hidden": 96}, norms=_QK, normed="BHTD", in_float32=True),
+    Case(
+        "hy_v3",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        norms=_QK,
+        normed="BHTD",
+    ),
     Case("helium", {"attention_bias": True, "hidden": 96}, interleaved=True),
 ]
 
@@ -134,7 +281,7 @@ def random_case_plan(model: Any, case: Case, *, seed: int = 0) -> Plan:
     generator = torch.Generator().manual_seed(seed)
     layers: list[LayerPlan | None] = []
     for index, layer in enumerate(attention_layers(model)):
-        if index in case.absent or index == 0:
+        if index in case.absent or (index == 0 and not case.absent):
             layers.append(None)
             continue
         rotated = 0 if index in case.still else case.rotated
@@ -147,29 +294,58 @@ def random_case_plan(model: Any, case: Case, *, seed: int = 0) -> Plan:
             )
         ]
         layers.append(LayerPlan.of_indices(*kept))
-    return plan_of(model, layers)
+    return dataclasses.replace(plan_of(model, layers), qk_norm="exact")
 
 
 def masked_by_hooks(model: Any, plan: Plan, case: Case) -> Any:
     """A copy of a stock model in which hooks zero the dropped channels of q, k and v."""
     model = copy.deepcopy(model)
-    layers = model.get_decoder().layers
+    layers = getattr(model.get_decoder(), "model", model.get_decoder()).layers
     for index, (layer, planned) in enumerate(zip(layers, plan.layers, strict=True)):
         if planned is not None:
             rotated = 0 if index in case.still else case.rotated
-            keys = torch.tensor([_kept_keys(planned, g, rotated, case) for g in range(2)])
-            values = torch.tensor(
-                [[c in planned.channels_GC[g].tolist() for c in range(HEAD_DIM)] for g in range(2)]
-            )
-            _hook(layer.self_attn, keys, values)
+            heads = range(planned.frequency_GM.shape[0])
+            keys = torch.tensor([_kept_keys(planned, g, rotated, case) for g in heads])
+            kept = [set(planned.channels_GC[g].tolist()) for g in heads]
+            values = torch.tensor([[c in kept[g] for c in range(HEAD_DIM)] for g in heads])
+            _hook(getattr(layer, case.attention), keys, values, case)
     return model
 
 
-def _hook(attention: Any, keys_GD: Tensor, values_GD: Tensor) -> None:
-    repeats = attention.q_proj.out_features // attention.k_proj.out_features
-    attention.q_proj.register_forward_hook(_multiply(keys_GD.repeat_interleave(repeats, 0)))
-    attention.k_proj.register_forward_hook(_multiply(keys_GD))
+def _hook(attention: Any, keys_GD: Tensor, values_GD: Tensor, case: Case) -> None:
+    repeats = 1 if case.fused == "q, k, v of every head" else 3
+    queries_HD = keys_GD.repeat_interleave(repeats, 0)
+    if case.norms and hasattr(attention, case.norms[0]):
+        masks = (queries_HD, keys_GD)
+        for position, name in enumerate(case.norms):
+            both = masks if len(case.norms) == 1 else masks[position : position + 1]
+            getattr(attention, name).register_forward_hook(_multiply_heads(both, case.normed))
+        queries_HD, keys_GD = torch.ones_like(queries_HD), torch.ones_like(keys_GD)
+    if case.fused:
+        masks = (queries_HD, keys_GD, values_GD)
+        if repeats == 3:
+            mask = torch.cat([part.flatten() for part in masks])
+            attention.qkv_proj.register_forward_hook(_multiply(mask))
+        else:
+            attention.query_key_value.register_forward_hook(_multiply(torch.cat(masks, 1)))
+        return
+    if not keys_GD.all():
+        attention.q_proj.register_forward_hook(_multiply(queries_HD))
+        attention.k_proj.register_forward_hook(_multiply(keys_GD))
     attention.v_proj.register_forward_hook(_multiply(values_GD))
+
+
+def _multiply_heads(masks: tuple[Tensor, ...], layout: str) -> Callable[..., Tensor]:
+    def hook(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        if layout == "flat":
+            mask = masks[0].flatten()
+        elif layout == "BHTD":
+            mask = masks[0][:, None]
+        else:
+            mask = next(mask for mask in masks if len(mask) == output.shape[-2])
+        return output * mask.to(output.dtype)
+
+    return hook
 
 
 def _kept_keys(planned: LayerPlan, head: int, rotated: int, case: Case) -> list[bool]:

@@ -1,7 +1,9 @@
 """Every family against its own stock attention with the dropped channels masked by hooks."""
 
 import copy
-import functools
+import dataclasses
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +19,7 @@ from rap import modeling
 from rap.construction import apply
 from rap.families import attention_layers
 from rap.plan import LayerPlan
+from rap.specs import NORM_MODES
 
 TOKENS = 11
 # The same sums in another order: some 100 roundings of 1e-16 of values below 100. Where the family
@@ -31,15 +34,6 @@ def _registered():
     modeling.register()
 
 
-@functools.cache
-def _both(name: str):
-    """The pruned model and the masked dense one. Never changed by a test."""
-    case = next(case for case in CASES if case.name == name)
-    model = case.model()
-    plan = random_case_plan(model, case)
-    return apply(model, plan), masked_by_hooks(model, plan, case)
-
-
 def _close(found: Tensor, expected: Tensor, bound: float) -> bool:
     return bool((found - expected).abs().max() <= bound * expected.abs().max())
 
@@ -49,8 +43,17 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @every_case
 @torch.no_grad()
-def test_attention_equals_the_masked_dense_attention(case: Case):
-    small, dense = _both(case.name)
+def test_pruned_model_equals_the_masked_dense_model(case: Case, tmp_path):
+    model = case.model()
+    plan = random_case_plan(model, case)
+    small, dense = apply(model, plan), masked_by_hooks(model, plan, case)
+    _check_logits_in_prefill_and_decode(small, dense)
+    _check_generation_with_left_padding(small, dense)
+    _check_attention(small, dense, MODULE_BOUND[case.in_float32])
+    _check_saved_and_loaded(small, model, tmp_path)
+
+
+def _check_attention(small: Any, dense: Any, bound: float) -> None:
     calls = {}
     for layer in attention_layers(dense):
         if layer.module is not None:
@@ -68,15 +71,12 @@ def test_attention_equals_the_masked_dense_attention(case: Case):
         if isinstance(layer.module, modeling.RapAttention):
             args, kwargs, expected = calls[layer.index]
             found = layer.module(*args, **kwargs)[0]
-            assert _close(found, expected, MODULE_BOUND[case.in_float32]), layer.index
+            assert _close(found, expected, bound), layer.index
             compared += 1
     assert compared == sum(widths is not None for widths in small.config.rap["layers"]) > 0
 
 
-@every_case
-@torch.no_grad()
-def test_logits_equal_the_masked_dense_logits_in_prefill_and_decode(case: Case):
-    small, dense = _both(case.name)
+def _check_logits_in_prefill_and_decode(small: Any, dense: Any) -> None:
     tokens = random_tokens(2, TOKENS)
     expected = dense(tokens, use_cache=False).logits
     assert _close(small(tokens, use_cache=False).logits, expected, LOGIT_BOUND)
@@ -88,20 +88,16 @@ def test_logits_equal_the_masked_dense_logits_in_prefill_and_decode(case: Case):
     assert _close(torch.cat(parts, 1), expected, LOGIT_BOUND)
 
 
-@every_case
-def test_left_padded_generation_equals_the_masked_dense_model(case: Case):
+def _check_generation_with_left_padding(small: Any, dense: Any) -> None:
     tokens = random_tokens(3, 7)
     mask = torch.ones_like(tokens)
     mask[0, :4] = mask[1, :1] = 0
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    found, expected = (model.generate(tokens, **options) for model in _both(case.name))
+    found, expected = (model.generate(tokens, **options) for model in (small, dense))
     assert torch.equal(found, expected)
 
 
-@every_case
-@torch.no_grad()
-def test_saved_and_loaded_model_is_bit_identical(case: Case, tmp_path):
-    small, _ = _both(case.name)
+def _check_saved_and_loaded(small: Any, dense: Any, tmp_path: Path) -> None:
     small.save_pretrained(tmp_path)
     # A copy, for memory-mapped weights are aligned otherwise and sums take another path.
     again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
@@ -117,10 +113,11 @@ def test_saved_and_loaded_model_is_bit_identical(case: Case, tmp_path):
     if not any("experts" in name for name in names):
         return
     # Experts are stored one by one under the names of the dense checkpoint.
-    case.model().save_pretrained(tmp_path / "dense")
+    dense.save_pretrained(tmp_path / "dense")
     with safe_open(tmp_path / "dense" / "model.safetensors", "pt") as stored:
         dense_names = set(stored.keys())
-    assert {n for n in names if not n.endswith("frequency_index")} == dense_names
+    added = ("frequency_index", "kept_channels")
+    assert {name for name in names if not name.endswith(added)} == dense_names
 
 
 @every_case
@@ -129,17 +126,22 @@ def test_everything_kept_in_another_order_is_the_dense_model(case: Case):
     model = case.model()
     generator = torch.Generator().manual_seed(1)
     layers: list[LayerPlan | None] = []
-    for index in range(len(attention_layers(model))):
+    for index, layer in enumerate(attention_layers(model)):
         if index in case.absent:
             layers.append(None)
             continue
         rotated = 0 if index in case.still else case.rotated
+        heads = range(layer.shape.num_kv_heads)
         orders = [
-            [torch.randperm(size, generator=generator).tolist() for _ in range(2)]
+            [torch.randperm(size, generator=generator).tolist() for _ in heads]
             for size in (rotated // 2, HEAD_DIM, HEAD_DIM - rotated)
         ]
         layers.append(LayerPlan.of_indices(*orders))
     with mock.patch("rap.plan._check_index"):  # a plan keeps its indices in ascending order
-        small = apply(model, plan_of(model, layers))
+        plan = plan_of(model, layers)
+        modes = NORM_MODES if case.norms and case.name != "stablelm:norm" else ("exact",)
+        models = [apply(model, dataclasses.replace(plan, qk_norm=mode)) for mode in modes]
     tokens = random_tokens(2, TOKENS)
-    assert _close(small(tokens).logits, model(tokens).logits, LOGIT_BOUND)
+    expected = model(tokens).logits
+    for small in models:
+        assert _close(small(tokens).logits, expected, LOGIT_BOUND)

@@ -81,7 +81,8 @@ class RapAttention(nn.Module):
         q, k, v, gate = self.project(hidden_states)
         q, k = self.position(q, k, position_embeddings)
         if self.spec.query_scale is not None:
-            cached = past_key_values.get_seq_length(self.layer_idx) if past_key_values else 0
+            cache = past_key_values
+            cached = 0 if cache is None else cache.get_seq_length(self.layer_idx)
             q = self.spec.query_scale(self, q, cached, kwargs)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)

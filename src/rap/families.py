@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .errors import CheckpointError, UnsupportedModelError
 from .rope import AttentionShape, HeadGeometry
-from .specs import ALIBI, FAMILIES, QK_NORM, REASONS, ROLES, AttentionSpec, QKNorm
+from .specs import ALIBI, FAMILIES, REASONS, ROLES, AttentionSpec, QKNorm
 
 PREFIX = "rap_"
 
@@ -51,8 +51,6 @@ def attention_spec(config: Any) -> AttentionSpec:
     if spec is None or getattr(config, "kv_lora_rank", None):
         reason = _refusal(config, model_type)
         raise UnsupportedModelError(f"model type {model_type!r} is not supported: {reason}")
-    if getattr(config, "use_qk_norm", False) or getattr(config, "qk_layernorm", False):
-        raise UnsupportedModelError(f"this {model_type} model is not supported: {QK_NORM}")
     return spec
 
 
@@ -65,6 +63,12 @@ def _refusal(config: Any, model_type: str) -> str:
         return ALIBI
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder: cross-attention has no rotary positions"
+    text = getattr(config, "text_config", None)
+    if text is not None:
+        return (
+            f"it is a multimodal wrapper around a {text.model_type} model, of which only the text "
+            "model alone can be compressed"
+        )
     return REASONS.get(
         model_type,
         f"no row for it among the {len(FAMILIES)} families that docs/models.md lists",
@@ -147,6 +151,8 @@ def rotates(spec: AttentionSpec, attention: nn.Module) -> bool:
 def sliding_window(spec: AttentionSpec, attention: nn.Module) -> int | None:
     """The sliding window this layer's dense module passes to the attention function."""
     if spec.sliding_window_from is None:
+        return None
+    if getattr(attention, "is_sliding", True) is False:
         return None
     source = attention if spec.sliding_window_from == "module" else attention.config
     return getattr(source, "sliding_window", None)
@@ -237,7 +243,9 @@ def split_heads(states: Tensor, head_dim: int) -> Tensor:
 
 def _decoder(model: Any) -> Any:
     find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
-    return find() if find is not None else model
+    found = find() if find is not None else model
+    # Llama 4's text model gives itself.
+    return found if hasattr(found, "layers") else getattr(found, "model", found)
 
 
 def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

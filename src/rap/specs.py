@@ -43,6 +43,15 @@ def scale_by_position(attention: Any, q_BHTW: Tensor, cached: int, kwargs: Any) 
     return q_BHTW * scale_BT[:, None, :, None].to(q_BHTW.dtype)
 
 
+def scale_without_rotation(attention: Any, q_BHTW: Tensor, cached: int, kwargs: Any) -> Tensor:
+    """1 + s log(1 + floor((position + 1) / floor)) on queries of layers that do not rotate"""
+    if attention.use_rope or not attention.attn_temperature_tuning:
+        return q_BHTW
+    position_T = torch.arange(q_BHTW.shape[2], device=q_BHTW.device) + cached + 1.0
+    steps_T = torch.log1p(torch.floor(position_T / attention.floor_scale))
+    return (q_BHTW * (steps_T * attention.attn_scale + 1.0)[:, None]).to(q_BHTW.dtype)
+
+
 @dataclass(frozen=True)
 class QKNorm:
     """How a family normalises queries and keys, if its attention module has modules of that name.
@@ -118,6 +127,9 @@ class AttentionSpec:
 _DENSE = ("q_proj", "k_proj", "v_proj", "dense")
 _FUSED_DENSE = ("query_key_value", "query_key_value", "query_key_value", "dense")
 _LAYER_NORM = QKNorm(("q_layernorm", "k_layernorm"), centred=True)
+_ZERO_CENTRED = QKNorm(weight_offset=1.0)
+_ALL_HEADS = QKNorm(over="all")
+_HUNYUAN = QKNorm(("query_layernorm", "key_layernorm"), after_rotation=True)
 
 FAMILIES: dict[str, AttentionSpec] = {
     spec.model_type: spec
@@ -129,18 +141,33 @@ FAMILIES: dict[str, AttentionSpec] = {
         AttentionSpec("mixtral", sliding_window_from="config"),
         AttentionSpec("qwen2", sliding_window_from="module"),
         AttentionSpec("qwen2_moe", sliding_window_from="module"),
+        AttentionSpec("qwen3", norm=QKNorm(), sliding_window_from="module"),
+        AttentionSpec("qwen3_moe", norm=QKNorm(), sliding_window_from="module"),
+        AttentionSpec("qwen3_next", norm=_ZERO_CENTRED, gate="query"),
+        AttentionSpec("qwen3_5_text", norm=_ZERO_CENTRED, gate="query"),
+        AttentionSpec("qwen3_5_moe_text", norm=_ZERO_CENTRED, gate="query"),
         AttentionSpec("gemma"),
         AttentionSpec(
             "gemma2",
             sliding_window_from="module",
             arguments=(("softcap", "attn_logit_softcapping"),),
         ),
+        AttentionSpec("gemma3_text", norm=_ZERO_CENTRED, sliding_window_from="module"),
         AttentionSpec(
             "gpt_oss", table="half", sliding_window_from="module", arguments=(("s_aux", "sinks"),)
         ),
         AttentionSpec("glm", pairing="interleaved"),
         AttentionSpec("glm4", pairing="interleaved"),
         AttentionSpec("glm4_moe", norm=QKNorm()),
+        AttentionSpec(
+            "llama4_text",
+            pairing="interleaved",
+            table="complex",
+            rope_in_float32=True,
+            rotates=rotates_where_listed,
+            norm=QKNorm(("qk_norm", "qk_norm"), after_rotation=True),
+            query_scale=scale_without_rotation,
+        ),
         AttentionSpec("phi", projections=_DENSE, norm=replace(_LAYER_NORM, layout="BHTD")),
         AttentionSpec(
             "phi3",
@@ -149,6 +176,9 @@ FAMILIES: dict[str, AttentionSpec] = {
             sliding_window_from="config",
         ),
         AttentionSpec("olmo"),
+        AttentionSpec("olmo2", norm=_ALL_HEADS),
+        AttentionSpec("olmo3", norm=_ALL_HEADS, sliding_window_from="module"),
+        AttentionSpec("olmoe", norm=_ALL_HEADS, sliding_window_from="config"),
         AttentionSpec("smollm3", rotates=rotates_where_listed, sliding_window_from="module"),
         AttentionSpec(
             "cohere",
@@ -183,14 +213,32 @@ FAMILIES: dict[str, AttentionSpec] = {
         AttentionSpec("ernie4_5", pairing="interleaved", rope_in_float32=True),
         AttentionSpec("nemotron"),
         AttentionSpec("helium", pairing="interleaved"),
+        AttentionSpec(
+            "exaone4", norm=QKNorm(), rotates=rotates_unless_global, sliding_window_from="module"
+        ),
+        AttentionSpec("hunyuan_v1_dense", norm=_HUNYUAN),
+        AttentionSpec("minimax_m2", norm=_ALL_HEADS),
+        AttentionSpec("apertus", norm=QKNorm()),
+        AttentionSpec(
+            "lfm2",
+            norm=QKNorm(("q_layernorm", "k_layernorm")),
+            projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+        ),
+        AttentionSpec(
+            "afmoe",
+            norm=QKNorm(),
+            gate="gate_proj",
+            rotates=rotates_under_a_window,
+            sliding_window_from="module",
+        ),
+        AttentionSpec("nanochat", clockwise=True, norm=QKNorm(after_rotation=True)),
+        AttentionSpec("hy_v3", norm=QKNorm()),
     )
 }
 
 LEARNED = "it adds learned absolute positions, there is no rotation to prune in pairs"
 ALIBI = "it biases attention by distance (ALiBi) and rotates nothing"
-QK_NORM = "it normalises queries and keys over the whole head (QK-norm), which is not handled yet"
 REASONS = {
     **dict.fromkeys(("gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"), LEARNED),
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
-    **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "exaone4"), QK_NORM),
 }
