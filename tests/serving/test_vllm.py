@@ -1,8 +1,13 @@
 """A pruned checkpoint in the real vLLM engine, against the stock model with zeroed weights."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from plans import random_plan
 from rap import assets
+from rap.construction import apply
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round, run_vllm
 from rap.serving.verify import verify
@@ -75,11 +80,34 @@ def test_one_kv_head_replicated_over_two_ranks(prune, tiny, tiny_prompts):
     assert_agrees(checkpoint.reference, found)
 
 
+@pytest.mark.parametrize(("mode", "ranks"), [("exact", 1), ("constant", 2)])
+def test_qk_norm(tiny, tiny_prompts, tmp_path, mode, ranks):
+    """Against the pruned model in transformers, itself compared with the dense one elsewhere."""
+    model = tiny("qwen3")
+    plan = random_plan(model, [(16, 32), (20, 40), None, (12, 64)])
+    generator = torch.Generator().manual_seed(2)
+    ratios = {"query_ratio_H": 4, "key_ratio_G": 2}
+    layers = [
+        layer
+        and replace(
+            layer, **{name: 1 + torch.rand(n, generator=generator) for name, n in ratios.items()}
+        )
+        for layer in plan.layers
+    ]
+    small = apply(model, replace(plan, layers=tuple(layers), qk_norm=mode))
+    small.save_pretrained(tmp_path)
+    settings = {"environment": TWO_RANKS, "tensor_parallel_size": 2} if ranks == 2 else {}
+    assert_agrees(small, _run_tiny(tmp_path, tiny_prompts, **settings))
+
+
 def _on_two_ranks(checkpoint, prompts, **engine):
+    return _run_tiny(checkpoint.path, prompts, environment=TWO_RANKS, **engine)
+
+
+def _run_tiny(path, prompts, **engine):
     return run_vllm(
-        checkpoint.path,
-        [Round(prompts, max_tokens=12, prompt_logprobs=True)],
-        environment=TWO_RANKS,
+        path,
+        [Round(prompts, max_tokens=8, prompt_logprobs=True)],
         skip_tokenizer_init=True,
         max_model_len=256,
         kv_cache_memory_bytes=2**27,

@@ -4,7 +4,12 @@ vLLM finds `register` through the entry point group `vllm.general_plugins` and c
 process, before it reads a config; the model classes are imported only when one is needed.
 """
 
-ARCHITECTURES = ("RapLlamaForCausalLM", "RapMistralForCausalLM", "RapQwen2ForCausalLM")
+ARCHITECTURES = (
+    "RapLlamaForCausalLM",
+    "RapMistralForCausalLM",
+    "RapQwen2ForCausalLM",
+    "RapQwen3ForCausalLM",
+)
 
 
 def register() -> None:

@@ -1,151 +1,58 @@
-"""Pruned Llama, Mistral and Qwen2 as native vLLM models, through the hooks of vLLM's own Llama.
+"""Pruned Llama, Mistral, Qwen2 and Qwen3 as native vLLM models, through the hooks of its Llama.
 
-Only attention differs: narrow projections of a width of their own in every layer, a rotation by
-each slot's dense frequency, the dense head's softmax scale. Tensor and pipeline parallelism,
-compilation, caching, quantization and loading are vLLM's.
-
-Shapes: T tokens, H query heads and G KV heads of this rank, R = H/G, D dense head dim, P pairs,
-M slots, W = 2M key width, C value width, S head size in the cache.
+Only attention differs. Tensor and pipeline parallelism, compilation, caching, quantization and
+loading are vLLM's.
 """
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.rotary_embedding import get_rope
+from torch import nn
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.selector import get_attn_backend
 
-from ...errors import CheckpointError, UnsupportedModelError
+from ...errors import UnsupportedModelError
 from ...families import base_model_type
-from ..layout import HeadLayout, dense_head_dim, head_layouts, padded_width
-
-
-class RapAttention(nn.Module):
-    """Attention of one pruned layer. The cache holds K and V in S channels each, S >= W and C."""
-
-    def __init__(
-        self,
-        layout: HeadLayout,
-        *,
-        config: Any,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        max_position_embeddings: int,
-        quant_config: Any,
-        bias: bool,
-        bias_o_proj: bool,
-        cache_config: Any,
-        prefix: str,
-        attn_type: str,
-    ):
-        super().__init__()
-        self.layout, self.prefix = layout, prefix
-        self.head_dim = dense_head_dim(config)
-        self.qkv_proj = QKVParallelLinear(
-            hidden_size,
-            layout.key_width,
-            num_heads,
-            num_kv_heads,
-            bias=bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.qkv_proj",
-            v_head_size=layout.value_width,
-        )
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.o_proj = RowParallelLinear(
-            num_heads * layout.value_width,
-            hidden_size,
-            bias=bias_o_proj,
-            quant_config=quant_config,
-            prefix=f"{prefix}.o_proj",
-        )
-        self.rotary_emb: Any = _dense_rotation(config, self.head_dim, max_position_embeddings)
-        slots = torch.arange(layout.num_slots, dtype=torch.int32)
-        index: Any = nn.Parameter(slots.expand(self.num_kv_heads, -1).clone(), requires_grad=False)
-        index.weight_loader = self._load_frequency_index
-        self.frequency_index = index
-        window = _sliding_window(config, extract_layer_index(prefix))
-        backend = _backend(self.head_dim, cache_config, window)
-        self.cache_width = padded_width(
-            layout.width, lambda size: _accepts(backend, size, cache_config), backend.get_name()
-        )
-        self.attn = Attention(
-            self.num_heads,
-            self.cache_width,
-            self.head_dim**-0.5,
-            num_kv_heads=self.num_kv_heads,
-            cache_config=cache_config,
-            quant_config=quant_config,
-            per_layer_sliding_window=window,
-            attn_type=attn_type,
-            prefix=f"{prefix}.attn",
-            attn_backend=backend,
-        )
-
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """Attention of [T, E] at `positions` [T]."""
-        layout, heads, groups = self.layout, self.num_heads, self.num_kv_heads
-        sizes = [heads * layout.key_width, groups * layout.key_width, groups * layout.value_width]
-        qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split(sizes, dim=-1)
-        cos, sin = self._tables(positions, q.dtype)
-        q = self._rotate(q, cos, sin)
-        k = self._rotate(k, cos, sin)
-        v = _pad(v.unflatten(-1, (groups, -1)), self.cache_width)
-        mixed = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
-        mixed = mixed.unflatten(-1, (heads, -1))[..., : layout.value_width]
-        output, _ = self.o_proj(mixed.flatten(1))
-        return output
-
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every slot of every KV head, [T, G, 1, M]."""
-        cos_TP, sin_TP = self.rotary_emb.cos_sin_cache[positions].to(dtype).chunk(2, dim=-1)
-        index = self.frequency_index
-        return cos_TP[:, index].unsqueeze(2), sin_TP[:, index].unsqueeze(2)
-
-    def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[T, heads * W] rotated, and padded after the rotation to [T, heads, S]."""
-        x = states.unflatten(-1, (self.num_kv_heads, -1, self.layout.key_width))
-        first, second = x.chunk(2, dim=-1)
-        x = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return _pad(x.flatten(1, 2), self.cache_width)
-
-    def _load_frequency_index(self, parameter: nn.Parameter, loaded: Tensor) -> None:
-        """Take the rows of this rank's KV heads, as QKVParallelLinear does with W_k."""
-        total, slots = self.qkv_proj.total_num_kv_heads, self.layout.num_slots
-        name = f"{self.prefix}.frequency_index"
-        if tuple(loaded.shape) != (total, slots):
-            raise CheckpointError(
-                f"{name} has shape {tuple(loaded.shape)}, config.json says {(total, slots)}: the "
-                "checkpoint is damaged"
-            )
-        num_pairs = self.rotary_emb.cos_sin_cache.shape[-1] // 2
-        if loaded.numel() and not 0 <= int(loaded.min()) <= int(loaded.max()) < num_pairs:
-            raise CheckpointError(
-                f"{name} names pairs {int(loaded.min())} to {int(loaded.max())}, a head has pairs "
-                f"0 to {num_pairs - 1}: the checkpoint is damaged"
-            )
-        rank = get_tensor_model_parallel_rank() // self.qkv_proj.num_kv_head_replicas
-        rows = loaded[rank * self.num_kv_heads : (rank + 1) * self.num_kv_heads]
-        parameter.data.copy_(rows)
+from ..layout import head_layouts
+from .attention import RapAttention, sliding_window
+from .norm import RapNormAttention
 
 
 def attention(*, config: Any, prefix: str, bias: bool, bias_o_proj: bool, **rest: Any) -> nn.Module:
     """Pruned attention for a layer with widths in the config, vLLM's own for one left dense."""
-    if base_model_type(config) == "qwen2":
+    family = base_model_type(config)
+    if family == "qwen2":
         bias, bias_o_proj = True, False
     layout = head_layouts(config)[extract_layer_index(prefix)]
     settings = {"config": config, "prefix": prefix, "bias": bias, "bias_o_proj": bias_o_proj}
     if layout is None:
-        return LlamaAttention(**settings, **rest)
-    return RapAttention(layout, **settings, **rest)
+        dense = _dense_qwen3 if family == "qwen3" else LlamaAttention
+        return dense(**settings, **rest)
+    pruned = RapNormAttention if family == "qwen3" else RapAttention
+    return pruned(layout, **settings, **rest)
+
+
+def _dense_qwen3(
+    *,
+    config: Any,
+    prefix: str,
+    bias: bool,
+    bias_o_proj: bool,
+    max_position_embeddings: int,
+    **rest: Any,
+) -> nn.Module:
+    if bias_o_proj:
+        raise UnsupportedModelError("Qwen3 with biases is not taken by vLLM's own classes")
+    return Qwen3Attention(
+        rope_parameters=config.rope_parameters,
+        max_position=max_position_embeddings,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        qkv_bias=bias,
+        per_layer_sliding_window=sliding_window(config, extract_layer_index(prefix)),
+        prefix=prefix,
+        **rest,
+    )
 
 
 class RapDecoderLayer(LlamaDecoderLayer):
@@ -172,41 +79,5 @@ class RapQwen2ForCausalLM(RapLlamaForCausalLM):
     """Pruned Qwen2: Llama with biases in the q, k and v projections."""
 
 
-def _dense_rotation(config: Any, head_dim: int, max_position: int) -> nn.Module:
-    """One cos/sin table for all layers: vLLM shares it, and frequency scaling is in it already."""
-    rotary = get_rope(head_dim, max_position, rope_parameters=config.rope_parameters)
-    if not hasattr(rotary, "cos_sin_cache"):
-        raise UnsupportedModelError(
-            f"rope_type {config.rope_parameters['rope_type']!r} has more than one table of "
-            "frequencies, which the vLLM plugin does not index"
-        )
-    return rotary
-
-
-def _pad(x: Tensor, width: int) -> Tensor:
-    """Zeros behind the last channel: exact, they add nothing to a score and are cut from V."""
-    missing = width - x.shape[-1]
-    return functional.pad(x, (0, missing)) if missing else x
-
-
-def _sliding_window(config: Any, layer: int) -> int | None:
-    kinds = getattr(config, "layer_types", None)
-    return config.sliding_window if kinds and kinds[layer] == "sliding_attention" else None
-
-
-def _backend(head_dim: int, cache_config: Any, window: int | None) -> Any:
-    """The backend of the dense model for every layer: one kind of cache, one set of rules."""
-    return get_attn_backend(
-        head_dim,
-        torch.get_default_dtype(),
-        cache_config.cache_dtype if cache_config is not None else "auto",
-        has_sliding_window=window is not None,
-    )
-
-
-def _accepts(backend: Any, size: int, cache_config: Any) -> bool:
-    # The CPU kernels check neither: a wrong size would fail at the first request.
-    eight_bit = cache_config is not None and str(cache_config.cache_dtype).startswith("fp8")
-    if eight_bit and backend.get_name() == "CPU_ATTN" and size % 32:
-        return False
-    return backend.supports_head_size(size)
+class RapQwen3ForCausalLM(RapLlamaForCausalLM):
+    """Pruned Qwen3: Llama with queries and keys normalised per head."""

@@ -1,0 +1,189 @@
+"""Pruned attention in vLLM: narrow projections, each slot's dense frequency, the dense scale.
+
+Shapes: T tokens, H query heads and G KV heads of this rank, R = H/G, D dense head dim, P pairs,
+M slots, W = 2M key width, C value width, S head size in the cache.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.selector import get_attn_backend
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ..layout import HeadLayout, dense_head_dim, padded_width
+
+
+class RapAttention(nn.Module):
+    """Attention of one pruned layer. The cache holds K and V in S channels each, S >= W and C."""
+
+    def __init__(
+        self,
+        layout: HeadLayout,
+        *,
+        config: Any,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        max_position_embeddings: int,
+        quant_config: Any,
+        bias: bool,
+        bias_o_proj: bool,
+        cache_config: Any,
+        prefix: str,
+        attn_type: str,
+    ):
+        super().__init__()
+        self.layout, self.prefix = layout, prefix
+        self.head_dim = dense_head_dim(config)
+        self.projected_width = self.width_before_norm(config)
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size,
+            self.projected_width,
+            num_heads,
+            num_kv_heads,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+            v_head_size=layout.value_width,
+        )
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.o_proj = RowParallelLinear(
+            num_heads * layout.value_width,
+            hidden_size,
+            bias=bias_o_proj,
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
+        )
+        self.rotary_emb: Any = _dense_rotation(config, self.head_dim, max_position_embeddings)
+        slots = torch.arange(layout.num_slots, dtype=torch.int32)
+        index: Any = nn.Parameter(slots.expand(self.num_kv_heads, -1).clone(), requires_grad=False)
+        index.weight_loader = self._load_frequency_index
+        self.frequency_index = index
+        self.add_norms(config)
+        window = sliding_window(config, extract_layer_index(prefix))
+        backend = _backend(self.head_dim, cache_config, window)
+        self.cache_width = padded_width(
+            layout.width, lambda size: _accepts(backend, size, cache_config), backend.get_name()
+        )
+        self.attn = Attention(
+            self.num_heads,
+            self.cache_width,
+            self.head_dim**-0.5,
+            num_kv_heads=self.num_kv_heads,
+            cache_config=cache_config,
+            quant_config=quant_config,
+            per_layer_sliding_window=window,
+            attn_type=attn_type,
+            prefix=f"{prefix}.attn",
+            attn_backend=backend,
+        )
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """Attention of [T, E] at `positions` [T]."""
+        layout, heads, groups = self.layout, self.num_heads, self.num_kv_heads
+        width = self.projected_width
+        sizes = [heads * width, groups * width, groups * layout.value_width]
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split(sizes, dim=-1)
+        q, k = self.normalise(q.unflatten(-1, (heads, -1)), k.unflatten(-1, (groups, -1)))
+        cos, sin = self._tables(positions, q.dtype)
+        q = self._rotate(q, cos, sin)
+        k = self._rotate(k, cos, sin)
+        v = _pad(v.unflatten(-1, (groups, -1)), self.cache_width)
+        mixed = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
+        mixed = mixed.unflatten(-1, (heads, -1))[..., : layout.value_width]
+        output, _ = self.o_proj(mixed.flatten(1))
+        return output
+
+    def width_before_norm(self, config: Any) -> int:
+        """Channels of a projected query or key head; QK-norm may need more than are kept."""
+        return self.layout.key_width
+
+    def add_norms(self, config: Any) -> None:
+        """Make the modules that `normalise` needs: none without QK-norm."""
+
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Projected queries [T, H, .] and keys [T, G, .] to [T, H, W] and [T, G, W]."""
+        return q, k
+
+    def kv_rows(self) -> slice:
+        """This rank's rows of what has one row per KV head, as QKVParallelLinear takes of W_k."""
+        rank = get_tensor_model_parallel_rank() // self.qkv_proj.num_kv_head_replicas
+        return slice(rank * self.num_kv_heads, (rank + 1) * self.num_kv_heads)
+
+    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of every slot of every KV head, [T, G, 1, M]."""
+        cos_TP, sin_TP = self.rotary_emb.cos_sin_cache[positions].to(dtype).chunk(2, dim=-1)
+        index = self.frequency_index
+        return cos_TP[:, index].unsqueeze(2), sin_TP[:, index].unsqueeze(2)
+
+    def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, heads, W] rotated, and padded after the rotation to [T, heads, S]."""
+        x = states.unflatten(1, (self.num_kv_heads, -1))
+        first, second = x.chunk(2, dim=-1)
+        x = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return _pad(x.flatten(1, 2), self.cache_width)
+
+    def _load_frequency_index(self, parameter: nn.Parameter, loaded: Tensor) -> None:
+        """Take the rows of this rank's KV heads."""
+        total, slots = self.qkv_proj.total_num_kv_heads, self.layout.num_slots
+        name = f"{self.prefix}.frequency_index"
+        if tuple(loaded.shape) != (total, slots):
+            raise CheckpointError(
+                f"{name} has shape {tuple(loaded.shape)}, config.json says {(total, slots)}: the "
+                "checkpoint is damaged"
+            )
+        num_pairs = self.rotary_emb.cos_sin_cache.shape[-1] // 2
+        if loaded.numel() and not 0 <= int(loaded.min()) <= int(loaded.max()) < num_pairs:
+            raise CheckpointError(
+                f"{name} names pairs {int(loaded.min())} to {int(loaded.max())}, a head has pairs "
+                f"0 to {num_pairs - 1}: the checkpoint is damaged"
+            )
+        parameter.data.copy_(loaded[self.kv_rows()])
+
+
+def _dense_rotation(config: Any, head_dim: int, max_position: int) -> nn.Module:
+    """One cos/sin table for all layers: vLLM shares it, and frequency scaling is in it already."""
+    rotary = get_rope(head_dim, max_position, rope_parameters=config.rope_parameters)
+    if not hasattr(rotary, "cos_sin_cache"):
+        raise UnsupportedModelError(
+            f"rope_type {config.rope_parameters['rope_type']!r} has more than one table of "
+            "frequencies, which the vLLM plugin does not index"
+        )
+    return rotary
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the last channel: exact, they add nothing to a score and are cut from V."""
+    missing = width - x.shape[-1]
+    return functional.pad(x, (0, missing)) if missing else x
+
+
+def sliding_window(config: Any, layer: int) -> int | None:
+    kinds = getattr(config, "layer_types", None)
+    return config.sliding_window if kinds and kinds[layer] == "sliding_attention" else None
+
+
+def _backend(head_dim: int, cache_config: Any, window: int | None) -> Any:
+    """The backend of the dense model for every layer: one kind of cache, one set of rules."""
+    return get_attn_backend(
+        head_dim,
+        torch.get_default_dtype(),
+        cache_config.cache_dtype if cache_config is not None else "auto",
+        has_sliding_window=window is not None,
+    )
+
+
+def _accepts(backend: Any, size: int, cache_config: Any) -> bool:
+    # The CPU kernels check neither: a wrong size would fail at the first request.
+    eight_bit = cache_config is not None and str(cache_config.cache_dtype).startswith("fp8")
+    if eight_bit and backend.get_name() == "CPU_ATTN" and size % 32:
+        return False
+    return backend.supports_head_size(size)
