@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from accelerate import PartialState
 
 from ..checkpoint import (
     PLAN_FILE,
@@ -22,7 +21,7 @@ from ..pipeline import REPORT_FILE, evaluation_tokens, measure, resolve_source, 
 from ..plan import Plan
 from ..provenance import provenance
 from ..recovery.config import PRESETS, RecoveryConfig, preset
-from ..recovery.runs import finish
+from ..recovery.runs import finish, processes
 from ..recovery.stages import recover_stage, work_folder
 from . import options
 from .options import console, print_json, print_table
@@ -78,14 +77,18 @@ def recover_command(
         output=output,
         progress=True,
     )
-    if not PartialState().is_main_process:
+    if not processes().is_main_process:
         return
     report = {
         **_described(plan, teacher),
-        **({} if "dense" in old_report else {"dense": measure(dense, shown, held_out)}),
+        **(
+            {}
+            if "dense" in old_report
+            else {"dense": measure(dense, tokenizer, shown, tokens=held_out)}
+        ),
         **old_report,
-        "before_recovery": measure(small, shown, held_out, progress=True),
-        "pruned": measure(recovered, shown, held_out, progress=True),
+        "before_recovery": measure(small, tokenizer, shown, tokens=held_out, progress=True),
+        "pruned": measure(recovered, tokenizer, shown, tokens=held_out, progress=True),
         "recovery": recovery,
         "provenance": provenance(
             pruned=str(pruned), teacher=teacher, evaluate=evaluate, seed=seed, dtype=dtype

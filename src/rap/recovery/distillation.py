@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
@@ -26,7 +25,7 @@ from ..fingerprint import fingerprint_model
 from .adapters import add_adapters, merge
 from .config import RecoveryConfig
 from .data import Windows, fingerprint_windows, hold_out
-from .runs import begin, explained
+from .runs import begin, explained, processes
 from .trainer import DistillationTrainer
 
 PLATEAU = {"factor": 0.5, "patience": 1, "threshold": 1e-3}
@@ -101,7 +100,7 @@ def distill(
 def _temporary(stack: ExitStack) -> Path:
     """A temporary folder that all processes of this machine share, gone when `stack` closes."""
     names = [""]
-    if PartialState().is_main_process:
+    if processes().is_main_process:
         names[0] = stack.enter_context(tempfile.TemporaryDirectory(prefix="rap-recover-"))
     return Path(broadcast_object_list(names)[0])
 
@@ -121,7 +120,7 @@ def _description(small: Any, merged: Any, teacher: Any, trainer: Any) -> dict[st
         "steps": trainer.state.global_step,
         "chosen_step": trainer.state.best_global_step,
         "skipped_steps": trainer.bad_steps,
-        "processes": PartialState().num_processes,
+        "processes": processes().num_processes,
         "fingerprint_before": fingerprint_model(small),
         "fingerprint_after": fingerprint_model(merged),
         "teacher_fingerprint": fingerprint_model(teacher),
@@ -156,7 +155,7 @@ def _check(
 
 
 def _arguments(config: RecoveryConfig, num_windows: int, work: Path) -> TrainingArguments:
-    world = PartialState().num_processes
+    world = processes().num_processes
     micro, accumulation = _micro_batch(config, num_windows, world)
     updates = -(-(num_windows // (micro * world)) // accumulation)
     steps = config.steps or config.epochs * updates
@@ -228,17 +227,17 @@ def _begin(
         "validation": fingerprint_windows(validation),
         "configuration": asdict(config),
     }
-    with PartialState().main_process_first():
+    with processes().main_process_first():
         return begin(work, record)
 
 
 def _load_best(trainer: Any, work: Path) -> None:
     """Load the adapters of the checkpoint with the best held-out perplexity."""
     # Only the main process writes it, and may delete the folder once all have read it.
-    PartialState().wait_for_everyone()
+    processes().wait_for_everyone()
     folder = work / f"checkpoint-{trainer.state.best_global_step}"
     set_peft_model_state_dict(trainer.model, load_file(folder / "adapter_model.safetensors"))
-    PartialState().wait_for_everyone()
+    processes().wait_for_everyone()
 
 
 def _held_out(model: Any, validation_NT: Tensor) -> float:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from safetensors import SafetensorError
 
 from ..checkpoint import write_json
@@ -19,6 +21,12 @@ from ..errors import RapError
 RECORD_FILE = "run.json"
 COMPLETE = "complete"
 _FULL = ("no space left", "pytorchstreamwriter", "inline_container", "iostream error")
+
+
+def processes() -> PartialState:
+    """The processes of this run, under torchrun or `accelerate launch` more than one."""
+    # Without being told, accelerate takes several processes without a GPU for several runs.
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 def begin(work: Path, record: dict[str, Any]) -> Path | None:
