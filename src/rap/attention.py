@@ -28,6 +28,10 @@ class RapAttention(nn.Module):
     frequency each slot rotates at. Cache and attention see W = 2M + N channels of K and C of V.
     """
 
+    config: Any
+    frequency_index: Tensor
+    kept_channels: Tensor
+
     def __init__(
         self,
         dense: nn.Module,
@@ -154,12 +158,13 @@ class RapAttention(nn.Module):
     def _rotate_then_norm(
         self, q: Tensor, k: Tensor, tables: Any, modules: list[nn.Module]
     ) -> tuple[Tensor, Tensor]:
-        order = self.dense_shape.geometry.canonical_order().to(q.device)
+        assert self.norm is not None
+        norm, order = self.norm, self.dense_shape.geometry.canonical_order().to(q.device)
         every_pair = torch.arange(self.dense_shape.geometry.num_pairs, device=q.device)
         q, k = self.rotate(q[..., order], k[..., order], tables, every_pair[None])
         back = order.argsort()
         q, k = (
-            select_channels(normalise_dense(self.norm, module, x[..., back]), self.kept_channels)
+            select_channels(normalise_dense(norm, module, x[..., back]), self.kept_channels)
             for module, x in zip(modules, (q, k), strict=True)
         )
         return q, k
@@ -200,8 +205,8 @@ def _num_rows(attention: Any, role: str) -> int:
 def _replace_linear(attention: Any, name: str, old: nn.Linear, roles: tuple[str, ...]) -> None:
     rows, hidden = sum(_num_rows(attention, role) for role in roles), old.in_features
     sizes = (rows, attention.dense_shape.hidden_size) if roles == ("o",) else (hidden, rows)
-    like = {"device": old.weight.device, "dtype": old.weight.dtype}
-    setattr(attention, name, nn.Linear(*sizes, bias=old.bias is not None, **like))
+    like: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
+    setattr(attention, name, nn.Linear(sizes[0], sizes[1], bias=old.bias is not None, **like))
 
 
 def _take_norms(attention: Any, dense: nn.Module) -> None:

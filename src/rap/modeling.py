@@ -11,7 +11,7 @@ nothing else.
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,7 +34,14 @@ from .specs import NORM_MODES
 CONFIG_VERSION = 1
 
 
-class RapModelMixin:
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as _Model
+else:
+    # The family's own class stands behind the mixin; a base of its own would come before it.
+    _Model = object
+
+
+class RapModelMixin(_Model):
     """Replaces the attention of every layer the config's `rap` section gives widths for."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
@@ -44,14 +51,16 @@ class RapModelMixin:
             if widths is None:
                 continue
             _check_fits(layer, widths)
-            build = attention_class(type(layer.module))
+            dense_class: Any = type(layer.module)
+            build = attention_class(dense_class)
             pruned = build(layer.module, spec, layer.shape, widths, layer.norm, norm_mode(config))
             if pruned.frequency_index.device.type != "meta":
                 pruned.apply(self._init_weights)
             parent, _, name = layer.path.rpartition(".")
             setattr(self.get_submodule(parent), name, pruned)
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
+    # The base's other arguments pass through unnamed.
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As the base class; the config records the fingerprint of exactly these weights."""
         state = kwargs.get("state_dict")
         self.config.rap["fingerprint"] = (
@@ -83,7 +92,7 @@ def config_class(base_type: str) -> type:
         "model_type": PREFIX + base_type,
         "rap": None,
     }
-    made = type(f"Rap{base.__name__}", (base,), body)
+    made: Any = type(f"Rap{base.__name__}", (base,), body)
     made.register_for_auto_class()
     return made
 
@@ -91,10 +100,10 @@ def config_class(base_type: str) -> type:
 @functools.cache
 def model_class(base_type: str) -> type:
     """Rap<Family>ForCausalLM, registered with AutoModelForCausalLM."""
-    base = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base_type]]
+    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base_type]]
     config = config_class(base_type)
     body = {"__module__": __name__, "config_class": config, "config": config}
-    made = type(f"Rap{base.__name__}", (RapModelMixin, base), body)
+    made: Any = type(f"Rap{base.__name__}", (RapModelMixin, base), body)
     made.register_for_auto_class("AutoModelForCausalLM")
     AutoModelForCausalLM.register(config, made, exist_ok=True)
     # Experts are stored one by one and joined on loading; custom code must ask for that.

@@ -24,6 +24,10 @@ class KeptNorm(nn.Module):
     LayerNorm's centring is in the projection rows already, so that this is RMS for every family.
     """
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    ratio: Tensor
+
     def __init__(self, norm: QKNorm, dense: nn.Module, heads: int, width: int, head_dim: int):
         super().__init__()
         self.over, self.head_dim = norm.over, head_dim

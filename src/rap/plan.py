@@ -260,8 +260,8 @@ class Plan:
             layers[index] = LayerPlan(**named)  # type: ignore[arg-type]
         shapes = tuple(_shape_of(entry) for entry in about["shapes"])
         kept = ("model_type", "retain", "dense_fingerprint", "method")
-        named = {key: about[key] for key in kept} | {"qk_norm": about.get("qk_norm", "constant")}
-        return cls(layers=tuple(layers), shapes=shapes, **named)
+        header = {key: about[key] for key in kept} | {"qk_norm": about.get("qk_norm", "constant")}
+        return cls(layers=tuple(layers), shapes=shapes, **header)
 
 
 def _rectangle(rows: Sequence[Sequence[int]], what: str) -> Tensor:

@@ -112,7 +112,7 @@ def rotate_pairs(x_BHTW: Tensor, cos_BGTM: Tensor, sin_BGTM: Tensor) -> Tensor:
     is x1 cos - x2 sin, x2 cos + x1 sin: per channel the same as in the dense model (eq. `rope`).
     """
     num_kv, num_slots = cos_BGTM.shape[1], cos_BGTM.shape[-1]
-    x = x_BHTW.unflatten(1, (num_kv, -1))
+    x = torch.unflatten(x_BHTW, 1, (num_kv, -1))
     cos, sin = cos_BGTM.unsqueeze(2), sin_BGTM.unsqueeze(2)
-    x1, x2, rest = x.split([num_slots, num_slots, x.shape[-1] - 2 * num_slots], dim=-1)
+    x1, x2, rest = torch.split(x, [num_slots, num_slots, x.shape[-1] - 2 * num_slots], dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1).flatten(1, 2)

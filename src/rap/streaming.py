@@ -202,7 +202,7 @@ def _each_shard(
                 _write_header(file, entries)
                 for entry in entries:
                     tensor = rewriter.rewrite(path, entry).contiguous()
-                    file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             bar.advance(task, path.stat().st_size)
             yield path, entries
 

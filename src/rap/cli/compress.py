@@ -140,7 +140,12 @@ def plan_command(
     )
     with whole_file(output, force=force) as partial:
         decision.plan.save(partial)
-    settings = {"calibration": calibration, "num_windows": windows, "window": window, "seed": seed}
+    settings: dict[str, Any] = {
+        "calibration": calibration,
+        "num_windows": windows,
+        "window": window,
+        "seed": seed,
+    }
     _say_plan(decision.plan, output, as_json, model=model, dtype=dtype, **settings)
 
 
@@ -167,7 +172,7 @@ def apply_command(
         small = apply(load_dense(source, dtype=dtype), decision)
         save(small, decision, output, source=source, force=force)
     fingerprint = load_config(output).rap["fingerprint"]
-    settings = {"plan_file": str(plan), "stream": stream, "dtype": dtype}
+    settings: dict[str, Any] = {"plan_file": str(plan), "stream": stream, "dtype": dtype}
     _say_plan(decision, output, as_json, fingerprint=fingerprint, model=model, **settings)
 
 

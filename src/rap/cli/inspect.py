@@ -141,12 +141,9 @@ def _rope(config: Any) -> str:
 
 
 def _num_pairs(model: Any) -> int:
-    rotary = rotary_module(model)
-    return (
-        int(read_frequencies(rotary).numel())
-        if not rotary.inv_freq.is_meta
-        else int(rotary.inv_freq.shape[-1])
-    )
+    rotary: Any = rotary_module(model)
+    frequencies = rotary.inv_freq if rotary.inv_freq.is_meta else read_frequencies(rotary)
+    return int(frequencies.shape[-1])
 
 
 def _cells(layer: dict[str, Any], header: list[str]) -> list[str]:
