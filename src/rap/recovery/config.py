@@ -1,13 +1,19 @@
 """What a recovery by distillation is told: one dataclass, and the named presets as a table."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 from ..errors import RapError
 
 SCHEDULES = ("plateau", "cosine")
 DIVERGENCES = ("reverse", "forward")
 LOGGERS = ("tensorboard", "trackio")
+
+
+def _names(kinds: tuple[Any, ...]) -> str:
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    shown = [kind for kind in kinds if kind in words and not (kind is int and float in kinds)]
+    return " or ".join(words[kind] for kind in shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,12 @@ class RecoveryConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            kinds = get_args(field.type) or (field.type,)
+            kinds = (*kinds, int) if float in kinds else kinds
+            self._check(
+                field.name, type(getattr(self, field.name)) in kinds, f"give {_names(kinds)}"
+            )
         self._check_choice("schedule", SCHEDULES)
         self._check_choice("divergence", DIVERGENCES)
         if self.report_to is not None:
