@@ -12,13 +12,12 @@ import torch
 
 from models import random_tokens, tiny_model
 from plans import random_plan
-from rap import RapError, apply, load
+from rap import RapError, apply, load, recover
 from rap.fingerprint import fingerprint_model
 from rap.recovery import distillation, runs
 from rap.recovery.adapters import add_adapters, merge
 from rap.recovery.config import RecoveryConfig
 from rap.recovery.distillation import distill
-from rap.recovery.stages import recover
 from rap.recovery.trainer import BadSteps, DistillationTrainer
 
 CONFIG = RecoveryConfig(

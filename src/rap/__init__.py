@@ -17,6 +17,8 @@ from .methods import METHODS, Method, Rap
 from .modeling import register
 from .pipeline import compress
 from .plan import LayerPlan, Plan
+from .recovery.config import RecoveryConfig
+from .recovery.stages import recover
 from .statistics import Statistics
 
 register()
@@ -28,6 +30,7 @@ __all__ = [
     "Plan",
     "Rap",
     "RapError",
+    "RecoveryConfig",
     "Statistics",
     "__version__",
     "apply",
@@ -38,4 +41,5 @@ __all__ = [
     "load",
     "load_windows",
     "perplexity",
+    "recover",
 ]
