@@ -12,20 +12,30 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .errors import CalibrationError
-from .families import attention_layers, attention_spec, projections, split_heads
+from .families import (
+    attention_layers,
+    attention_spec,
+    norm_weights,
+    projections,
+    split_heads,
+)
 from .rope import AttentionShape
 
 
 @dataclass(frozen=True)
 class WatchedLayer:
-    """One attention layer under calibration: its index, dense shape, and projections by role."""
+    """One attention layer under calibration: its index, dense shape, and projections by role.
+
+    `norm_weights` are those of the norms of q [H, D] and k [G, D], where it has norms.
+    """
 
     index: int
     shape: AttentionShape
-    linears: dict[str, nn.Linear]
+    linears: dict[str, Any]
+    norm_weights: tuple[Tensor, ...] = ()
 
     def zeros(self, role: str, *shape: int) -> Tensor:
         """A float32 accumulator on the device of a projection."""
@@ -74,7 +84,11 @@ class BackwardStatistic(ABC):
 
 
 class Energy(ForwardStatistic):
-    """Mean square of every channel of q, k (before rotation, which keeps pair norms) and v."""
+    """Mean square of every channel of q, k (before rotation, which keeps pair norms) and v.
+
+    With QK-norm, `energy` is that of normalised q and k, up to how the norm varies between tokens,
+    and `raw_energy` that of what is normalised.
+    """
 
     roles = ("q", "k", "v")
 
@@ -90,11 +104,16 @@ class Energy(ForwardStatistic):
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
         mean = {role: total / num_tokens for role, total in self.sums.items()}
-        return {
-            "energy_q": self.layer.canonical(mean["q"]),
-            "energy_k": self.layer.canonical(mean["k"]),
-            "energy_v": mean["v"],
-        }
+        query, key = (self.layer.canonical(mean[role]) for role in "qk")
+        if not self.layer.norm_weights:
+            return {"energy_q": query, "energy_k": key, "energy_v": mean["v"]}
+        weights = [self.layer.canonical(weight) for weight in self.layer.norm_weights]
+        normed = (
+            energy / energy.mean(1, keepdim=True) * weight.to(energy).square()
+            for energy, weight in zip((query, key), weights, strict=True)
+        )
+        named = dict(zip(("energy_q", "energy_k"), normed, strict=True))
+        return {**named, "energy_v": mean["v"], "raw_energy_q": query, "raw_energy_k": key}
 
 
 class ValueMoment(ForwardStatistic):
@@ -240,5 +259,5 @@ def watched_layers(model: Any) -> list[WatchedLayer]:
                 f"layer {layer.index} has no weights in memory (offloaded, or the meta device): "
                 "load the model with weights on devices"
             )
-        watched.append(WatchedLayer(layer.index, layer.shape, linears))
+        watched.append(WatchedLayer(layer.index, layer.shape, linears, norm_weights(layer)))
     return watched

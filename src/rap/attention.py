@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .errors import UnsupportedModelError
 from .families import sliding_window
 from .norms import KeptNorm, normalise_dense, select_channels
 from .rope import gather_pairs, pair_table, rotate_pairs
@@ -213,6 +214,10 @@ def _take_norms(attention: Any, dense: nn.Module) -> None:
     norm, shape = attention.norm, attention.dense_shape
     if norm is None:
         return
+    if norm.one_module_per_head and not attention.exact_norm:
+        raise UnsupportedModelError(
+            "this family has a norm module per head, which cannot be cut: plan with qk_norm='exact'"
+        )
     heads = (shape.num_heads, shape.num_kv_heads)
     names = norm_names(norm, exact=attention.exact_norm)
     for name, old, count in zip(names, norm.names, heads, strict=True):

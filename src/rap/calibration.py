@@ -153,17 +153,21 @@ def _backward_pass(
     position = [0]
     watching = _parameters(statistics)
 
-    def consume(watchers: tuple[WatchedLayer, str, list], parameter: Tensor) -> None:
-        layer, role, interested = watchers
+    def consume(watchers: list[_Watcher], parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        for layer, role, rows, interested in watchers:
+            taken = slice(None) if rows is None else rows.to(gradient.device)
+            check(layer, role, gradient[taken])
+            for statistic in interested:
+                statistic.see(role, parameter[taken], gradient[taken])
+
+    def check(layer: WatchedLayer, role: str, gradient: Tensor) -> None:
         if not torch.isfinite(gradient).all():
             raise CalibrationError(
                 f"layer {layer.index}, window {position[0]}: the gradient of {role}_proj is not "
                 "finite: calibrate in float32 or bfloat16, and check the weights"
             )
-        for statistic in interested:
-            statistic.see(role, parameter, gradient)
 
     device = model.get_input_embeddings().weight.device
     trainable = [parameter for parameter, _ in watching]
@@ -193,18 +197,25 @@ def _backward_pass(
                 bar.advance(task, ids.numel())
 
 
+# A layer's role, the rows of the parameter that have it (None: all), and who wants its gradient.
+_Watcher = tuple[WatchedLayer, str, Tensor | None, list[BackwardStatistic]]
+
+
 def _parameters(
     statistics: list[tuple[WatchedLayer, BackwardStatistic]],
-) -> list[tuple[Tensor, tuple[WatchedLayer, str, list[BackwardStatistic]]]]:
-    """Every parameter whose gradient is wanted, its layer and role, and who wants it."""
-    wanted: dict[Tensor, tuple[WatchedLayer, str, list[BackwardStatistic]]] = {}
+) -> list[tuple[Tensor, list[_Watcher]]]:
+    """Every parameter whose gradient is wanted, and its watchers: k and v may share one."""
+    wanted: dict[tuple[Tensor, str], _Watcher] = {}
     for layer, statistic in statistics:
         for role in "kv":
-            linear = layer.linears[role]
+            part = layer.linears[role]
+            linear, rows = getattr(part, "linear", part), getattr(part, "rows", None)
             for parameter in (linear.weight, linear.bias if statistic.biases else None):
                 if parameter is not None:
-                    wanted.setdefault(parameter, (layer, role, []))[2].append(statistic)
-    return list(wanted.items())
+                    watcher = wanted.setdefault((parameter, role), (layer, role, rows, []))
+                    watcher[3].append(statistic)
+    parameters = list(dict.fromkeys(parameter for parameter, _ in wanted))
+    return [(p, [wanted[p, role] for role in "kv" if (p, role) in wanted]) for p in parameters]
 
 
 def _loss(model: Any, ids_BT: Tensor) -> Tensor:

@@ -143,6 +143,11 @@ def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
     return found
 
 
+def layer_frequencies(model: Any, layer: AttentionLayer) -> Tensor:
+    """Angular frequency per position of every pair of a layer, float64 [P]."""
+    return frequency_buffer(rotary_module(model), layer.module).detach().double().cpu()
+
+
 def rotates(spec: AttentionSpec, attention: nn.Module) -> bool:
     """Whether this layer of the dense model rotates queries and keys (False: NoPE)."""
     return spec.rotates is None or spec.rotates(attention)
@@ -156,6 +161,24 @@ def sliding_window(spec: AttentionSpec, attention: nn.Module) -> int | None:
         return None
     source = attention if spec.sliding_window_from == "module" else attention.config
     return getattr(source, "sliding_window", None)
+
+
+def norm_weights(layer: AttentionLayer) -> tuple[Tensor, ...]:
+    """The factors [H, D] and [G, D] by which normalised q and k are multiplied; () without norm."""
+    norm, shape = layer.norm, layer.shape
+    if norm is None or shape is None:
+        return ()
+    found = []
+    for name, heads in zip(norm.names, (shape.num_heads, shape.num_kv_heads), strict=True):
+        module = getattr(layer.module, name)
+        parts = [module] if not norm.one_module_per_head else module.norms
+        stored = [part.weight for part in parts if getattr(part, "weight", None) is not None]
+        factors = torch.cat(
+            [w.detach().reshape(-1, shape.head_dim) for w in stored]
+            or [torch.ones(1, shape.head_dim)]
+        )
+        found.append((factors + norm.weight_offset).expand(heads, -1))
+    return tuple(found)
 
 
 class ProjectionPart:

@@ -134,10 +134,11 @@ def decide(
         calibration, tokenizer, num_windows=num_windows, window=window, seed=seed
     )
     check_windows(model, windows)
-    if progress and method.needs:
-        estimate = describe_memory(estimate_memory(model, windows, method.needs))
+    needs = method.needs_for(model)
+    if progress and needs:
+        estimate = describe_memory(estimate_memory(model, windows, needs))
         Console(stderr=True).print(estimate, soft_wrap=True)
-    statistics = calibrate(model, windows, method.needs, progress=progress)
+    statistics = calibrate(model, windows, needs, progress=progress)
     return Decision(method.plan(model, statistics), model, tokenizer)
 
 

@@ -1,10 +1,12 @@
 """What every method is: a dataclass of hyper-parameters that plans, and applies its plan."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..allocation import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
@@ -14,14 +16,15 @@ from ..families import (
     attention_layers,
     attention_spec,
     base_model_type,
+    layer_frequencies,
     projections,
     refuse_pruned,
-    rotary_module,
 )
 from ..fingerprint import fingerprint_model
 from ..plan import LayerPlan, Plan
-from ..rope import AttentionShape, read_frequencies
+from ..rope import AttentionShape
 from ..scoring import LayerScores, Named
+from ..specs import NORM_MODES
 from ..statistics import Statistics
 
 # Kernels of attention and matrix products lose their fast paths at widths that are no multiple of
@@ -35,11 +38,15 @@ class DenseLayers:
     """What a method may look at beside statistics, per layer (None: no attention).
 
     `weights` maps the roles q, k, v, o to matrices as in nn.Linear, `frequencies` is float64 [P].
+    `mixes_keys` is false where a norm stands between key projection and rotation, `mixes_values`
+    where a gate multiplies single channels of the output.
     """
 
     shapes: Sequence[AttentionShape | None]
     weights: Sequence[Named | None]
     frequencies: Tensor
+    mixes_keys: Sequence[bool]
+    mixes_values: Sequence[bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,11 @@ class Method(ABC):
     def needs(self) -> frozenset[str]:
         """The statistics that calibration must collect for this method."""
 
+    def needs_for(self, model: Any) -> frozenset[str]:
+        """`needs`, and the energies that stand for the dense head where queries are normalised."""
+        normalised = any(layer.norm is not None for layer in attention_layers(model))
+        return self.needs | ({"energy"} if normalised else frozenset())
+
     @abstractmethod
     def plan(self, model: Any, statistics: Statistics) -> Plan:
         """Decide what every layer of the dense `model` keeps; the model is not changed."""
@@ -82,15 +94,20 @@ class PairPruning(Method):
     budget: `adaptive` gives layers widths in proportion to their score, `uniform` all the same.
     key_share: K's part of the budget, 0.5 for as many channels of K as of V, or `pooled`.
     align: widths are multiples of this many channels; None is 8 for heads of 64 and wider, else 1.
+    qk_norm: where queries and keys are normalised, `exact` keeps all their rows for the norm, and
+        `constant` cuts them too, with a constant for what the norm then misses (rap.norms).
     """
 
     budget: Budget = "adaptive"
     key_share: KeyShare = 0.5
     align: int | None = None
+    qk_norm: str = "constant"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self.key_share, 1 if self.align is None else self.align)
+        if self.qk_norm not in NORM_MODES:
+            raise RapError(f"unknown qk_norm {self.qk_norm!r}: use {' or '.join(NORM_MODES)}")
 
     @abstractmethod
     def importance(
@@ -111,12 +128,23 @@ class PairPruning(Method):
         dense = dense_layers(model)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
         return Plan(
-            layers=tuple(self.cut_layers(scores, statistics, dense)),
+            layers=tuple(
+                _with_ratios(layer, shape, found)
+                if layer is not None and shape is not None
+                else None
+                for layer, shape, found in zip(
+                    self.cut_layers(scores, statistics, dense),
+                    dense.shapes,
+                    statistics.layers,
+                    strict=True,
+                )
+            ),
             shapes=tuple(dense.shapes),
             model_type=base_model_type(model.config),
             retain=self.retain,
             dense_fingerprint=fingerprint,
             method=self.describe(),
+            qk_norm=self.qk_norm,
         )
 
     def budgets(
@@ -146,6 +174,20 @@ class PairPruning(Method):
         return ALIGNED_WIDTH if narrowest >= ALIGN_FROM_HEAD_DIM else 1
 
 
+def _with_ratios(layer: LayerPlan, shape: AttentionShape, found: Named | None) -> LayerPlan:
+    """The plan with the energy of all channels over that of kept ones, where it was measured."""
+    if found is None or "raw_energy_k" not in found or layer.key_mix_GMP2 is not None:
+        return layer
+    pairs, rotary = layer.frequency_GM.long(), shape.geometry.num_pairs
+    kept_GW = torch.cat([pairs, pairs + rotary, layer.free_GN.long() + 2 * rotary], dim=1)
+    ratios = {}
+    for name, energy in (("query_ratio_H", "raw_energy_q"), ("key_ratio_G", "raw_energy_k")):
+        all_HD = found[energy]
+        kept_HW = kept_GW.repeat_interleave(len(all_HD) // len(kept_GW), 0)
+        ratios[name] = all_HD.sum(1) / all_HD.gather(1, kept_HW).sum(1)
+    return dataclasses.replace(layer, **ratios)
+
+
 def dense_layers(model: Any) -> DenseLayers:
     """Shapes, weights and frequencies of a dense model; nothing is copied but the frequencies."""
     spec = attention_spec(model.config)
@@ -158,5 +200,7 @@ def dense_layers(model: Any) -> DenseLayers:
             else None
             for layer in layers
         ],
-        frequencies=read_frequencies(rotary_module(model)),
+        frequencies=layer_frequencies(model, next(item for item in layers if item.shape)),
+        mixes_keys=[layer.norm is None for layer in layers],
+        mixes_values=[spec.gate is None for _ in layers],
     )

@@ -24,8 +24,10 @@ class Rap(PairPruning):
     """RAP, from the paper's cut to the better ones at the same cost.
 
     score: importance of pairs and channels, one of rap.scoring.SCORES.
-    keys: `pairs` keeps dense pairs (the paper), `fold` compresses groups of slow pairs together.
-    values: `channels` keeps dense channels (the paper), `subspace` the best directions.
+    keys: `pairs` keeps dense pairs (the paper), `fold` compresses groups of slow pairs together,
+        in every layer whose keys are not normalised before they rotate; those keep pairs.
+    values: `channels` keeps dense channels (the paper), `subspace` the best directions, except in
+        layers whose output is gated channel by channel; those keep channels.
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error.
     context: distance in tokens over which folded pairs may drift; None is the calibration window.
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
@@ -71,8 +73,7 @@ class Rap(PairPruning):
     @property
     def needs(self) -> frozenset[str]:
         """What the score, the folding and the subspace ask of calibration."""
-        chosen = self.keys == "pairs" or self.values == "channels" or self.budget == "adaptive"
-        needs = SCORES[self.score].needs if chosen else frozenset()
+        needs = SCORES[self._ranking].needs
         by_error = self.budget == "error"
         if self.keys == "fold" or by_error:
             needs |= {"pairs"}
@@ -80,15 +81,20 @@ class Rap(PairPruning):
             needs |= {"values"}
         return needs
 
+    @property
+    def _ranking(self) -> str:
+        """The score in use: folded keys, value subspaces and equal widths need no gradients."""
+        chosen = self.keys == "pairs" or self.values == "channels" or self.budget == "adaptive"
+        return self.score if chosen else "energy"
+
     def importance(
         self,
         statistics: Sequence[Named | None],
         weights: Sequence[Named | None],
         shapes: Sequence[AttentionShape | None],
     ) -> list[LayerScores | None]:
-        """Scores by the chosen rule; without calibration for it, budgets are not score-led."""
-        usable = self.score if SCORES[self.score].needs <= self.needs else "magnitude"
-        return score_layers(usable, statistics, weights, shapes, self.seed)
+        """Scores by the chosen rule, or by energy where they rank no more than free channels."""
+        return score_layers(self._ranking, statistics, weights, shapes, self.seed)
 
     def budgets(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
@@ -126,7 +132,7 @@ class Rap(PairPruning):
             found = found or {}
             fields = layer.tensors()
             fields |= keys[index]
-            if self.values == "subspace":
+            if self.values == "subspace" and dense.mixes_values[index]:
                 weights = dense.weights[index]
                 assert weights is not None
                 del fields["channels_GC"]
@@ -145,7 +151,7 @@ class Rap(PairPruning):
         if self.keys == "fold":
             moments = [
                 _pair_moments(statistics.layers[index] or {})
-                if layer is not None and layer.num_pairs
+                if layer is not None and layer.num_pairs and dense.mixes_keys[index]
                 else None
                 for index, layer in enumerate(plain)
             ]
@@ -234,7 +240,8 @@ def _width_errors(dense: DenseLayers, index: int, found: Named, context: int) ->
     values = weighted_subspace(found["value_moment"].double(), gram, 1).singular.square().sum(0)
     lost_values = _tails(values)[::2]
     query, key = _pair_moments(found)
-    slots = sum(spectrum(q, k, dense.frequencies, context) for q, k in zip(query, key, strict=True))
+    heads = [spectrum(q, k, dense.frequencies, context) for q, k in zip(query, key, strict=True)]
+    slots = sum(heads[1:], start=heads[0])
     lost_logits = _tails(slots) / (shape.head_dim * shape.num_heads)
     steps = shape.head_dim // 2
     at = [round(step * shape.geometry.num_pairs / steps) for step in range(steps + 1)]
