@@ -7,7 +7,7 @@ import rap
 from models import random_tokens, tiny_model
 from rap.allocation import allocate_by_error
 
-NEEDS = {"fisher", "pairs", "values"}
+NEEDS = {"fisher", "energy", "pairs", "values"}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_spending_by_error_is_the_best_split() -> None:
     ("settings", "needs"),
     [
         ({"keys": "pairs", "values": "channels"}, {"fisher"}),
-        ({"keys": "fold", "budget": "uniform"}, {"pairs", "values"}),
+        ({"keys": "fold", "budget": "uniform"}, {"energy", "pairs", "values"}),
         ({"keys": "fold", "budget": "adaptive"}, {"fisher", "pairs", "values"}),
         ({"keys": "pairs", "budget": "error"}, {"fisher", "pairs", "values"}),
         ({"keys": "pairs", "score": "magnitude"}, {"values"}),
