@@ -67,23 +67,7 @@ class RapAttention(nn.Module):
         index.weight_loader = self._load_frequency_index
         self.frequency_index = index
         self.add_norms(config)
-        window = sliding_window(config, extract_layer_index(prefix))
-        backend = _backend(self.head_dim, cache_config, window)
-        self.cache_width = padded_width(
-            layout.width, lambda size: _accepts(backend, size, cache_config), backend.get_name()
-        )
-        self.attn = Attention(
-            self.num_heads,
-            self.cache_width,
-            self.head_dim**-0.5,
-            num_kv_heads=self.num_kv_heads,
-            cache_config=cache_config,
-            quant_config=quant_config,
-            per_layer_sliding_window=window,
-            attn_type=attn_type,
-            prefix=f"{prefix}.attn",
-            attn_backend=backend,
-        )
+        self._add_cache(config, cache_config, quant_config, attn_type)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Attention of [T, E] at `positions` [T]."""
@@ -101,6 +85,28 @@ class RapAttention(nn.Module):
         mixed = mixed.unflatten(-1, (heads, -1))[..., : layout.value_width]
         output, _ = self.o_proj(mixed.flatten(1))
         return output
+
+    def _add_cache(self, config: Any, cache_config: Any, quant_config: Any, attn_type: str) -> None:
+        """vLLM's attention over a cache of the smallest head size that its backend takes."""
+        window = sliding_window(config, extract_layer_index(self.prefix))
+        backend = _backend(self.head_dim, cache_config, window)
+        self.cache_width = padded_width(
+            self.layout.width,
+            lambda size: _accepts(backend, size, cache_config),
+            backend.get_name(),
+        )
+        self.attn = Attention(
+            self.num_heads,
+            self.cache_width,
+            self.head_dim**-0.5,
+            num_kv_heads=self.num_kv_heads,
+            cache_config=cache_config,
+            quant_config=quant_config,
+            per_layer_sliding_window=window,
+            attn_type=attn_type,
+            prefix=f"{self.prefix}.attn",
+            attn_backend=backend,
+        )
 
     def width_before_norm(self, config: Any) -> int:
         """Channels of a projected query or key head; QK-norm may need more than are kept."""
@@ -167,6 +173,7 @@ def _pad(x: Tensor, width: int) -> Tensor:
 
 
 def sliding_window(config: Any, layer: int) -> int | None:
+    """The layer's own sliding window; vLLM adds one that the whole model has."""
     kinds = getattr(config, "layer_types", None)
     return config.sliding_window if kinds and kinds[layer] == "sliding_attention" else None
 
