@@ -26,11 +26,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rap.evaluation import documents
+from rap.evaluation.documents import Document
 
 SHAPE = LlamaConfig(
     vocab_size=4096,
@@ -55,8 +57,8 @@ WEIGHTS = [1.0, 0.0, 4.0, 1.0, 0.0]  # of the loss: text, stated, answer, copied
 class Recipe:
     """Hyper-parameters; every one is a flag. Curricula are functions of the progress in [0, 1]."""
 
-    minutes: float = 0.0
-    tokens: float = 0.0
+    minutes: float = 0.0  # budget in time, or
+    tokens: float = 0.0  # in tokens
     seed: int = 0
     batch: int = 8192  # tokens per step
     micro: int = 4096  # tokens per forward pass
@@ -77,14 +79,17 @@ class Recipe:
         """Longest distance asked for; it grows over the first part of the run to most of a row."""
         return int(min(length * 0.85, 32 * (length / 32) ** min(1.0, progress / 0.13)))
 
-    def synthetic(self, progress: float) -> float:
-        """Share of rows that are synthetic."""
-        return float(np.interp(progress, [0.0, 0.1, 0.2, 0.7, 0.8], [0.6, 0.5, 0.2, 0.15, 0.2]))
+    def shares(self, progress: float) -> list[float]:
+        """Shares of rows with recall and with copies, and of copies that are shuffled tokens."""
+        points = [0.0, 0.1, 0.2, 0.75, 0.8]
+        recalls, copies = [0.3, 0.25, 0.1, 0.1, 0.06], [0.3, 0.25, 0.1, 0.1, 0.24]
+        shuffled = [0.5, 0.5, 0.5, 0.5, 0.2]
+        return [float(np.interp(progress, points, y)) for y in (recalls, copies, shuffled)]
 
     def lr_at(self, progress: float) -> float:
         """Warm-up, plateau, linear cool-down."""
-        left = (1.0 - progress) / self.cooldown
-        return self.lr * max(0.01, min(1.0, (progress + 1e-4) / self.warmup, left))
+        warm, left = (progress + 1e-4) / self.warmup, (1.0 - progress) / self.cooldown
+        return self.lr * max(0.01, min(1.0, warm, left))
 
 
 def read_texts(path: Path) -> Iterator[str]:
@@ -117,11 +122,11 @@ class Rows:
         self.stream, self.recipe = stream, recipe
         self.writer = documents.FactWriter(tokenizer)
 
-    def text_ids(self, rng: np.random.Generator, length: int) -> np.ndarray:
+    def text_ids(self, rng: Generator, length: int) -> np.ndarray:
         start = int(rng.integers(0, len(self.stream) - length))
         return np.array(self.stream[start : start + length], np.int64)
 
-    def recall_row(self, rng: np.random.Generator, length: int, reach: int) -> documents.Document:
+    def recall_row(self, rng: Generator, length: int, reach: int) -> Document:
         """Text with facts, each asked for once, near ones more often than far ones."""
         filler = self.text_ids(rng, length)
         most = min(length // 28, len(self.writer.names))
@@ -134,13 +139,13 @@ class Rows:
             events.append((min(start + distance, length), *self.writer.question(name, number)))
         return documents.interleave(filler, events)
 
-    def copy_row(self, rng: np.random.Generator, length: int, reach: int) -> documents.Document:
-        """Passages read twice, with text between; half of them are shuffled tokens."""
+    def copy_row(self, rng: Generator, length: int, reach: int, shuffled: float) -> Document:
+        """Passages read twice, with text between; a share of them is shuffled tokens."""
         ids, kinds, done = [], [], 0
         while done < length:
             size = int(math.exp(rng.uniform(math.log(8), math.log(max(reach / 2, 16)))))
             gap = int(rng.integers(0, max(reach - size, 1)))
-            noise = rng.random() < 0.5
+            noise = rng.random() < shuffled
             passage = self.text_ids(rng, 4 * size if noise else size)
             if noise:
                 passage = rng.permutation(passage)[:size]
@@ -148,24 +153,21 @@ class Rows:
             kinds += [np.full(size, NOISE if noise else 0), np.zeros(gap), np.full(size, COPIED)]
             kinds[-1][0] = NOISE  # where the repetition starts cannot be known
             done += 2 * size + gap
-        return documents.Document(np.concatenate(ids), np.concatenate(kinds).astype(np.int64))
+        return Document(np.concatenate(ids), np.concatenate(kinds).astype(np.int64))
 
     def batch(self, step: int, progress: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and kinds [B, T + 1] of a step."""
         rng = np.random.default_rng([self.recipe.seed, step])
         length = self.recipe.length(step, progress)
         reach = self.recipe.reach(length, progress)
-        share, rows = self.recipe.synthetic(progress), []
+        (recalls, copies, shuffled), rows = self.recipe.shares(progress), []
         for _ in range(self.recipe.batch // length):
-            draw = rng.random()
-            if draw < share / 2:
+            if (draw := rng.random()) < recalls:
                 row = self.recall_row(rng, length + 1, reach)
-            elif draw < share:
-                row = self.copy_row(rng, length + 1, reach)
+            elif draw < recalls + copies:
+                row = self.copy_row(rng, length + 1, reach, shuffled)
             else:
-                row = documents.Document(
-                    self.text_ids(rng, length + 1), np.zeros(length + 1, np.int64)
-                )
+                row = Document(self.text_ids(rng, length + 1), np.zeros(length + 1, np.int64))
             rows.append((row.ids[: length + 1], row.kinds[: length + 1]))
         ids, kinds = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return ids, kinds
@@ -287,10 +289,9 @@ def main() -> None:
     torch.manual_seed(recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(args["tokenizer"])
     stream = token_file(args["text"], tokenizer, args["output"] / "tokens.bin")
+    model = LlamaForCausalLM(SHAPE)
     if args["init"]:
         model = AutoModelForCausalLM.from_pretrained(args["init"], dtype=torch.float32)
-    else:
-        model = LlamaForCausalLM(SHAPE)
     Trainer(model, recipe, args["output"]).run(Rows(stream, tokenizer, recipe), tokenizer)
 
 
