@@ -36,6 +36,10 @@ Changes = Annotated[
     typer.Option("--set", help="Setting of the preset to change, such as steps=100; repeat."),
 ]
 
+TeacherMap = Annotated[
+    str | None, typer.Option("--device-map", help="Placement of a large teacher, such as auto.")
+]
+
 
 def add_commands(app: typer.Typer) -> None:
     """Register this module's commands."""
@@ -52,6 +56,7 @@ def recover_command(
     evaluate: options.Evaluate = "bundled",
     dtype: options.Dtype = "auto",
     teacher_dtype: Annotated[str, typer.Option(help="As --dtype, for the teacher.")] = "auto",
+    device_map: TeacherMap = None,
     seed: options.Seed = 0,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -62,8 +67,8 @@ def recover_command(
     chosen = _configured(recipe, changes or [], seed)
     plan, old_report = _read(pruned)
     tokenizer = load_tokenizer(pruned)
-    small = load(pruned, dtype=dtype)
-    dense = load_dense(resolve_source(teacher), dtype=teacher_dtype)
+    small = load(pruned, dtype=dtype, **_placement(None))
+    dense = load_dense(resolve_source(teacher), dtype=teacher_dtype, **_placement(device_map))
     shown = None if evaluate == "none" else evaluate
     held_out = evaluation_tokens(shown, tokenizer) if shown is not None else None
     recovered, recovery = recover_stage(
@@ -97,6 +102,13 @@ def recover_command(
     save(recovered, plan, output, tokenizer, report=report, force=force)
     finish(work_folder(output))
     _say(report, output, as_json)
+
+
+def _placement(device_map: str | None) -> dict[str, Any]:
+    """Every process works on a device of its own; only the teacher may be spread over several."""
+    device = processes().device
+    chosen = device_map or (str(device) if device.type != "cpu" else None)
+    return {"device_map": chosen} if chosen else {}
 
 
 def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | None:

@@ -73,7 +73,7 @@ def distill(
         arguments = _arguments(config, len(windows), work)
         checkpoint = _begin(work, small, teacher, windows, validation, config)
         student = copy.deepcopy(small).to(arguments.device)
-        if not getattr(teacher, "hf_device_map", None):
+        if not _is_spread(teacher):
             teacher.to(arguments.device)
         before = _held_out(student, validation)
         adapted = add_adapters(student, config)
@@ -95,6 +95,10 @@ def distill(
     if not after < before:
         return Distillation(small, report)
     return Distillation(_as_found(merged, small), report)
+
+
+def _is_spread(model: Any) -> bool:
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
 def _temporary(stack: ExitStack) -> Path:
@@ -144,6 +148,8 @@ def _check(
             f"the student has a vocabulary of {sizes[0]} and the teacher one of {sizes[1]}: "
             "distillation compares token by token, give the dense model the student was cut from"
         )
+    if _is_spread(small):
+        raise RapError("the student is spread over several devices: load it on one to train it")
     low, high = int(windows.min()), int(windows.max())
     if low < 0 or high >= sizes[0]:
         raise RapError(
