@@ -61,6 +61,33 @@ def test_stock_logits_are_the_pruned_model_s(family, rope):
         torch.testing.assert_close(stock(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_folded_slots_repeat_a_frequency():
+    """Every head fills one shared list of slots with directions of its own, values a subspace."""
+    model, slots = family_model("llama"), torch.tensor([[0, 1, 4, 6, 6]] * 2, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    layers = [
+        LayerPlan(
+            frequency_GM=slots,
+            free_GN=torch.empty(2, 0, dtype=torch.int32),
+            query_mix_GMP2=random(2, 5, 8, 2) / 3,
+            key_mix_GMP2=random(2, 5, 8, 2) / 3,
+            value_down_GCD=random(2, 10, 16) / 4,
+            value_up_GDC=random(2, 16, 10) / 4,
+        )
+        for _ in attention_layers(model)
+    ]
+    small = apply(model, plan_of(model, layers))
+    ids = random_tokens(2, 100)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            stock_model(small)(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4
+        )
+
+
 def test_stock_logits_in_float64():
     small = stock_profile(family_model("llama", dtype=torch.float64))
     small.model.rotary_emb.double()
