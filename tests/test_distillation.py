@@ -18,6 +18,7 @@ from rap.recovery import distillation, runs
 from rap.recovery.adapters import add_adapters, merge
 from rap.recovery.config import RecoveryConfig
 from rap.recovery.distillation import distill
+from rap.recovery.matching import attention_outputs, matching_loss
 from rap.recovery.trainer import BadSteps, DistillationTrainer
 
 CONFIG = RecoveryConfig(
@@ -264,6 +265,26 @@ def test_the_micro_batch_changes_nothing(models):
     states = [f.model.state_dict() for f in found]
     for name, tensor in states[0].items():
         assert (tensor.float() - states[1][name].float()).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_matching_brings_attention_outputs_closer(models, checkpointing):
+    dense, small = models
+    changes = {"steps": 10, "match_steps": 10, "learning_rate": 2e-2, "global_batch": 16}
+    config = replace(CONFIG, **changes, gradient_checkpointing=checkpointing)
+    found = distill(small, dense, WINDOWS, config, validation=VALIDATION)
+    losses = [entry["loss"] for entry in found.report["history"] if "loss" in entry]
+    outputs = []
+    for model in (dense, small):
+        with torch.no_grad(), attention_outputs(model) as layers:
+            model(input_ids=WINDOWS)
+        outputs.append(layers)
+    error = float(matching_loss(outputs[1], outputs[0]))
+    # The first step sees half of the windows, before any change.
+    assert losses[0] == pytest.approx(error, rel=0.2)
+    assert losses[-1] < 0.9 * losses[0]
+    by_hand = [((a - b).norm() / b.norm()) ** 2 for a, b in zip(*outputs[::-1], strict=True)]
+    assert error == pytest.approx(float(sum(by_hand)) / len(by_hand), rel=1e-5)
 
 
 class Poisoned(DistillationTrainer):

@@ -22,7 +22,8 @@ class RecoveryConfig:
 
     Text: `num_windows` windows of `window` tokens (None: all there are), of which one in ten, at
     most `validation_windows`, is held out where no validation text is given. Length: `epochs`, or
-    `steps` optimizer steps if given, each over `global_batch` windows in micro batches of
+    `steps` optimizer steps if given, of which the first `match_steps` match attention outputs layer
+    by layer instead of logits; each over `global_batch` windows in micro batches of
     `micro_batch` windows per device. Every `evaluate_every` steps (None: every epoch) the held-out
     perplexity is measured and a checkpoint is written.
 
@@ -36,6 +37,7 @@ class RecoveryConfig:
     validation_windows: int = 64
     epochs: int = 20
     steps: int | None = None
+    match_steps: int = 0
     global_batch: int = 128
     micro_batch: int = 8
     evaluate_every: int | None = None
@@ -75,7 +77,7 @@ class RecoveryConfig:
         self._check("window", self.window >= 2, "a window predicts from its second token on")
         for name in ("learning_rate", "temperature", "alpha", "clip"):
             self._check(name, getattr(self, name) > 0, "give a positive number")
-        for name in ("ce_weight", "kl_weight", "weight_decay"):
+        for name in ("ce_weight", "kl_weight", "weight_decay", "match_steps", "warmup_steps"):
             self._check(name, getattr(self, name) >= 0, "give zero or a positive number")
         self._check("dropout", 0 <= self.dropout < 1, "give a share from 0 up to 1")
         self._check("kl_weight", self.ce_weight + self.kl_weight > 0, "with ce_weight 0 no loss")

@@ -3,15 +3,13 @@
 Shapes: B batch, T tokens, N = B (T - 1) predicted tokens, E model dim.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     PrinterCallback,
     ProgressCallback,
@@ -29,6 +27,7 @@ from ..evaluation.perplexity import perplexity
 from .config import RecoveryConfig
 from .data import Windows
 from .loss import Head, distillation_loss
+from .matching import attention_outputs, last_outputs, matching_loss
 from .runs import COMPLETE
 
 MAX_BAD_STEPS = 3
@@ -100,24 +99,41 @@ class DistillationTrainer(Trainer):
         ]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The distillation loss of a batch of windows [B, T]; logits exist a chunk at a time."""
+        """The loss of a batch of windows [B, T]; logits exist a chunk at a time."""
         ids_BT = inputs["input_ids"]
         student = self.accelerator.unwrap_model(model).get_base_model()
+        if self.state.global_step < self.config.match_steps:
+            return self._match(model, student, ids_BT)
         name, decoder = decoder_of(student)
-        teacher_name, teacher_decoder = decoder_of(self.teacher)
-        with torch.no_grad():
-            device = self.teacher.get_input_embeddings().weight.device
-            teacher_BTE = teacher_decoder(input_ids=ids_BT.to(device), use_cache=False)[0]
-        # Through the wrapper, or data parallelism would not average the gradients.
-        with _last_hidden_state(decoder) as found:
-            model(input_ids=ids_BT, use_cache=False, logits_to_keep=1)
+        teacher_name, _ = decoder_of(self.teacher)
+        teacher_BTE = self._teach(ids_BT)
+        with last_outputs([decoder]) as hidden:
+            self._run(model, ids_BT)
         return distillation_loss(
-            found[0][:, :-1].flatten(0, 1),
+            hidden[0][:, :-1].flatten(0, 1),
             teacher_BTE[:, :-1].flatten(0, 1),
             ids_BT[:, 1:].flatten(),
             (logits_head(student, name), logits_head(self.teacher, teacher_name)),
             self.config,
         )
+
+    def _match(self, model: Any, student: Any, ids_BT: Tensor) -> Tensor:
+        with attention_outputs(self.teacher) as wanted:
+            self._teach(ids_BT)
+        with attention_outputs(student) as outputs:
+            self._run(model, ids_BT)
+            # A copy: checkpointing runs the layers again while gradients are computed.
+            return matching_loss(list(outputs), wanted)
+
+    def _run(self, model: Any, ids_BT: Tensor) -> None:
+        # Through the wrapper, or data parallelism would not average the gradients.
+        model(input_ids=ids_BT, use_cache=False, logits_to_keep=1)
+
+    @torch.no_grad()
+    def _teach(self, ids_BT: Tensor) -> Tensor:
+        """The teacher's last hidden states [B, T, E]."""
+        device = self.teacher.get_input_embeddings().weight.device
+        return decoder_of(self.teacher)[1](input_ids=ids_BT.to(device), use_cache=False)[0]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Held-out perplexity of the student, in its own precision."""
@@ -235,14 +251,3 @@ def logits_head(model: Any, name: str) -> Head:
         return head_logits(model, name, output)[0]
 
     return logits
-
-
-@contextmanager
-def _last_hidden_state(decoder: nn.Module) -> Iterator[list[Tensor]]:
-    """A list that receives the decoder's output [B, T, E] of every call inside."""
-    found: list[Tensor] = []
-    handle = decoder.register_forward_hook(lambda module, inputs, output: found.append(output[0]))
-    try:
-        yield found
-    finally:
-        handle.remove()
