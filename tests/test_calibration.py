@@ -142,7 +142,9 @@ def test_partial_statistics_equal_those_collected_together(model, windows, stati
         assert alone.needs == {need}
         for mine, theirs in zip(alone.layers, statistics.layers, strict=True):
             for name, tensor in mine.items():
-                torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-9)
+                # Sums over tokens in another order: float32 rounding of the largest entry.
+                rounding = 1e-6 * float(theirs[name].abs().max())
+                torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=rounding)
 
 
 def test_checkpointing_changes_nothing(model, windows, statistics):
@@ -360,7 +362,12 @@ def test_the_memory_estimate_counts_what_is_held(model, windows):
     assert found["total"] == sum(size for name, size in found.items() if name != "total")
     dense = estimate_memory(model, windows, {"fisher"}, checkpointing=False)
     assert dense["activations"] > found["activations"]
-    assert estimate_memory(model, windows, {"energy"})["total"] == 0
+    forward = estimate_memory(model, windows, {"values", "pairs"})
+    heads, width, pairs = 2, model.config.head_dim, model.config.head_dim // 2
+    moments = 4 * (heads * width**2 + 2 * 2 * heads * pairs**2)
+    assert forward["accumulators"] == model.config.num_hidden_layers * moments
+    assert forward["gradients"] == forward["logits"] == 0
+    assert forward["activations"] > 0
     line = describe_memory(found)
     assert line.startswith("calibration needs about 0.")
     assert "\n" not in line

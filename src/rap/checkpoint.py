@@ -136,9 +136,19 @@ def whole_directory(output: str | Path, *, force: bool = False) -> Iterator[Path
     partial.mkdir()
     try:
         yield partial
+        _open_to_readers(partial)
         _move_into_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """safetensors writes files for their owner alone; a server often runs as another user."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.iterdir():
+        if file.is_file():
+            file.chmod(0o666 & ~mask)
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -5,7 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .accumulators import BACKWARD, check_needs, watched_layers
+from .accumulators import BACKWARD, FORWARD, check_needs, watched_layers
+from .rope import AttentionShape
+
+FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 
 
 def estimate_memory(
@@ -15,8 +18,8 @@ def estimate_memory(
 
     Exact for `accumulators` and `gradients` (the largest one: each is freed as it comes), an upper
     estimate for `logits` (one window, in float32 with its gradient) and `activations` (all layers'
-    inputs, or everything without checkpointing, and one layer's inside). Statistics without
-    gradients hold one layer's activations of a batch instead, which is less.
+    inputs, or everything without checkpointing, and one layer's inside; for statistics that need no
+    gradients one layer's inside for a batch of windows).
     """
     needs = check_needs(needs)
     layers = watched_layers(model)
@@ -27,13 +30,23 @@ def estimate_memory(
     inner = 6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 0)
     inner += max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
     kept = config.hidden_size if checkpointing else inner
+    batch = min(FORWARD_BATCH, len(windows)) if needs & {*FORWARD} else 0
+    activations = [tokens * size * (kept * len(layers) + inner)] if backward else [0]
     estimate = {
-        "accumulators": 4 * sum(weight.numel() for weight in weights) if "fisher" in needs else 0,
+        "accumulators": 4 * sum(weight.numel() for weight in weights) * ("fisher" in needs)
+        + sum(_moments(layer.shape, needs) for layer in layers),
         "gradients": max((w.numel() * size for w in weights), default=0) if backward else 0,
         "logits": tokens * config.vocab_size * (12 + 2 * size) if backward else 0,
-        "activations": tokens * size * (kept * len(layers) + inner) if backward else 0,
+        "activations": max(*activations, batch * tokens * size * inner),
     }
     return estimate | {"total": sum(estimate.values())}
+
+
+def _moments(shape: AttentionShape, needs: Collection[str]) -> int:
+    """Float32 second moments of a layer: real [G, D, D] of values, complex [G, P, P] of q, k."""
+    values = shape.num_kv_heads * shape.head_dim**2 * ("values" in needs)
+    pairs = 2 * 2 * shape.num_kv_heads * shape.geometry.num_pairs**2 * ("pairs" in needs)
+    return 4 * (values + pairs)
 
 
 def describe_memory(estimate: dict[str, int]) -> str:

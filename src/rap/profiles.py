@@ -4,6 +4,7 @@ Shapes: G KV heads, P pairs.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,34 @@ from .folding import (
     frequency_groups,
     group_directions,
 )
+
+# What an engine's attention takes without padding. vLLM on CPUs declares no size between 32 and 64;
+# a stock export must suit every engine, so it takes the strictest of the usual ones.
+TARGETS = ("any", "cpu", "flash", "stock", "vllm")
+MAX_WIDTHS = 6
+
+
+def target_settings(target: str, head_dim: int, budget: str) -> dict[str, Any]:
+    """Settings of a method whose result the target serves without padding.
+
+    `align` in channels, and `profile` for the stock target. Engines keep metadata per distinct
+    width: where layers differ (a `budget` other than uniform), at most six widths are possible.
+    Raises RapError for an unknown target or a head that leaves no width to choose.
+    """
+    if target not in TARGETS:
+        raise RapError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
+    align = 8 if target == "flash" else 16
+    if target == "cpu" and head_dim <= 64:
+        align = 32
+    if budget != "uniform":
+        while head_dim / align > MAX_WIDTHS:
+            align *= 2
+    if head_dim <= align:
+        raise RapError(
+            f"heads of {head_dim} channels have no smaller width that target {target!r} serves "
+            "without padding: use --align instead"
+        )
+    return {"align": align} | ({"profile": "stock"} if target == "stock" else {})
 
 
 def shared_pairs(score_GP: Sequence[Tensor], num_pairs: int) -> list[int]:

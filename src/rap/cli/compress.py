@@ -15,7 +15,7 @@ from ..provenance import provenance
 from ..recovery.stages import RECOVERIES
 from ..streaming import apply_streamed
 from . import options
-from .options import build_method, console, print_json, print_table
+from .options import build_method, console, for_target, print_json, print_table
 
 Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
 
@@ -40,6 +40,7 @@ def compress_command(
     align: options.Align = None,
     context: options.Context = None,
     profile: options.Profile = None,
+    target: options.Target = None,
     calibration: options.Calibration = "bundled",
     windows: options.NumWindows = 32,
     window: options.Window = 1024,
@@ -53,23 +54,23 @@ def compress_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Compress MODEL to a fraction of its KV cache and write a checkpoint that loads anywhere."""
-    chosen = build_method(
-        method,
-        retain=retain,
-        score=score,
-        budget=budget,
-        keys=keys,
-        values=values,
-        key_share=key_share,
-        align=align,
-        context=context,
-        profile=profile,
-        seed=seed,
-    )
+    wanted: dict[str, Any] = {
+        "retain": retain,
+        "score": score,
+        "budget": budget,
+        "keys": keys,
+        "values": values,
+        "key_share": key_share,
+        "align": align,
+        "context": context,
+        "profile": profile,
+        "seed": seed,
+    }
+    wanted = for_target(target, resolve_source(model), wanted)
     result = compress(
         model,
         output=output,
-        method=chosen,
+        method=build_method(method, **wanted),
         calibration=calibration,
         num_windows=windows,
         window=window,
@@ -82,10 +83,9 @@ def compress_command(
         progress=True,
     )
     if as_json:
-        print_json(result.report)
-        return
-    rows = comparison(result.report)
-    print_table(f"{model} at retain {retain}", ["", "dense", "pruned"], rows)
+        return print_json(result.report)
+    table = comparison(result.report)
+    print_table(f"{model} at retain {retain}", ["", "dense", "pruned"], table)
     console.print(f"wrote {output}; `rap inspect {output}` shows every layer")
 
 
@@ -102,6 +102,7 @@ def plan_command(
     align: options.Align = None,
     context: options.Context = None,
     profile: options.Profile = None,
+    target: options.Target = None,
     calibration: options.Calibration = "bundled",
     windows: options.NumWindows = 32,
     window: options.Window = 1024,
@@ -114,19 +115,19 @@ def plan_command(
 ) -> None:
     """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
     check_output_file(output, force=force)
-    chosen = build_method(
-        method,
-        retain=retain,
-        score=score,
-        budget=budget,
-        keys=keys,
-        values=values,
-        key_share=key_share,
-        align=align,
-        context=context,
-        profile=profile,
-        seed=seed,
-    )
+    wanted: dict[str, Any] = {
+        "retain": retain,
+        "score": score,
+        "budget": budget,
+        "keys": keys,
+        "values": values,
+        "key_share": key_share,
+        "align": align,
+        "context": context,
+        "profile": profile,
+        "seed": seed,
+    }
+    chosen = build_method(method, **for_target(target, resolve_source(model), wanted))
     decision = decide(
         model,
         chosen,

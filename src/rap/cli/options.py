@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoint import write_json
+from ..checkpoint import load_config, write_json
 from ..errors import RapError
 from ..methods import METHODS, Method
+from ..profiles import TARGETS, target_settings
 
 # Plain text in, plain text out: messages name extras and paths with brackets.
 console = Console(stderr=True, markup=False)
@@ -90,6 +91,13 @@ Context = Annotated[
 Profile = Annotated[
     str | None, typer.Option("--profile", help="per-head, or stock for `rap export stock`.")
 ]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help=f"Choose widths that an engine serves without padding: {', '.join(TARGETS)}.",
+    ),
+]
 Calibration = Annotated[
     str,
     typer.Option(
@@ -109,6 +117,19 @@ Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or 
 DeviceMap = Annotated[
     str | None, typer.Option("--device-map", help="Placement of a large model, such as auto.")
 ]
+
+
+def for_target(target: str | None, source: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with what a target asks for; RapError where one was also given by hand."""
+    if target is None:
+        return settings
+    config = load_config(source)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    wanted = target_settings(target, head_dim, settings.get("budget") or "uniform")
+    for name in wanted:
+        if settings.get(name) is not None:
+            raise RapError(f"--target {target} decides {name}: leave --{name} out, or the target")
+    return settings | wanted
 
 
 def build_method(name: str, **settings: Any) -> Method:
