@@ -84,7 +84,7 @@ def shared_slots(small: Any) -> list[int]:
         if entry["values"] != 2 * entry["pairs"] or entry["free"]:
             raise CheckpointError(
                 f"layer {layer} keeps {_describe(entry)}: a stock checkpoint needs keys as wide as "
-                "values, all of them rotating"
+                "values, all of them rotating: use `--profile stock`"
             )
     return _shared_index(small)
 
