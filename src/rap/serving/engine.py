@@ -62,16 +62,18 @@ def require_vllm() -> None:
         raise EngineError("vLLM is not installed: pip install 'rap-kv[serve]'")
 
 
-def engine_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of an engine that is only checked: offline, silent, compiling nothing."""
+def engine_environment(
+    settings: Mapping[str, str] | None = None, *, eager: bool = True
+) -> dict[str, str]:
+    """The environment of an engine that is only checked: quiet and, if eager, compiling nothing."""
+    # Without this, the sampler of an eager engine alone compiles for half a minute.
+    compiling = {"TORCHDYNAMO_DISABLE": "1"} if eager else {}
     return {
         **os.environ,
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Eager models only: otherwise the sampler alone compiles for half a minute.
-        "TORCHDYNAMO_DISABLE": "1",
+        **compiling,
         **(settings or {}),
     }
 
@@ -106,7 +108,7 @@ def run_vllm(
         command = [sys.executable, "-m", "rap.serving.vllm.worker", *map(str, paths)]
         done = subprocess.run(
             command,
-            env=engine_environment(environment),
+            env=engine_environment(environment, eager=job["engine"]["enforce_eager"]),
             capture_output=True,
             text=True,
             timeout=timeout,

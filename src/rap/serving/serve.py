@@ -79,7 +79,10 @@ def running(
     Raises EngineError with vLLM's own message if it dies, or is not ready in `timeout` seconds.
     """
     check_servable(server.source)
-    base = engine_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})})
+    base = engine_environment(
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
+        eager="--enforce-eager" in server.arguments,
+    )
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
             server.command, env=server.environment(base), stdout=log, stderr=subprocess.STDOUT
