@@ -98,7 +98,7 @@ def run_vllm(
         "kv_cache_memory_bytes": GIB,
         "disable_log_stats": True,
     }
-    job = {
+    job: dict[str, Any] = {
         "engine": {"model": str(source), **defaults, **engine},
         "rounds": [vars(each) for each in rounds],
     }
