@@ -7,12 +7,15 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
+from ..allocation import kv_budgets
 from ..checkpoint import PLAN_FILE, is_pruned, load_config
 from ..errors import RapError
-from ..families import AttentionLayer, attention_layers, attention_spec, rotary_module
+from ..families import AttentionLayer, attention_layers, attention_spec
+from ..methods import Rap
 from ..pipeline import resolve_source
 from ..plan import Plan
-from ..rope import read_frequencies
+from ..rope import AttentionShape
+from ..scoring import LayerScores
 from . import options
 from .options import print_json, print_table
 
@@ -25,6 +28,7 @@ def add_commands(app: typer.Typer) -> None:
 def inspect_command(
     target: Annotated[str, typer.Argument(help="A model, or the word 'plan'.")],
     path: Annotated[Path | None, typer.Argument(help="Plan file, after the word 'plan'.")] = None,
+    retain: Annotated[float, typer.Option(help="Also show the cache at this budget.")] = 0.7,
     as_json: options.Json = False,
 ) -> None:
     """Show a model's layers (RoPE, heads, eligible or why not, KV bytes), or a plan."""
@@ -35,7 +39,7 @@ def inspect_command(
     elif path is not None:
         raise RapError(f"one target at a time: what is {path}? (plans: rap inspect plan FILE)")
     else:
-        report = describe_model(target)
+        report = describe_model(target, retain)
     if as_json:
         print_json(report)
         return
@@ -44,28 +48,62 @@ def inspect_command(
     print_table(report["title"], [name.replace("_", " ") for name in header], rows)
 
 
-def describe_model(target: str) -> dict[str, Any]:
-    """Every layer of a checkpoint, from its config alone: no weight is read."""
-    config = load_config(resolve_source(target))
+def describe_model(target: str, retain: float = 0.7) -> dict[str, Any]:
+    """Every layer of a checkpoint, from its config alone: no weight is read.
+
+    Of a multimodal checkpoint, its text model. `retain` is the budget of the projected cache size.
+    """
+    return describe_config(load_config(resolve_source(target)), target, retain)
+
+
+def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, Any]:
+    """As `describe_model`, of a config."""
+    config = getattr(config, "text_config", config)
     attention_spec(config)
     # A config of a pruned model states widths; of a dense one, the same numbers follow from it.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     element = (config.dtype or torch.float32).itemsize
-    rope = _rope(config)
-    layers = [_describe_layer(layer, rope, element) for layer in attention_layers(model)]
+    found = attention_layers(model)
+    layers = [_describe_layer(layer, _rope(config, layer), element) for layer in found]
+    shapes = [layer.shape for layer in found if layer.shape is not None]
     total = sum(layer["kv_bytes_per_token"] for layer in layers)
     dense = sum(layer["dense_kv_bytes_per_token"] for layer in layers)
     state = f"pruned to {total / dense:.1%}" if is_pruned(config) else "dense"
+    rotating = [shape for shape in shapes if shape.geometry.num_pairs]
+    rotated = sorted({f"{s.geometry.rotary_dim}/{s.head_dim}" for s in rotating})
     return {
         "title": f"{target}: {config.model_type}, {state}, {total:,} KV bytes per token",
         "model_type": config.model_type,
-        "rope": rope,
-        "num_pairs": _num_pairs(model),
+        "rope": ", ".join(dict.fromkeys(_rope(config, layer) for layer in found if layer.shape)),
+        "num_pairs": max((shape.geometry.num_pairs for shape in shapes), default=0),
+        "num_layers": len(layers),
+        "attention_layers": len(shapes),
+        "rope_layers": len(rotating),
+        "rotated_dims_per_head": ", ".join(rotated),
         "kv_bytes_per_token": total,
         "dense_kv_bytes_per_token": dense,
+        "retain": retain,
+        "kv_bytes_per_token_at_retain": _projected_bytes(shapes, retain, element),
         "layers": layers,
     }
+
+
+def _projected_bytes(shapes: list[AttentionShape], retain: float, element: int) -> int:
+    """KV bytes per token of equal budgets in every layer, in the default alignment."""
+    nothing = [
+        LayerScores(
+            pairs_GP=torch.zeros(shape.num_kv_heads, shape.geometry.num_pairs),
+            free_GF=torch.zeros(shape.num_kv_heads, shape.geometry.num_free),
+            channels_GD=torch.zeros(shape.num_kv_heads, shape.head_dim),
+        )
+        for shape in shapes
+    ]
+    align = Rap(retain=retain).alignment(shapes)
+    budgets = kv_budgets(nothing, retain, budget="uniform", align=align)
+    widths = [2 * item.pairs + item.free + item.values for item in budgets if item is not None]
+    heads = [shape.num_kv_heads for shape in shapes]
+    return sum(count * width for count, width in zip(heads, widths, strict=True)) * element
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
@@ -112,10 +150,10 @@ def ranges(indices: list[int]) -> str:
 def _describe_layer(layer: AttentionLayer, rope: str, element: int) -> dict[str, Any]:
     shape, module = layer.shape, layer.module
     if shape is None:
-        blank = {"layer": layer.index, "rope": "-", "heads": "-", "head_dim": "-"}
+        blank = dict.fromkeys(("rope", "heads", "head_dim", "rotates", "qk_norm"), "-")
         return {
+            "layer": layer.index,
             **blank,
-            "rotates": "-",
             "eligible": f"no: {layer.reason}",
             "kv_bytes_per_token": 0,
             "dense_kv_bytes_per_token": 0,
@@ -128,22 +166,29 @@ def _describe_layer(layer: AttentionLayer, rope: str, element: int) -> dict[str,
         "heads": f"{shape.num_heads}/{shape.num_kv_heads}",
         "head_dim": shape.head_dim if key == shape.head_dim else f"{key} of {shape.head_dim}",
         "rotates": f"{shape.geometry.rotary_dim} ({shape.geometry.pairing})",
+        "qk_norm": _norm(layer),
         "eligible": "yes" if not hasattr(module, "key_width") else "pruned",
         "kv_bytes_per_token": shape.num_kv_heads * (key + value) * element,
         "dense_kv_bytes_per_token": 2 * shape.num_kv_heads * shape.head_dim * element,
     }
 
 
-def _rope(config: Any) -> str:
+def _norm(layer: AttentionLayer) -> str:
+    if layer.norm is None:
+        return "-"
+    mode = getattr(layer.module, "exact_norm", None)
+    over = "head" if layer.norm.over == "head" else "all heads"
+    state = "" if mode is None else ", exact" if mode else ", constant"
+    return f"over {over}{state}"
+
+
+def _rope(config: Any, layer: AttentionLayer) -> str:
     parameters = config.rope_parameters or {}
+    kind = getattr(config, "layer_types", None) or []
+    if kind and isinstance(parameters.get(kind[layer.index]), dict):
+        parameters = parameters[kind[layer.index]]
     kind, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
     return f"{kind}, theta {theta:g}" if theta else str(kind)
-
-
-def _num_pairs(model: Any) -> int:
-    rotary: Any = rotary_module(model)
-    frequencies = rotary.inv_freq if rotary.inv_freq.is_meta else read_frequencies(rotary)
-    return int(frequencies.shape[-1])
 
 
 def _cells(layer: dict[str, Any], header: list[str]) -> list[str]:
