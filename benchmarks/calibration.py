@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from rap.analysis.report import markdown_table
 from rap.calibration import calibrate
 from rap.memory import estimate_memory
 from rap.provenance import provenance
@@ -100,6 +101,25 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"rows": rows, "estimates": estimates, "shape": SHAPE}
 
 
+def table(result: dict[str, Any]) -> dict[str, Any]:
+    """The rows as `rap report` reads them."""
+    rows = [
+        [
+            row["task"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['of_plain']:.2f}",
+            f"{row['peak_bytes_over_loading'] / 2**20:.0f}",
+        ]
+        for row in result["rows"]
+    ]
+    return {
+        "title": "What Fisher calibration costs",
+        "note": "A small random Llama on a CPU; interleaved, medians. Memory is beyond loading.",
+        "header": ["task", "tokens/s", "of plain", "peak MiB"],
+        "rows": rows,
+    }
+
+
 def main() -> None:
     """Measure, print the table, write the result file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -119,13 +139,11 @@ def main() -> None:
     result["provenance"] = provenance(
         rounds=arguments.rounds, windows=WINDOWS, window=WINDOW, dtype="float32", seed=0
     )
+    result["table"] = table(result)
+    result["command"] = f"python benchmarks/calibration.py --rounds {arguments.rounds}"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n")
-    for row in result["rows"]:
-        print(
-            f"{row['task']:24} {row['tokens_per_second']:8.0f} tokens/s  "
-            f"{row['of_plain']:.2f} of plain  +{row['peak_bytes_over_loading'] / 2**20:.0f} MiB"
-        )
+    print(markdown_table(result["table"]))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 import rap
 from rap import assets
 from rap.analysis.channels import best_channels, index_aware, reindexed
+from rap.analysis.report import markdown_table
 from rap.methods import Rap
 from rap.pipeline import evaluation_tokens
 from rap.provenance import provenance
@@ -73,16 +74,25 @@ def measure(num_windows: int) -> dict[str, Any]:
     return {"model": "bundled", "fingerprint": rap.fingerprint_model(model), "rows": rows}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line per cut, one column per retain ratio."""
+def table(rows: list[dict[str, Any]], num_windows: int) -> dict[str, Any]:
+    """One row per cut, one column per retain ratio, as `rap report` reads it."""
     names = list(dict.fromkeys(row["cut"] for row in rows[1:]))
     found = {(row["cut"], row["retain"]): row["perplexity"] for row in rows}
-    lines = [f"dense: {rows[0]['perplexity']:.2f}"]
-    lines.append("retain".ljust(40) + "".join(f"{retain:>10}" for retain in RETAINS))
-    for name in names:
-        figures = "".join(f"{found[name, retain]:>10.2f}" for retain in RETAINS)
-        lines.append(name.ljust(40) + figures)
-    return "\n".join(lines)
+    figures = [[f"{found[name, retain]:.2f}" for retain in RETAINS] for name in names]
+    dense = [f"{rows[0]['perplexity']:.2f}"] * len(RETAINS)
+    return {
+        "title": "Whole pairs against single channels, without training",
+        "note": (
+            f"Perplexity of the bundled model over {num_windows} windows of {WINDOW} tokens of the "
+            "test novels. Single channels keep as many key channels as the pairs above them. The "
+            "default settings round widths to 8 channels, the others to single pairs."
+        ),
+        "header": ["cut", *map(str, RETAINS)],
+        "rows": [
+            ["dense", *dense],
+            *([name, *row] for name, row in zip(names, figures, strict=True)),
+        ],
+    }
 
 
 def main() -> None:
@@ -101,9 +111,11 @@ def main() -> None:
     }
     result["seconds"] = round(time.perf_counter() - start, 1)
     result["provenance"] = provenance(**settings)
+    result["table"] = table(result["rows"], arguments.windows)
+    result["command"] = f"python benchmarks/quality.py --windows {arguments.windows}"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n")
-    print(table(result["rows"]))
+    print(markdown_table(result["table"]))
 
 
 if __name__ == "__main__":

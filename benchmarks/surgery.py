@@ -9,7 +9,6 @@ imports the package and beside the size of the largest shard. Linux only: it rea
 
 import argparse
 import json
-import platform
 import shutil
 import subprocess
 import sys
@@ -18,14 +17,14 @@ import time
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rap import __version__
+from rap.analysis.report import markdown_table
 from rap.construction import apply
 from rap.families import attention_layers
 from rap.plan import LayerPlan, Plan
+from rap.provenance import provenance
 from rap.streaming import INDEX_FILE, apply_streamed
 
 MIB = 2**20
@@ -163,25 +162,30 @@ def _best(runs: list[dict], num_bytes: int) -> dict[str, float]:
     return best
 
 
-def table(result: dict) -> str:
-    """Rows for a person; memory above imports in units of the largest shard."""
+def table(result: dict) -> dict:
+    """The best of every task as `rap report` reads it; memory also in largest shards."""
     best, shard = result["best"], result["largest_shard_mib"]
     base = best["baseline"]["peak_mib"]
-    lines = [
-        f"{result['checkpoint_bytes'] / 1e9:.2f} GB in {result['shards']} shards of at most "
-        f"{shard:.0f} MiB; imports alone take {base:.0f} MiB",
-        f"{'':10}{'seconds':>9}{'CPU s':>8}{'MB/s':>8}{'of copy':>9}{'peak MiB':>10}"
-        f"{'above imports':>15}{'in shards':>11}",
-    ]
+    rows = []
     for task in TASKS[1:]:
         row = best[task]
-        above = row["peak_mib"] - base
-        share = row["mb_per_s"] / best["copy"]["mb_per_s"]
-        lines.append(
-            f"{task:10}{row['seconds']:9.2f}{row['cpu_seconds']:8.2f}{row['mb_per_s']:8.0f}{share:9.2f}"
-            f"{row['peak_mib']:10.0f}{above:15.0f}{above / shard:11.2f}"
-        )
-    return "\n".join(lines)
+        above, share = row["peak_mib"] - base, row["mb_per_s"] / best["copy"]["mb_per_s"]
+        times = [f"{row['seconds']:.2f}", f"{row['cpu_seconds']:.2f}", f"{row['mb_per_s']:.0f}"]
+        memory = [f"{row['peak_mib']:.0f}", f"{above:.0f}", f"{above / shard:.2f}"]
+        rows.append([task, *times, f"{share:.2f}", *memory])
+    return {
+        "title": "Cutting a checkpoint: streamed, in memory, and a plain copy",
+        "note": (
+            f"{result['checkpoint_bytes'] / 1e9:.2f} GB in {result['shards']} shards of at most "
+            f"{shard:.0f} MiB; imports alone take {base:.0f} MiB, which the last two columns leave "
+            "out."
+        ),
+        "header": [
+            *("task", "seconds", "CPU s", "MB/s", "of copy"),
+            *("peak MiB", "above imports", "in shards"),
+        ],
+        "rows": rows,
+    }
 
 
 def main() -> None:
@@ -202,14 +206,9 @@ def main() -> None:
         f"python benchmarks/surgery.py --gigabytes {options.gigabytes} --shards {options.shards} "
         f"--repeats {options.repeats}"
     )
-    result["device"] = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    result["versions"] = {
-        "rap": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    print(table(result))
+    result["provenance"] = provenance()
+    result["table"] = table(result)
+    print(markdown_table(result["table"]))
     if options.output:
         options.output.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n")
 

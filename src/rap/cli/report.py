@@ -8,6 +8,8 @@ import typer
 from ..analysis.report import markdown_report
 from .options import console
 
+FOLDERS = (Path("results"), Path("benchmarks/results"))
+
 
 def add_commands(app: typer.Typer) -> None:
     """Register this module's commands."""
@@ -15,13 +17,16 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def report_command(
-    results: Annotated[Path, typer.Argument(help="Folder of result files.")] = Path("results"),
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Folders of result files; default results and benchmarks/results."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write; default standard output.")
     ] = None,
 ) -> None:
     """Build one Markdown page from the tables in RESULTS."""
-    page = markdown_report(results)
+    page = markdown_report(results or FOLDERS)
     if output is None:
         typer.echo(page)
         return
