@@ -59,8 +59,6 @@ class DistillationTrainer(Trainer):
         self.bar = Bar()
         if progress and self.is_world_process_zero():
             self.add_callback(self.bar)
-        # Every window predicts the same number of tokens, so a mean of means is the mean.
-        self.model_accepts_loss_kwargs = False
         self.teacher, self.config, self.validation_NT = teacher, config, data[1].windows_NT
 
     @property
