@@ -19,8 +19,8 @@ import torch
 
 import rap
 from rap import assets
+from rap.analysis.channels import best_channels, index_aware
 from rap.checkpoint import write_json
-from rap.evaluation.footprint import footprint
 from rap.evaluation.perplexity import perplexity
 from rap.evaluation.recall import copy_loss, recall_grid
 from rap.pipeline import evaluation_tokens
@@ -37,12 +37,14 @@ RESULTS = Path("results")
 
 # Single pairs and channels everywhere, so that every column has the same cache.
 CUTS = {
+    "channels": rap.Rap.paper(align=2),  # the paper's plan, its key channels chosen one by one
     "paper": rap.Rap.paper(align=2),
     "pairs": rap.Rap(keys="pairs", align=2),
     "rap": rap.Rap(align=2),
     "stock": rap.Rap(profile="stock", align=2),
 }
 COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "single channels (index-aware)": ("channels", ()),
     "pairs + channels (paper)": ("paper", ()),
     "pairs + subspace": ("pairs", ()),
     "fold + subspace": ("rap", ()),
@@ -72,7 +74,11 @@ class Bench:
         """Cut, recover and measure one model."""
         started = time.monotonic()
         method = replace(CUTS[cut], retain=retain)
-        small = method.apply(self.model, method.plan(self.model, self.statistics))
+        plan = method.plan(self.model, self.statistics)
+        if cut == "channels":
+            small = index_aware(self.model, best_channels(plan, self.statistics.layers))
+        else:
+            small = method.apply(self.model, plan)
         done: dict[str, Any] = {}
         for step in steps:
             small, done[step] = RECOVERIES[step](self, small)
@@ -81,11 +87,12 @@ class Bench:
             "recovery": done,
             "seconds": seconds,
             "method": method.describe(),
+            "kept_fraction": plan.kept_fraction,
             **self.measure(small),
         }
 
     def measure(self, model: Any) -> dict[str, Any]:
-        """Perplexity, recall and copying of one model on the test novels, and its cache."""
+        """Perplexity, recall and copying of one model on the test novels."""
         quality = perplexity(model, self.tokens, window=WINDOW, max_windows=EVALUATION_WINDOWS)
         text = np.asarray(self.tokens)
         recall = recall_grid(
@@ -101,7 +108,6 @@ class Bench:
             "perplexity": quality.value,
             "recall": [asdict(cell) for cell in recall],
             "copy_gain": copied.gain,
-            "kv_bytes_per_token": footprint(model).kv_bytes_per_token,
         }
 
 
