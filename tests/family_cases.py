@@ -176,6 +176,7 @@ CASES = [
     ),
     Case("qwen3_next", _LINEAR, rotated=4, absent=(0, 1, 2), norms=_QK),
     Case("qwen3_5_text", _LINEAR, rotated=4, absent=(0, 1, 2), norms=_QK),
+    Case("qwen3_5_moe_text", _LINEAR, rotated=4, absent=(0, 1, 2), norms=_QK),
     Case(
         "gemma3_text",
         WINDOW | _TYPES | _LOCAL | {"query_pre_attn_scalar": 24},

@@ -35,6 +35,7 @@ ORDER = [
         "fingerprint",
         "rope",
         "specs",
+        "documentation",
         "plan",
         "kernels",
         "families",

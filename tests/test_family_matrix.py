@@ -19,7 +19,7 @@ from rap import modeling
 from rap.construction import apply
 from rap.families import attention_layers
 from rap.plan import LayerPlan
-from rap.specs import NORM_MODES
+from rap.specs import FAMILIES, NORM_MODES
 
 TOKENS = 11
 # The same sums in another order: some 100 roundings of 1e-16 of values below 100. Where the family
@@ -36,6 +36,10 @@ def _registered():
 
 def _close(found: Tensor, expected: Tensor, bound: float) -> bool:
     return bool((found - expected).abs().max() <= bound * expected.abs().max())
+
+
+def test_every_family_has_a_case():
+    assert {case.model_type for case in CASES} == set(FAMILIES)
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -20,6 +20,9 @@ from .norms import KeptNorm, normalise_dense, select_channels
 from .rope import gather_pairs, pair_table, rotate_pairs
 from .specs import AttentionSpec, QKNorm
 
+# What some families, in some releases of transformers, call the cache.
+_CACHE_ARGUMENTS = ("layer_past", "past_key_value")
+
 
 class RapAttention(nn.Module):
     """Attention over kept pairs only: narrow q, k, v and o, the dense head's softmax scale.
@@ -82,7 +85,8 @@ class RapAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of [B, T, E]; the cache receives rotated keys [B, G, T, W] and values."""
-        past_key_values = kwargs.pop(self.spec.cache_argument, past_key_values)
+        for name in _CACHE_ARGUMENTS:
+            past_key_values = kwargs.pop(name, past_key_values)
         q, k, v, gate = self.project(hidden_states)
         q, k = self.position(q, k, position_embeddings)
         if self.spec.query_scale is not None:

@@ -99,7 +99,6 @@ class AttentionSpec:
     norm: QKNorm | None = None
     fused: Literal["blocks", "heads"] | None = None
     gate: str | None = None
-    cache_argument: str = "past_key_values"
     attention: str = "self_attn"
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -205,7 +204,6 @@ FAMILIES: dict[str, AttentionSpec] = {
             attention="attention",
             fused="heads",
             projections=_FUSED_DENSE,
-            cache_argument="layer_past",
         ),
         AttentionSpec("persimmon", fused="heads", projections=_FUSED_DENSE, norm=_LAYER_NORM),
         AttentionSpec("seed_oss"),
