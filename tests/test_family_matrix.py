@@ -124,6 +124,34 @@ def _check_saved_and_loaded(small: Any, dense: Any, tmp_path: Path) -> None:
     assert {name for name in names if not name.endswith(added)} == dense_names
 
 
+_SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", **_SCALED},
+    "yarn": {"rope_type": "yarn", **_SCALED},
+    "llama3": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_SCALED},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * pair for pair in range(HEAD_DIM // 2)],
+        "long_factor": [2.0 + 0.5 * pair for pair in range(HEAD_DIM // 2)],
+        **_SCALED,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@torch.no_grad()
+def test_every_scaling_of_rope_is_read_off_the_model(rope: str):
+    """Prompts shorter and longer than the trained length, past which some change frequencies."""
+    case = Case("llama", {"rope_parameters": ROPES[rope], "max_position_embeddings": 8})
+    model = case.model()
+    plan = random_case_plan(model, case)
+    small, dense = apply(model, plan), masked_by_hooks(model, plan, case)
+    for length in (5, 21, 5):
+        tokens = random_tokens(2, length)
+        assert _close(small(tokens).logits, dense(tokens).logits, LOGIT_BOUND)
+
+
 @every_case
 @torch.no_grad()
 def test_everything_kept_in_another_order_is_the_dense_model(case: Case):

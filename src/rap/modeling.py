@@ -89,6 +89,8 @@ def config_class(base_type: str) -> type:
         "__module__": __name__,
         "__annotations__": {"rap": dict | None},
         "__init__": _registering_init(base_type),
+        # Configs of custom code have their layer types renamed, which the base's code may not know.
+        "is_custom_code": classmethod(lambda cls: False),
         "model_type": PREFIX + base_type,
         "rap": None,
     }
