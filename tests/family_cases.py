@@ -136,6 +136,7 @@ CASES = [
     ),
     Case("cohere", {"attention_bias": True, "hidden": 96}, interleaved=True, in_float32=True),
     Case("cohere2", WINDOW | _TYPES, interleaved=True, still=(1,), in_float32=True),
+    Case("arcee", {"attention_bias": True}),
     Case("granite", {"attention_multiplier": 0.2, "hidden": 96}),
     Case("starcoder2", WINDOW | {"hidden": 96}),
     Case("stablelm", partial(0.25, use_qkv_bias=True, hidden=96), rotated=4),

@@ -195,6 +195,7 @@ FAMILIES: dict[str, AttentionSpec] = {
             sliding_window_from="module",
         ),
         AttentionSpec("granite"),
+        AttentionSpec("arcee"),
         AttentionSpec("starcoder2", sliding_window_from="config"),
         AttentionSpec(
             "stablelm", norm=replace(_LAYER_NORM, layout="BHTD", one_module_per_head=True)
