@@ -17,7 +17,7 @@ from family_cases import CASES, HEAD_DIM, Case, masked_by_hooks, random_case_pla
 from models import random_tokens
 from rap import specs
 from rap.calibration import calibrate
-from rap.construction import apply
+from rap.construction import apply, masked_dense
 from rap.errors import CheckpointError, PlanError, UnsupportedModelError
 from rap.families import attention_layers
 from rap.methods import Rap
@@ -167,6 +167,42 @@ def test_constant_norm_follows_its_formula():
         mean = ratios["key_ratio_G"][head] * keys.square().sum(1, keepdim=True) / HEAD_DIM
         expected = keys / (mean + dense.k_norm.eps).sqrt() * (1 + dense.k_norm.weight[kept])
         assert torch.allclose(found[0, head], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["glm", "phi3", "gpt_neox", "persimmon", "smollm3"])
+@torch.no_grad()
+def test_masked_dense_is_the_model_masked_by_hooks(name: str):
+    case = _case(name)
+    model = case.model()
+    plan = random_case_plan(model, case)
+    hooked = masked_by_hooks(model, plan, case)
+    masked_dense(model, plan)
+    assert _error(model, hooked) < 1e-10
+
+
+def test_masked_dense_refuses_what_masks_after_a_norm():
+    case = _case("qwen3")
+    model = case.model()
+    with pytest.raises(PlanError, match="masks after the norm"):
+        masked_dense(model, random_case_plan(model, case))
+
+
+@pytest.mark.parametrize("setting", ["keys", "values"])
+def test_mixing_is_refused_where_single_channels_matter(setting: str):
+    case = _case("qwen3_next")
+    model = case.model()
+    plan = random_case_plan(model, case)
+    layer = plan.layers[3]
+    if setting == "keys":
+        mix = torch.zeros(2, layer.num_pairs, 2, 2)
+        other = dataclasses.replace(layer, key_mix_GMP2=mix, query_mix_GMP2=mix)
+    else:
+        basis = torch.eye(HEAD_DIM).expand(2, -1, -1)
+        other = dataclasses.replace(
+            layer, channels_GC=None, value_down_GCD=basis, value_up_GDC=basis
+        )
+    with pytest.raises(PlanError, match="cannot be"):
+        apply(model, dataclasses.replace(plan, layers=(None, None, None, other)))
 
 
 def test_a_norm_per_head_needs_the_exact_mode():
