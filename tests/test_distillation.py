@@ -6,6 +6,7 @@ The tiny models are random, so the text is what the dense one writes: nothing pr
 import copy
 import errno
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from models import random_tokens, tiny_model
 from plans import random_plan
 from rap import RapError, apply, load, recover
 from rap.fingerprint import fingerprint_model
-from rap.recovery import distillation, runs
+from rap.recovery import distillation, runs, trainer
 from rap.recovery.adapters import add_adapters, merge
 from rap.recovery.config import RecoveryConfig
 from rap.recovery.distillation import distill
@@ -112,6 +113,21 @@ def test_the_result_saves_and_loads(recovered, tmp_path):
     again = load(tmp_path)
     ids = VALIDATION[:1]
     assert torch.equal(again(input_ids=ids).logits, recovered.model(input_ids=ids).logits)
+
+
+def test_the_best_checkpoint_is_merged_not_the_last(models, recovered, monkeypatch):
+    dense, small = models
+    rising = iter((1.0, 2.0, 3.0))
+    monkeypatch.setattr(
+        trainer, "perplexity", lambda *args, **kwargs: SimpleNamespace(value=next(rising))
+    )
+    found = distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION).report
+    measured = {
+        e["step"]: e.get("perplexity") for e in recovered.report["history"] if "perplexity" in e
+    }
+    assert found["chosen_step"] == 2
+    assert found["perplexity_after"] == pytest.approx(measured[2], rel=1e-5)
+    assert abs(measured[2] - measured[6]) > 1e-3 * measured[2]
 
 
 def test_a_recovery_that_makes_it_worse_is_not_kept(models):
