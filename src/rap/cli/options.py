@@ -17,8 +17,8 @@ from ..errors import RapError
 from ..methods import METHODS, Method
 from ..profiles import TARGETS, target_settings
 
-# Plain text in, plain text out: messages name extras and paths with brackets.
-console = Console(stderr=True, markup=False)
+# Plain text in, plain text out: messages name extras with brackets, and paths stay in one piece.
+console = Console(stderr=True, markup=False, soft_wrap=True)
 # A pipe has no width; tables there should neither wrap nor lose columns.
 PIPE_WIDTH = 160
 
