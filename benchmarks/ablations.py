@@ -1,0 +1,137 @@
+"""The paper's design ablations on the bundled model, one command each.
+
+    python benchmarks/ablations.py scorer     # magnitude or Fisher x uniform or adaptive budgets
+    python benchmarks/ablations.py share      # K's share of the budget 0.35, 0.5, 0.65, and pooled
+    python benchmarks/ablations.py rank       # LoRA rank 4, 8, 16 of the fast recovery
+    python benchmarks/ablations.py corpus     # distilling on novels, or on text of another kind
+
+Every cut is the paper's (whole pairs, value channels, single pairs); `rank` and `corpus` also
+measure what a short distillation makes of it. Writes results/ablation-<name>.json.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rap
+from rap import assets
+from rap.analysis.report import markdown_table
+from rap.checkpoint import write_json
+from rap.pipeline import evaluation_tokens
+from rap.provenance import provenance
+from rap.recovery.config import preset
+from rap.recovery.distillation import distill
+
+WINDOW, EVALUATION_WINDOWS, CALIBRATION_WINDOWS = 512, 48, 32
+# Written for this ablation: text that shares neither words nor form with the novels.
+FOREIGN = "def f{0}(x): return x * {0} + {1}\nassert f{0}({1}) == {2}\n"
+
+
+class Bench:
+    """The dense model, its texts and statistics."""
+
+    def __init__(self) -> None:
+        self.model = assets.reference_model(dtype=torch.float32)
+        self.tokenizer = assets.reference_tokenizer()
+        self.tokens = evaluation_tokens("bundled", self.tokenizer)
+        windows = rap.load_windows(
+            "bundled", self.tokenizer, num_windows=CALIBRATION_WINDOWS, window=WINDOW
+        )
+        self.statistics = rap.calibrate(self.model, windows, {"fisher"}, progress=True)
+
+    def cut(self, **settings: Any) -> Any:
+        """The model cut by the paper's recipe with some settings changed."""
+        method = rap.Rap.paper(align=2, **settings)
+        return method.apply(self.model, method.plan(self.model, self.statistics))
+
+    def value(self, model: Any) -> str:
+        """Perplexity on the test novels, printable."""
+        found = rap.perplexity(model, self.tokens, window=WINDOW, max_windows=EVALUATION_WINDOWS)
+        return f"{found.value:.2f}"
+
+    def distilled(self, small: Any, windows: torch.Tensor, **changes: Any) -> Any:
+        """After the fast recovery, judged on held-out windows of its own text."""
+        return distill(small, self.model, windows, preset("fast", **changes)).model
+
+    def novels(self) -> torch.Tensor:
+        """Windows of the calibration novels for distillation."""
+        fast = preset("fast")
+        count = fast.num_windows or 640
+        return rap.load_windows(
+            "bundled", self.tokenizer, num_windows=count, window=fast.window, seed=1
+        )
+
+
+def scorer(bench: Bench) -> Iterator[list[str]]:
+    """MU, MA, FU, FA of the paper: pooled K/V budgets at retain 0.7, no recovery."""
+    for letter, score in (("M", "magnitude"), ("F", "fisher")):
+        for other, budget in (("U", "uniform"), ("A", "adaptive")):
+            small = bench.cut(retain=0.7, score=score, budget=budget, key_share="pooled")
+            yield [f"{letter}{other}: {score}, {budget}", bench.value(small)]
+
+
+def share(bench: Bench) -> Iterator[list[str]]:
+    """K's share of the budget at retain 0.5, and K and V in one pool."""
+    for part in (0.35, 0.5, 0.65, "pooled"):
+        yield [f"K share {part}", bench.value(bench.cut(retain=0.5, key_share=part))]
+
+
+def rank(bench: Bench) -> Iterator[list[str]]:
+    """LoRA rank of a short distillation at retain 0.5."""
+    small, windows = bench.cut(retain=0.5), bench.novels()
+    yield ["no recovery", bench.value(small)]
+    for size in (4, 8, 16):
+        better = bench.distilled(small, windows, rank=size, alpha=2 * size)
+        yield [f"rank {size}", bench.value(better)]
+
+
+def corpus(bench: Bench) -> Iterator[list[str]]:
+    """A short distillation at retain 0.5 on novels, or on text of another kind."""
+    small, fast = bench.cut(retain=0.5), preset("fast")
+    yield ["no recovery", bench.value(small)]
+    yield ["novels", bench.value(bench.distilled(small, bench.novels()))]
+    lines = "".join(FOREIGN.format(n, n % 97, n * (n % 97) + n % 97) for n in range(12000))
+    ids = bench.tokenizer(lines, add_special_tokens=False, verbose=False).input_ids
+    rows = torch.tensor(ids[: len(ids) // fast.window * fast.window]).view(-1, fast.window)
+    yield ["program lines", bench.value(bench.distilled(small, rows[: fast.num_windows]))]
+
+
+ABLATIONS = {
+    "scorer": (scorer, "Scorer and layer budget, pooled K/V, retain 0.7"),
+    "share": (share, "K's share of the budget, retain 0.5"),
+    "rank": (rank, "LoRA rank of the fast recovery, retain 0.5"),
+    "corpus": (corpus, "Corpus of the fast recovery, retain 0.5"),
+}
+
+
+def main() -> None:
+    """Run one ablation, print its table, write its result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=ABLATIONS)
+    name = parser.parse_args().name
+    run, title = ABLATIONS[name]
+    bench = Bench()
+    rows = [["dense", bench.value(bench.model)]]
+    for row in run(bench):
+        rows.append(row)
+        print(*row, flush=True)
+    table = {
+        "title": f"Ablation: {title}",
+        "note": (
+            f"The paper's cut of the bundled model; perplexity over {EVALUATION_WINDOWS} windows "
+            f"of {WINDOW} tokens of the test novels."
+        ),
+        "header": ["setting", "perplexity"],
+        "rows": rows,
+    }
+    print(markdown_table(table))
+    command = f"python benchmarks/ablations.py {name}"
+    result = {"table": table, "command": command, "provenance": provenance()}
+    write_json(Path("results") / f"ablation-{name}.json", result)
+
+
+if __name__ == "__main__":
+    main()
