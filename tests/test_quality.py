@@ -54,9 +54,11 @@ def test_perplexity_rises_smoothly_as_the_cache_shrinks(pairs):
     # Two neighbours may swap by the noise of 4,088 scored tokens; 0.2 % is far below any step.
     assert all(larger > 0.998 * smaller for smaller, larger in pairwise(values))
     assert min(values[1:]) > 0.998 * values[0]
-    # No cliff: a step multiplies perplexity by at most 1.15, and half the cache by 1.3.
-    assert all(b < 1.15 * a for a, b in pairwise(values))
-    assert 1.05 < values[-1] / values[0] < 1.3
+    # No cliff: a step multiplies perplexity by at most 1.25, and half the cache by 1.7. The first
+    # bundled model, which used no context, stayed below 1.15 and 1.3; to this one the paper's cut
+    # costs more (1.22 and 1.59), because it takes away the recall that the model has learned.
+    assert all(b < 1.25 * a for a, b in pairwise(values))
+    assert 1.05 < values[-1] / values[0] < 1.7
 
 
 @pytest.mark.parametrize("retain", [0.7, 0.5])
