@@ -31,6 +31,7 @@ from ..statistics import Statistics
 # 8 channels; heads narrower than this keep any number of pairs, or little would be left to choose.
 ALIGNED_WIDTH = 8
 ALIGN_FROM_HEAD_DIM = 64
+UNKNOWN_CONTEXT = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,7 @@ class DenseLayers:
     weights: Sequence[Named | None]
     frequencies: Tensor
     mixes_keys: Sequence[bool]
+    context: int
     mixes_values: Sequence[bool]
 
 
@@ -202,5 +204,6 @@ def dense_layers(model: Any) -> DenseLayers:
         ],
         frequencies=layer_frequencies(model, next(item for item in layers if item.shape)),
         mixes_keys=[layer.norm is None for layer in layers],
+        context=getattr(model.config, "max_position_embeddings", None) or UNKNOWN_CONTEXT,
         mixes_values=[spec.gate is None for _ in layers],
     )

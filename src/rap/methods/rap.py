@@ -29,7 +29,8 @@ class Rap(PairPruning):
     values: `channels` keeps dense channels (the paper), `subspace` the best directions, except in
         layers whose output is gated channel by channel; those keep channels.
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error.
-    context: distance in tokens over which folded pairs may drift; None is the calibration window.
+    context: distance in tokens over which folded pairs may drift; None is all the model was made
+        for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
         width and one list of slot frequencies, which `rap export stock` needs.
     """
@@ -102,7 +103,7 @@ class Rap(PairPruning):
         """By score or alike (base), or by the error of every width."""
         if self.budget != "error":
             return super().budgets(scores, statistics, dense)
-        context = self.context or statistics.window
+        context = self.context or dense.context
         present = [index for index, shape in enumerate(dense.shapes) if shape is not None]
         curves, sizes = [], []
         for index in present:
@@ -156,7 +157,7 @@ class Rap(PairPruning):
                 for index, layer in enumerate(plain)
             ]
             widths = [layer.num_pairs if layer is not None else 0 for layer in plain]
-            context = self.context or statistics.window
+            context = self.context or dense.context
             return _fold_all(moments, widths, dense, context, self.profile == "stock")
         return _shared(plain, scores) if self.profile == "stock" else [{} for _ in plain]
 
