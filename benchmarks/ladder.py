@@ -147,6 +147,26 @@ def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:
     return cell if cell["dense_fingerprint"] == fingerprint else None
 
 
+def cell_path(folder: Path, cut: str, steps: tuple[str, ...], retain: float) -> Path:
+    """Where a cell is stored."""
+    return folder / f"{'-'.join((cut, *steps))}-{retain}.json"
+
+
+def stored(folder: Path) -> tuple[dict[tuple[float, str], dict[str, Any]], dict[str, Any]]:
+    """All finished cells of the present bundled model, by retain and column, and the dense one."""
+    fingerprint = rap.fingerprint_model(assets.reference_model(dtype=torch.float32))
+    dense = finished(folder / "dense.json", fingerprint)
+    if dense is None:
+        raise rap.RapError(f"{folder} has no cells of this model: run the ladder first")
+    cells = {}
+    for name, (cut, steps) in COLUMNS.items():
+        for retain in RETAINS:
+            cell = finished(cell_path(folder, cut, steps, retain), fingerprint)
+            if cell is not None:
+                cells[retain, name] = cell
+    return cells, dense
+
+
 def collect(
     cells: dict[tuple[float, str], dict[str, Any]], dense: dict[str, Any]
 ) -> dict[str, Any]:
@@ -193,29 +213,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--retain", type=float, nargs="+", default=RETAINS)
     parser.add_argument("--columns", nargs="+", default=list(COLUMNS), help="names or prefixes")
+    parser.add_argument("--collect", action="store_true", help="table of finished cells, no work")
     arguments = parser.parse_args()
-    bench = Bench()
     folder = RESULTS / "ladder" / "cells"
     folder.mkdir(parents=True, exist_ok=True)
+    if arguments.collect:
+        write_json(RESULTS / "ladder.json", collect(*stored(folder)))
+        return
+    bench = Bench()
     dense_path = folder / "dense.json"
     dense = finished(dense_path, bench.fingerprint)
     if dense is None:
         dense = {**bench.measure(bench.model), "dense_fingerprint": bench.fingerprint}
         write_json(dense_path, dense)
     chosen = [name for name in COLUMNS if any(name.startswith(c) for c in arguments.columns)]
-    cells = {}
     for name in chosen:
         for retain in arguments.retain:
             cut, steps = COLUMNS[name]
-            path = folder / f"{'-'.join((cut, *steps))}-{retain}.json"
+            path = cell_path(folder, cut, steps, retain)
             cell = finished(path, bench.fingerprint)
             if cell is None:
                 cell = bench.cell(retain, cut, steps)
                 write_json(path, {**cell, "dense_fingerprint": bench.fingerprint})
-            cells[retain, name] = cell
             shown = ", ".join(f"{what} {show(cell)}" for what, show in SHOWN.items())
             print(f"{name} at {retain}: {shown} ({cell['seconds']:.0f} s)", flush=True)
-    write_json(RESULTS / "ladder.json", collect(cells, dense))
+    write_json(RESULTS / "ladder.json", collect(*stored(folder)))
 
 
 if __name__ == "__main__":
