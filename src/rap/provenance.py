@@ -11,7 +11,6 @@ import torch
 from ._version import __version__
 
 PACKAGES = ("torch", "transformers", "safetensors", "peft", "accelerate", "datasets")
-OPTIONAL = ("lm_eval", "vllm", "triton", "torchao", "kvpress", "bitsandbytes", "gguf")
 
 
 def installed_version(package: str) -> str | None:
