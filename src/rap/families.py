@@ -144,8 +144,10 @@ def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
 
 
 def layer_frequencies(model: Any, layer: AttentionLayer) -> Tensor:
-    """Angular frequency per position of every pair of a layer, float64 [P]."""
-    return frequency_buffer(rotary_module(model), layer.module).detach().double().cpu()
+    """Angular frequency per position of every pair of a layer, float64 [P]; P is 0 without RoPE."""
+    assert layer.shape is not None
+    found = frequency_buffer(rotary_module(model), layer.module)[: layer.shape.geometry.num_pairs]
+    return found.detach().double().cpu()
 
 
 def rotates(spec: AttentionSpec, attention: nn.Module) -> bool:

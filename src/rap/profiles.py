@@ -71,6 +71,23 @@ def shared_pairs(score_GP: Sequence[Tensor], num_pairs: int) -> list[int]:
     return kept
 
 
+def shared_frequencies(frequencies: Sequence[Tensor | None]) -> Tensor:
+    """The one list of dense frequencies [P] of all layers (None: no attention).
+
+    Raises RapError, naming two layers, if they rotate differently: one list of slots has no meaning
+    there.
+    """
+    present = [(index, own) for index, own in enumerate(frequencies) if own is not None]
+    first, shared = present[0]
+    for index, own in present:
+        if not torch.equal(own, shared):
+            raise RapError(
+                f"layers {first} and {index} rotate at other frequencies (local and global, or "
+                "without positions): no list of slots serves both, use profile 'per-head'"
+            )
+    return shared
+
+
 def shared_slots(
     moments: Sequence[tuple[Tensor, Tensor]],
     frequencies: Tensor,

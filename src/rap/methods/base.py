@@ -38,14 +38,15 @@ UNKNOWN_CONTEXT = 8192
 class DenseLayers:
     """What a method may look at beside statistics, per layer (None: no attention).
 
-    `weights` maps the roles q, k, v, o to matrices as in nn.Linear, `frequencies` is float64 [P].
+    `weights` maps the roles q, k, v, o to matrices as in nn.Linear. `frequencies` are float64 [P],
+    a layer's own: local and global layers may rotate differently.
     `mixes_keys` is false where a norm stands between key projection and rotation, `mixes_values`
     where a gate multiplies single channels of the output.
     """
 
     shapes: Sequence[AttentionShape | None]
     weights: Sequence[Named | None]
-    frequencies: Tensor
+    frequencies: Sequence[Tensor | None]
     mixes_keys: Sequence[bool]
     context: int
     mixes_values: Sequence[bool]
@@ -202,7 +203,9 @@ def dense_layers(model: Any) -> DenseLayers:
             else None
             for layer in layers
         ],
-        frequencies=layer_frequencies(model, next(item for item in layers if item.shape)),
+        frequencies=[
+            layer_frequencies(model, layer) if layer.shape is not None else None for layer in layers
+        ],
         mixes_keys=[layer.norm is None for layer in layers],
         context=getattr(model.config, "max_position_embeddings", None) or UNKNOWN_CONTEXT,
         mixes_values=[spec.gate is None for _ in layers],

@@ -11,7 +11,7 @@ from ..allocation import Budget, LayerBudget, allocate_by_error
 from ..errors import RapError
 from ..folding import FoldedHead, fold_head, spectrum
 from ..plan import LayerPlan
-from ..profiles import shared_pairs, shared_slots
+from ..profiles import shared_frequencies, shared_pairs, shared_slots
 from ..rope import AttentionShape
 from ..scoring import SCORES, LayerScores, Named, score_layers
 from ..statistics import Statistics
@@ -149,6 +149,8 @@ class Rap(PairPruning):
         dense: DenseLayers,
     ) -> list[dict[str, Tensor]]:
         """What replaces the plainly chosen pairs of every layer, as fields of its LayerPlan."""
+        if self.profile == "stock":
+            shared_frequencies(dense.frequencies)
         if self.keys == "fold":
             moments = [
                 _pair_moments(statistics.layers[index] or {})
@@ -169,21 +171,19 @@ def _fold_all(
     context: int,
     shared: bool,
 ) -> list[dict[str, Tensor]]:
-    present = [pair for pair in moments if pair is not None]
     if shared:
-        heads = iter(shared_slots(present, dense.frequencies, max(widths), context))
+        present = [pair for pair in moments if pair is not None]
+        slots = shared_slots(present, shared_frequencies(dense.frequencies), max(widths), context)
+        heads = iter(slots)
         return [_folded(next(heads)) if pair is not None else {} for pair in moments]
-    return [
-        _folded(
-            [
-                fold_head(query, key, dense.frequencies, width, context)
-                for query, key in zip(*pair, strict=True)
-            ]
-        )
-        if pair is not None
-        else {}
-        for pair, width in zip(moments, widths, strict=True)
-    ]
+    folded: list[dict[str, Tensor]] = []
+    for pair, width, own in zip(moments, widths, dense.frequencies, strict=True):
+        if pair is None or own is None:
+            folded.append({})
+            continue
+        both = zip(*pair, strict=True)
+        folded.append(_folded([fold_head(query, key, own, width, context) for query, key in both]))
+    return folded
 
 
 def _shared(
@@ -234,14 +234,15 @@ def _width_errors(dense: DenseLayers, index: int, found: Named, context: int) ->
     the layer's own output: in absolute terms the first layers look cheap, and cutting them is what
     hurts most (docs/log.md).
     """
-    shape, weights = dense.shapes[index], dense.weights[index]
+    shape, weights, own = dense.shapes[index], dense.weights[index], dense.frequencies[index]
     assert shape is not None
     assert weights is not None
+    assert own is not None
     gram = output_gram(weights["o"], shape).cpu()
     values = weighted_subspace(found["value_moment"].double(), gram, 1).singular.square().sum(0)
     lost_values = _tails(values)[::2]
     query, key = _pair_moments(found)
-    heads = [spectrum(q, k, dense.frequencies, context) for q, k in zip(query, key, strict=True)]
+    heads = [spectrum(q, k, own, context) for q, k in zip(query, key, strict=True)]
     slots = sum(heads[1:], start=heads[0])
     lost_logits = _tails(slots) / (shape.head_dim * shape.num_heads)
     steps = shape.head_dim // 2
