@@ -10,7 +10,7 @@ nothing else.
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -27,11 +27,22 @@ from transformers.models.auto.modeling_auto import (
 
 from .attention import RapAttention
 from .errors import CheckpointError
-from .families import FAMILIES, PREFIX, AttentionLayer, attention_layers, attention_spec
+from .families import (
+    FAMILIES,
+    PREFIX,
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    rotary_module,
+)
 from .fingerprint import fingerprint_model, fingerprint_tensors, tied_names
 from .specs import NORM_MODES
 
 CONFIG_VERSION = 1
+
+# Attention of methods that need another than RapAttention, by the `kind` in a layer's widths.
+# Modules after this one add theirs, so checkpoints of such methods need the package itself.
+KINDS: dict[str, type[RapAttention]] = {}
 
 
 if TYPE_CHECKING:
@@ -47,13 +58,18 @@ class RapModelMixin(_Model):
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         spec, layers = attention_spec(config), attention_layers(self)
-        for layer, widths in zip(layers, layer_widths(config, len(layers)), strict=True):
+        for layer, widths in zip(layers, layer_widths(config, len(layers), KINDS), strict=True):
             if widths is None:
                 continue
-            _check_fits(layer, widths)
+            if "kind" not in widths:
+                _check_fits(layer, widths)
             dense_class: Any = type(layer.module)
-            build = attention_class(dense_class)
+            kind = (KINDS[widths["kind"]],) if "kind" in widths else ()
+            build = attention_class(dense_class, *kind)
             pruned = build(layer.module, spec, layer.shape, widths, layer.norm, norm_mode(config))
+            if "kind" in widths:
+                # Not a submodule: the model has it already.
+                vars(pruned)["rotary"] = rotary_module(self)
             if pruned.frequency_index.device.type != "meta":
                 pruned.apply(self._init_weights)
             parent, _, name = layer.path.rpartition(".")
@@ -76,9 +92,12 @@ class RapModelMixin(_Model):
 
 
 @functools.cache
-def attention_class(base: type[nn.Module]) -> type[nn.Module]:
+def attention_class(
+    base: type[nn.Module], kind: type[RapAttention] = RapAttention
+) -> type[nn.Module]:
     """RapAttention as a subclass of the family's attention class, so isinstance checks hold."""
-    return type(f"Rap{base.__name__}", (RapAttention, base), {"__module__": __name__})
+    name = kind.__name__.removesuffix("Attention") + base.__name__
+    return type(name, (kind, base), {"__module__": __name__})
 
 
 @functools.cache
@@ -151,8 +170,11 @@ def _registering_init(base_type: str) -> Callable[..., None]:
     return init
 
 
-def layer_widths(config: Any, num_layers: int) -> list[Mapping | None]:
-    """Widths of every layer in the `rap` section (None: dense); CheckpointError if it is wrong."""
+def layer_widths(config: Any, num_layers: int, kinds: Collection[str] = ()) -> list[Mapping | None]:
+    """Widths of every layer in the `rap` section (None: dense); CheckpointError if it is wrong.
+
+    Layers of a `kind` of attention that is not in `kinds` are refused.
+    """
     section = getattr(config, "rap", None)
     if not isinstance(section, dict) or "layers" not in section:
         raise CheckpointError(
@@ -171,7 +193,14 @@ def layer_widths(config: Any, num_layers: int) -> list[Mapping | None]:
             f"the `rap` section lists widths for {len(widths)} layers, the model has {num_layers}"
         )
     for index, entry in enumerate(widths):
-        if entry is not None and (
+        if entry is not None and "kind" in entry:
+            if entry["kind"] not in kinds:
+                raise CheckpointError(
+                    f"layer {index} has attention of kind {entry['kind']!r}, which only "
+                    "transformers with the rap package runs: import rap first, or take a "
+                    "checkpoint of method rap"
+                )
+        elif entry is not None and (
             not {"pairs", "free", "values"} <= entry.keys()
             or 2 * entry["pairs"] + entry["free"] < 1
             or entry["values"] < 1
