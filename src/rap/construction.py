@@ -43,10 +43,13 @@ def apply(model: Any, plan: Plan) -> Any:
     plan.check_model(base_model_type(model.config), shapes, fingerprint_model(model))
     state = pruned_state(model.state_dict(), plan, layers, attention_spec(model.config))
 
-    small_class = model_class(base_model_type(model.config))
-    config = pruned_config(model.config, plan)
+    return assemble(model, pruned_config(model.config, plan), state)
+
+
+def assemble(model: Any, config: Any, state: dict[str, Tensor]) -> Any:
+    """The pruned model of a config with the weights `state`, all else as in the dense model."""
     with torch.device("meta"):
-        small = small_class(config)
+        small = model_class(base_model_type(model.config))(config)
     small.load_state_dict(state, assign=True, strict=True)
     _copy_buffers(model, small)
     small.tie_weights()
@@ -59,11 +62,16 @@ def apply(model: Any, plan: Plan) -> Any:
 
 def pruned_config(dense_config: Any, plan: Plan) -> Any:
     """The base config's own fields, unchanged, plus the `rap` section with every layer's widths."""
+    return config_with(dense_config, rap_section(plan))
+
+
+def config_with(dense_config: Any, section: dict[str, Any]) -> Any:
+    """The base config's own fields, unchanged, plus a `rap` section."""
     kept = dense_config.to_dict()
     for key in ("model_type", "architectures", "auto_map", "transformers_version"):
         kept.pop(key, None)
     base_type = base_model_type(dense_config)
-    config = config_class(base_type)(**kept, rap=rap_section(plan))
+    config = config_class(base_type)(**kept, rap=section)
     config.architectures = [model_class(base_type).__name__]
     return config
 
