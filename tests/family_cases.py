@@ -30,7 +30,8 @@ class Case:
     `rotated` channels at the front of a head rotate, except in the layers `still`. `absent` layers
     have no attention. `in_float32` says that the family computes in float32 inside. `fused` says
     how a single linear lists them: `q, k, v` or `q, k, v of every head`. `norms` name the modules
-    whose output, shaped `normed`, is what attention sees (rotated or not).
+    whose output, shaped `normed`, is what attention sees (rotated or not). `around` are the fields
+    of a multimodal config whose text model has all the others.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     fused: str = ""
     norms: tuple[str, ...] = ()
     normed: str = "BTHD"
+    around: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model_type(self) -> str:
@@ -54,6 +56,8 @@ class Case:
         """The dense model, in float64 unless overridden: six query heads on two KV heads."""
         shape = {"heads": 6, "kv_heads": 2, "hidden": 36, "head_dim": HEAD_DIM, "layers": 3}
         fields = shape | {"dtype": torch.float64} | self.fields | overrides
+        if self.around:
+            fields["around"] = self.around
         model = tiny_model(self.model_type, **fields)
         # The grouped products that experts use by default take no float64.
         model.config._experts_implementation = "eager"
@@ -64,6 +68,10 @@ def partial(fraction: float, **fields: Any) -> dict[str, Any]:
     """Fields of a configuration that rotates a fraction of each head."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": fraction}
     return {"rope_parameters": rope, "partial_rotary_factor": fraction, **fields}
+
+
+def _inner(model_type: str) -> dict[str, Any]:
+    return {"text_config": {"model_type": model_type}}
 
 
 _YARN = {
@@ -89,6 +97,36 @@ _LOCAL = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
     }
+}
+_GEMMA3 = WINDOW | _TYPES | _LOCAL | {"query_pre_attn_scalar": 24}
+_LLAMA4 = {
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 4,
+    "floor_scale": 3,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 48,
+    "use_qk_norm": True,
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+}
+_EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_QWEN_EYES = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 36,
+    "num_position_embeddings": 16,
+}
+_QWEN_IDS = {"image_token_id": 127, "video_token_id": 126, "vision_start_token_id": 125} | {
+    "vision_end_token_id": 124
 }
 
 CASES = [
@@ -180,15 +218,13 @@ CASES = [
     Case("qwen3_5_moe_text", _LINEAR, rotated=4, absent=(0, 1, 2), norms=_QK),
     Case(
         "gemma3_text",
-        WINDOW | _TYPES | _LOCAL | {"query_pre_attn_scalar": 24},
+        _GEMMA3,
         norms=_QK,
         normed="BHTD",
     ),
     Case(
         "llama4_text",
-        {"no_rope_layers": [1, 0, 1], "attention_chunk_size": 4, "floor_scale": 3}
-        | {"num_local_experts": 2, "intermediate_size_mlp": 48, "use_qk_norm": True}
-        | {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"]},
+        _LLAMA4,
         interleaved=True,
         still=(1,),
         in_float32=True,
@@ -275,6 +311,55 @@ CASES = [
         normed="BHTD",
     ),
     Case("helium", {"attention_bias": True, "hidden": 96}, interleaved=True),
+    Case(
+        "gemma3",
+        _GEMMA3,
+        norms=_QK,
+        normed="BHTD",
+        around=_inner("gemma3_text")
+        | {"vision_config": {"model_type": "siglip_vision_model", **_EYES}}
+        | {"mm_tokens_per_image": 4, "image_token_index": 127}
+        | {"boi_token_index": 125, "eoi_token_index": 126},
+    ),
+    Case(
+        "mistral3",
+        {"sliding_window": None},
+        around=_inner("mistral")
+        | {"vision_config": {"model_type": "pixtral", "head_dim": 16, **_EYES}}
+        | {"image_token_index": 127, "spatial_merge_size": 2},
+    ),
+    Case(
+        "llama4",
+        _LLAMA4,
+        interleaved=True,
+        still=(1,),
+        in_float32=True,
+        norms=("qk_norm",),
+        around=_inner("llama4_text")
+        | {
+            "vision_config": _EYES
+            | {"intermediate_size": 128}
+            | {"vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24}
+            | {"pixel_shuffle_ratio": 0.5}
+        }
+        | {"image_token_index": 127, "boi_token_index": 125, "eoi_token_index": 126},
+    ),
+    Case(
+        "qwen3_5",
+        _LINEAR,
+        rotated=4,
+        absent=(0, 1, 2),
+        norms=_QK,
+        around=_inner("qwen3_5_text") | {"vision_config": _QWEN_EYES} | _QWEN_IDS,
+    ),
+    Case(
+        "qwen3_5_moe",
+        _LINEAR,
+        rotated=4,
+        absent=(0, 1, 2),
+        norms=_QK,
+        around=_inner("qwen3_5_moe_text") | {"vision_config": _QWEN_EYES} | _QWEN_IDS,
+    ),
 ]
 
 

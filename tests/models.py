@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCABULARY = 128
 
@@ -29,9 +29,13 @@ def tiny_model(
     layers: int = 2,
     rope: str = "default",
     seed: int = 0,
+    around: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> Any:
     """A random causal language model in eval mode; `overrides` are fields of its config.
+
+    With `around`, a multimodal model of these fields, whose text model has all the others beside
+    those of its `text_config`.
 
     The weights depend on `seed` and the shapes only: the same seed gives the same values in every
     dtype, up to rounding. The rotary buffer stays float32, as after `from_pretrained`.
@@ -51,8 +55,13 @@ def tiny_model(
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    config = AutoConfig.for_model(model_type, **(fields | overrides))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    fields |= overrides
+    whole: Any = AutoModelForCausalLM
+    if around is not None:
+        whole = AutoModelForImageTextToText
+        fields = {**around, "text_config": fields | around["text_config"]}
+    config = AutoConfig.for_model(model_type, **fields)
+    model = whole.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         _fill(name, parameter, generator)

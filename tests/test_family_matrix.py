@@ -19,7 +19,7 @@ from rap import modeling
 from rap.construction import apply
 from rap.families import attention_layers
 from rap.plan import LayerPlan
-from rap.specs import FAMILIES, NORM_MODES
+from rap.specs import FAMILIES, NORM_MODES, WRAPPERS
 
 TOKENS = 11
 # The same sums in another order: some 100 roundings of 1e-16 of values below 100. Where the family
@@ -39,7 +39,7 @@ def _close(found: Tensor, expected: Tensor, bound: float) -> bool:
 
 
 def test_every_family_has_a_case():
-    assert {case.model_type for case in CASES} == set(FAMILIES)
+    assert {case.model_type for case in CASES} == {*FAMILIES, *WRAPPERS}
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -28,7 +28,7 @@ from .accumulators import (
     watched_layers,
 )
 from .errors import CalibrationError
-from .families import attention_layers, refuse_pruned
+from .families import attention_layers, refuse_pruned, trained_length
 from .statistics import Statistics
 
 
@@ -89,7 +89,7 @@ def check_windows(model: Any, windows: Tensor) -> None:
         )
     if windows.shape[1] < 2:
         raise CalibrationError("windows of one token have no next token: use at least two")
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = trained_length(model.config)
     if longest is not None and windows.shape[1] > longest:
         raise CalibrationError(
             f"windows have {windows.shape[1]} tokens, the model was made for {longest}: use "

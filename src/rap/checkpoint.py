@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import cached_file
 
 from .errors import CheckpointError, RapError
 from .families import PREFIX, attention_spec, refuse_pruned
 from .fingerprint import fingerprint_model
-from .modeling import register
+from .modeling import auto_class, register
 
 PLAN_FILE = "plan.rap"
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -42,13 +48,13 @@ def load_config(source: str | Path) -> Any:
 def load_dense(source: str | Path, **kwargs: Any) -> Any:
     """A dense causal LM to compress, in eval mode; refused before its weights are read.
 
-    Keyword arguments go to `AutoModelForCausalLM.from_pretrained` (dtype, device_map, ...).
+    Keyword arguments go to `from_pretrained` (dtype, device_map, ...).
     Raises UnsupportedModelError or CheckpointError.
     """
     config = load_config(source)
     refuse_pruned(config)
     attention_spec(config)
-    return _load(source, **kwargs)
+    return _load(source, config, **kwargs)
 
 
 def load(source: str | Path, *, verify: bool = True, **kwargs: Any) -> Any:
@@ -58,7 +64,7 @@ def load(source: str | Path, *, verify: bool = True, **kwargs: Any) -> Any:
     `verify` is off or the requested dtype cannot represent the stored values.
     """
     config = load_config(source)
-    model = _load(source, **kwargs)
+    model = _load(source, config, **kwargs)
     stored = (getattr(config, "rap", None) or {}).get("fingerprint")
     exact = model.dtype in (config.dtype, torch.float32, torch.float64)
     if verify and exact and stored and stored != fingerprint_model(model):
@@ -81,6 +87,14 @@ def load_tokenizer(source: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load a tokenizer from {source}: {_first(error)}") from error
+
+
+def copy_processor(source: str | Path, folder: Path) -> None:
+    """Copy what prepares images for a multimodal model, as it is, from a checkpoint that has it."""
+    for name in _PROCESSOR_FILES:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shutil.copyfile(found, folder / name)
 
 
 def check_output(output: str | Path, *, force: bool) -> None:
@@ -173,13 +187,13 @@ def check_safetensors(path: Path) -> None:
         raise CheckpointError(f"{path} is truncated or damaged ({size} bytes): download it again")
 
 
-def _load(source: str | Path, **kwargs: Any) -> Any:
+def _load(source: str | Path, config: Any, **kwargs: Any) -> Any:
     check_dtype(kwargs.get("dtype", "auto"))
     if Path(source).is_dir():
         for shard in sorted(Path(source).glob("*.safetensors")):
             check_safetensors(shard)
     try:
-        return AutoModelForCausalLM.from_pretrained(source, **kwargs).eval()
+        return auto_class(config).from_pretrained(source, **kwargs).eval()
     except RapError:
         raise
     # ValueError also for a broken shard index, ImportError for a quantizer that is not installed.

@@ -5,8 +5,9 @@ Everything in it is read from `specs`, so that a family's row is its documentati
 
 import sys
 from pathlib import Path
+from textwrap import fill
 
-from .specs import FAMILIES, NORM_MODES, REASONS, AttentionSpec
+from .specs import FAMILIES, NORM_MODES, REASONS, WRAPPERS, AttentionSpec
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = ("5.16", "5.19")
@@ -36,12 +37,18 @@ _FOOTER = """
 Partial rotation, rope scaling (linear, dynamic, yarn, longrope, llama3), biases, softmax scales,
 grouped queries and mixtures of experts need no row: they are read off the model.
 
+## Multimodal
+
+Taken whole: {wrappers}. The text model is compressed as
+its family says; what looks at images or video, and the way it enters the text, pass through
+unchanged. The result loads with `AutoModelForImageTextToText`, and as a causal LM.
+
 ## Refused
 
-* Multimodal wrappers (gemma3, mistral3, llama4, qwen3_5): only their text model alone is taken.
+* Multimodal models other than those above.
 * MLA (deepseek_v2, deepseek_v3, glm4_moe_lite, ...): it caches one latent for all heads, so that
   cutting channels of heads would save nothing.
-* {refused}: no rotation to prune by pairs.
+{refused}
 * Encoder-decoders, and any model type without a row.
 * Checkpoints quantized already: compress first, then quantize.
 
@@ -54,7 +61,19 @@ memory.
 def models_page() -> str:
     """The text of docs/models.md."""
     rows = [_row(spec) for _, spec in sorted(FAMILIES.items())]
-    return _HEADER + "\n".join(rows) + "\n" + _FOOTER.format(refused=", ".join(sorted(REASONS)))
+    refused = [
+        fill(f"* {', '.join(sorted(names))}: {reason}.", 100, subsequent_indent="  ")
+        for reason, names in sorted(_by_reason().items(), key=lambda item: item[1])
+    ]
+    footer = _FOOTER.format(wrappers=", ".join(WRAPPERS), refused="\n".join(refused))
+    return _HEADER + "\n".join(rows) + "\n" + footer
+
+
+def _by_reason() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, reason in REASONS.items():
+        found.setdefault(reason, []).append(name)
+    return found
 
 
 def _row(spec: AttentionSpec) -> str:

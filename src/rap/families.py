@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .errors import CheckpointError, UnsupportedModelError
 from .rope import AttentionShape, HeadGeometry
-from .specs import ALIBI, FAMILIES, REASONS, ROLES, AttentionSpec, QKNorm
+from .specs import ALIBI, FAMILIES, REASONS, ROLES, WRAPPERS, AttentionSpec, QKNorm
 
 PREFIX = "rap_"
 
@@ -35,6 +35,16 @@ def base_model_type(config: Any) -> str:
     return str(config.model_type).removeprefix(PREFIX)
 
 
+def text_config(config: Any) -> Any:
+    """The config of the language model: of a multimodal model that is taken, the one inside."""
+    return config.text_config if base_model_type(config) in WRAPPERS else config
+
+
+def trained_length(config: Any) -> int | None:
+    """The positions a model was made for, where its config says so."""
+    return getattr(text_config(config), "max_position_embeddings", None)
+
+
 def attention_spec(config: Any) -> AttentionSpec:
     """The family row for a config, before any weight is read.
 
@@ -47,15 +57,18 @@ def attention_spec(config: Any) -> AttentionSpec:
             f"this {model_type} checkpoint is quantized: compress the unquantized weights first, "
             "then quantize the result"
         )
-    spec = FAMILIES.get(model_type)
-    if spec is None or getattr(config, "kv_lora_rank", None):
+    text = text_config(config)
+    spec = FAMILIES.get(base_model_type(text))
+    if spec is None or getattr(text, "kv_lora_rank", None):
         reason = _refusal(config, model_type)
         raise UnsupportedModelError(f"model type {model_type!r} is not supported: {reason}")
     return spec
 
 
 def _refusal(config: Any, model_type: str) -> str:
-    if getattr(config, "kv_lora_rank", None):
+    if model_type in REASONS:
+        return REASONS[model_type]
+    if getattr(text_config(config), "kv_lora_rank", None):
         return (
             "it caches one latent for all heads (MLA), so cutting head channels would save nothing"
         )
@@ -66,13 +79,10 @@ def _refusal(config: Any, model_type: str) -> str:
     text = getattr(config, "text_config", None)
     if text is not None:
         return (
-            f"it is a multimodal wrapper around a {text.model_type} model, of which only the text "
-            "model alone can be compressed"
+            f"it is a multimodal model around {text.model_type}; those that are taken are "
+            f"{', '.join(WRAPPERS)}, around a text model of docs/models.md"
         )
-    return REASONS.get(
-        model_type,
-        f"no row for it among the {len(FAMILIES)} families that docs/models.md lists",
-    )
+    return f"no row for it among the {len(FAMILIES)} families that docs/models.md lists"
 
 
 def refuse_pruned(config: Any) -> None:
@@ -85,7 +95,7 @@ def refuse_pruned(config: Any) -> None:
 
 def rotary_module(model: nn.Module) -> nn.Module:
     """The model-level rotary embedding, whose cos/sin every attention layer receives."""
-    rotary = getattr(_decoder(model), "rotary_emb", None)
+    rotary = getattr(text_decoder(model), "rotary_emb", None)
     if not isinstance(rotary, nn.Module):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no rotary_emb module: it has no RoPE to prune"
@@ -266,7 +276,8 @@ def split_heads(states: Tensor, head_dim: int) -> Tensor:
     return states.unflatten(-1, (-1, head_dim))
 
 
-def _decoder(model: Any) -> Any:
+def text_decoder(model: Any) -> Any:
+    """The module that holds the decoder layers of the language model."""
     find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
     found = find() if find is not None else model
     # Llama 4's text model gives itself.
@@ -274,7 +285,7 @@ def _decoder(model: Any) -> Any:
 
 
 def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    decoder = _decoder(model)
+    decoder = text_decoder(model)
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     for index, layer in enumerate(decoder.layers):
         yield f"{prefix}.layers.{index}".lstrip("."), layer

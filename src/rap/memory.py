@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .accumulators import BACKWARD, FORWARD, check_needs, watched_layers
+from .families import text_config
 from .rope import AttentionShape
 
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
@@ -23,7 +24,7 @@ def estimate_memory(
     """
     needs = check_needs(needs)
     layers = watched_layers(model)
-    config, (_, tokens) = model.config, windows.shape
+    config, (_, tokens) = text_config(model.config), windows.shape
     weights = [layer.linears[role].weight for layer in layers for role in "kv"]
     size = weights[0].element_size() if weights else 0
     backward = any(need in BACKWARD for need in needs)

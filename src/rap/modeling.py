@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -23,6 +23,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from .attention import RapAttention
@@ -33,10 +35,11 @@ from .families import (
     AttentionLayer,
     attention_layers,
     attention_spec,
+    base_model_type,
     rotary_module,
 )
 from .fingerprint import fingerprint_model, fingerprint_tensors, tied_names
-from .specs import NORM_MODES
+from .specs import NORM_MODES, WRAPPERS
 
 CONFIG_VERSION = 1
 
@@ -120,18 +123,44 @@ def config_class(base_type: str) -> type:
 
 @functools.cache
 def model_class(base_type: str) -> type:
-    """Rap<Family>ForCausalLM, registered with AutoModelForCausalLM."""
-    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base_type]]
+    """Rap<Family>ForCausalLM, registered with AutoModelForCausalLM.
+
+    Of a multimodal family, Rap<Family>ForConditionalGeneration, registered with
+    AutoModelForImageTextToText as well.
+    """
+    multimodal = base_type in WRAPPERS
+    models: Any = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if multimodal else MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    base: Any = models[CONFIG_MAPPING[base_type]]
     config = config_class(base_type)
     body = {"__module__": __name__, "config_class": config, "config": config}
     made: Any = type(f"Rap{base.__name__}", (RapModelMixin, base), body)
-    made.register_for_auto_class("AutoModelForCausalLM")
+    made.register_for_auto_class(
+        "AutoModelForImageTextToText" if multimodal else "AutoModelForCausalLM"
+    )
     AutoModelForCausalLM.register(config, made, exist_ok=True)
-    # Experts are stored one by one and joined on loading; custom code must ask for that.
-    conversion = get_checkpoint_conversion_mapping(base_type)
-    if conversion is not None:
-        register_checkpoint_conversion_mapping(PREFIX + base_type, conversion, overwrite=True)
+    if multimodal:
+        AutoModelForImageTextToText.register(config, made, exist_ok=True)
+    _register_conversions(base_type, base, made)
     return made
+
+
+def auto_class(config: Any) -> Any:
+    """The Auto class that makes the whole of a dense or pruned model of this config."""
+    multimodal = base_model_type(config) in WRAPPERS
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
+def _register_conversions(base_type: str, base: type, made: type) -> None:
+    """Checkpoints name and split weights otherwise than models do; custom code must ask for that.
+
+    Experts are stored one by one, some heads and the parts of multimodal models under older names.
+    """
+    for dense, pruned in ((base_type, PREFIX + base_type), (base.__name__, made.__name__)):
+        conversion = get_checkpoint_conversion_mapping(dense)
+        if conversion is not None:
+            register_checkpoint_conversion_mapping(pruned, conversion, overwrite=True)
 
 
 def register() -> None:
@@ -142,7 +171,7 @@ def register() -> None:
 
 def _present() -> list[str]:
     """Families that the installed transformers has; a row may be newer than it."""
-    return [base_type for base_type in FAMILIES if base_type in CONFIG_MAPPING_NAMES]
+    return [name for name in (*FAMILIES, *WRAPPERS) if name in CONFIG_MAPPING_NAMES]
 
 
 def __getattr__(name: str) -> type:
@@ -150,7 +179,7 @@ def __getattr__(name: str) -> type:
     for base_type in _present():
         if name == f"Rap{CONFIG_MAPPING_NAMES[base_type]}":
             return config_class(base_type)
-        if name == f"Rap{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base_type]}":
+        if name == f"Rap{_model_name(base_type)}":
             return model_class(base_type)
     if name.startswith("Rap") and name.endswith("Attention"):
         # Unpickling a model asks for the class of its attention by name.
@@ -159,6 +188,13 @@ def __getattr__(name: str) -> type:
             if hasattr(family, name.removeprefix("Rap")):
                 return attention_class(getattr(family, name.removeprefix("Rap")))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _model_name(base_type: str) -> str:
+    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if base_type in WRAPPERS else names)[
+        base_type
+    ]
 
 
 def _registering_init(base_type: str) -> Callable[..., None]:

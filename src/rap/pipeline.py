@@ -14,6 +14,7 @@ from .card import model_card
 from .checkpoint import (
     PLAN_FILE,
     check_output,
+    copy_processor,
     load_config,
     load_dense,
     load_tokenizer,
@@ -24,7 +25,7 @@ from .corpus import load_windows, read_text
 from .errors import CheckpointError, RapError
 from .evaluation.footprint import footprint
 from .evaluation.perplexity import DEFAULT_WINDOW, perplexity
-from .families import attention_spec, refuse_pruned
+from .families import attention_spec, base_model_type, refuse_pruned, trained_length
 from .fingerprint import fingerprint_model
 from .memory import describe_memory, estimate_memory
 from .methods import Method, Rap
@@ -32,6 +33,7 @@ from .plan import Plan
 from .provenance import provenance
 from .recovery.runs import finish
 from .recovery.stages import check_recovery, recover_stage, work_folder
+from .specs import WRAPPERS
 
 REPORT_FILE = "rap_report.json"
 EVALUATION_WINDOWS = 16
@@ -201,6 +203,8 @@ def save(
         plan.save(folder / PLAN_FILE)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if base_model_type(small.config) in WRAPPERS:
+            copy_processor(source or small.name_or_path, folder)
         if report is not None:
             write_json(folder / REPORT_FILE, report)
             card = model_card(report, Path(output).resolve().name)
@@ -242,7 +246,7 @@ def _held_out(text: str | None, model: Any, tokenizer: Any) -> Tensor | None:
 
 
 def _evaluation_window(model: Any) -> int:
-    longest = getattr(model.config, "max_position_embeddings", None) or DEFAULT_WINDOW
+    longest = trained_length(model.config) or DEFAULT_WINDOW
     return min(DEFAULT_WINDOW, int(longest))
 
 

@@ -235,9 +235,17 @@ FAMILIES: dict[str, AttentionSpec] = {
     )
 }
 
+# Multimodal models whose text model, one of the families, is compressed; all else passes through.
+WRAPPERS = ("gemma3", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
+
 LEARNED = "it adds learned absolute positions, there is no rotation to prune in pairs"
 ALIBI = "it biases attention by distance (ALiBi) and rotates nothing"
+SHARED = (
+    "its last layers read the keys and values of earlier layers, so that one choice of pairs would "
+    "have to serve the queries of several, and its values are normalised over whole heads"
+)
 REASONS = {
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), SHARED),
     **dict.fromkeys(("gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"), LEARNED),
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
 }

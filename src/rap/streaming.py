@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import custom_object_save
 
 from .checkpoint import PLAN_FILE, check_safetensors, load_config, whole_directory
@@ -32,7 +31,7 @@ from .families import (
     refuse_pruned,
 )
 from .fingerprint import Fingerprint, tied_names
-from .modeling import model_class
+from .modeling import auto_class, model_class
 from .plan import Plan
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -149,7 +148,7 @@ def apply_streamed(
     attention_spec(config)
     folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(str(source)))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     rewriter = _Rewriter(model, plan)
     shards = _shards(folder)
     with whole_directory(output, force=force) as partial:

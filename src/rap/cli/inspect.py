@@ -5,13 +5,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM
 
 from ..allocation import kv_budgets
 from ..checkpoint import PLAN_FILE, is_pruned, load_config
 from ..errors import RapError
-from ..families import AttentionLayer, attention_layers, attention_spec
+from ..families import AttentionLayer, attention_layers, attention_spec, text_config
 from ..methods import Rap
+from ..modeling import auto_class
 from ..pipeline import resolve_source
 from ..plan import Plan
 from ..rope import AttentionShape
@@ -58,14 +58,14 @@ def describe_model(target: str, retain: float = 0.7) -> dict[str, Any]:
 
 def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, Any]:
     """As `describe_model`, of a config."""
-    config = getattr(config, "text_config", config)
     attention_spec(config)
     # A config of a pruned model states widths; of a dense one, the same numbers follow from it.
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    element = (config.dtype or torch.float32).itemsize
+        model = auto_class(config).from_config(config)
+    text = text_config(config)
+    element = (config.dtype or text.dtype or torch.float32).itemsize
     found = attention_layers(model)
-    layers = [_describe_layer(layer, _rope(config, layer), element) for layer in found]
+    layers = [_describe_layer(layer, _rope(text, layer), element) for layer in found]
     shapes = [layer.shape for layer in found if layer.shape is not None]
     total = sum(layer["kv_bytes_per_token"] for layer in layers)
     dense = sum(layer["dense_kv_bytes_per_token"] for layer in layers)
@@ -75,7 +75,7 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     return {
         "title": f"{target}: {config.model_type}, {state}, {total:,} KV bytes per token",
         "model_type": config.model_type,
-        "rope": ", ".join(dict.fromkeys(_rope(config, layer) for layer in found if layer.shape)),
+        "rope": ", ".join(dict.fromkeys(_rope(text, layer) for layer in found if layer.shape)),
         "num_pairs": max((shape.geometry.num_pairs for shape in shapes), default=0),
         "num_layers": len(layers),
         "attention_layers": len(shapes),

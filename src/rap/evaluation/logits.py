@@ -9,14 +9,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import RapError
+from ..families import text_decoder
 
 
 def decoder_of(model: Any) -> tuple[str, nn.Module]:
-    """The module below the language-model head, and its name in the model."""
-    decoder = model.get_decoder()
+    """The module below the language-model head, and its name in the model.
+
+    It holds the decoder or, in multimodal models, the decoder and what looks at images.
+    """
+    model = _headed(model)
+    decoder = text_decoder(model)
     for name, child in model.named_children():
-        if child is decoder:
-            return name, decoder
+        if any(part is decoder for part in child.modules()):
+            return name, child
     raise RapError(
         f"{type(model).__name__} has no decoder directly below its head: use the causal LM itself"
         " (of a PEFT model, model.get_base_model())"
@@ -29,9 +34,19 @@ def head_logits(model: Any, name: str, output: Any) -> Tensor:
     Some families scale or cap logits after the head's matrix, which this keeps. It runs the class's
     forward on a shallow copy whose decoder is a constant; the model itself is not touched.
     """
+    model = _headed(model)
     view = copy.copy(model)
     view._modules = {**model._modules, name: _Constant(output)}
     return type(model).forward(view, input_ids=None, use_cache=False).logits
+
+
+def _headed(model: Any) -> Any:
+    """The part that is a causal LM by itself: a child of some multimodal models (llama4)."""
+    head = model.get_output_embeddings()
+    for child in model.children():
+        if hasattr(child, "get_decoder") and any(part is head for part in child.modules()):
+            return child
+    return model
 
 
 class _Constant(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import RapError
+from ..families import trained_length
 from .logits import decoder_of, head_logits
 
 DEFAULT_WINDOW = 2048
@@ -107,7 +108,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _window(model: Any, window: int | None) -> int:
-    longest = getattr(model.config, "max_position_embeddings", None) or DEFAULT_WINDOW
+    longest = trained_length(model.config) or DEFAULT_WINDOW
     window = min(DEFAULT_WINDOW, longest) if window is None else window
     if window < 2:
         raise RapError(f"a window of {window} tokens predicts nothing: give 2 or more")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import RapError
 from ..evaluation.perplexity import perplexity
+from ..families import trained_length
 from .closed_form import refit_outputs
 from .config import PRESETS, RecoveryConfig, preset
 from .data import recovery_windows
@@ -76,7 +77,7 @@ def recover_stage(
         return small, {}
     config = config or preset(name if name in PRESETS else "fast", seed=seed)
     windows, validation = recovery_windows(
-        texts, tokenizer, config, longest=getattr(small.config, "max_position_embeddings", None)
+        texts, tokenizer, config, longest=trained_length(small.config)
     )
     before = _held_out(small, validation)
     report: dict[str, Any] = {"name": name, "texts": list(texts), "perplexity_before": before}

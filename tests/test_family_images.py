@@ -1,0 +1,102 @@
+"""Multimodal models: the text model is pruned, what looks at images passes through unchanged."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from family_cases import CASES, Case, masked_by_hooks, random_case_plan
+from models import random_tokens
+from rap.calibration import calibrate
+from rap.checkpoint import load
+from rap.construction import apply
+from rap.evaluation.footprint import footprint
+from rap.evaluation.perplexity import perplexity
+from rap.methods import Rap
+from rap.pipeline import save
+
+IMAGE_TOKEN = 127
+MULTIMODAL = [case for case in CASES if case.around]
+every_case = pytest.mark.parametrize("case", MULTIMODAL, ids=lambda case: case.name)
+
+
+def _picture(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """One image of 4 x 4 patches, which every case here turns into four tokens."""
+    pixels = torch.randn(1, 3, 16, 16, dtype=dtype, generator=torch.Generator().manual_seed(3))
+    if case.name.startswith("qwen"):
+        frames = pixels[:, :, None].expand(-1, -1, 2, -1, -1)
+        grid = torch.tensor([[1, 4, 4]])
+        return {"pixel_values": frames.reshape(16, -1), "image_grid_thw": grid}
+    sizes = {"image_sizes": torch.tensor([[16, 16]])} if case.name == "mistral3" else {}
+    return {"pixel_values": pixels, **sizes}
+
+
+def _prompt(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    tokens = random_tokens(1, 12).clamp(max=100)
+    tokens[:, 3:7] = IMAGE_TOKEN
+    kinds = (tokens == IMAGE_TOKEN).long()
+    name = "mm_token_type_ids" if case.name.startswith("qwen") else "token_type_ids"
+    named = {name: kinds} if case.name != "mistral3" and case.name != "llama4" else {}
+    return {"input_ids": tokens, **named, **_picture(case, dtype)}
+
+
+@every_case
+@torch.no_grad()
+def test_pruned_model_reads_images_as_the_masked_dense_model(case: Case):
+    model = case.model()
+    plan = random_case_plan(model, case)
+    small, dense = apply(model, plan), masked_by_hooks(model, plan, case)
+    prompt = _prompt(case, torch.float64)
+    found, expected = small(**prompt).logits, dense(**prompt).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    without = dense(prompt["input_ids"]).logits
+    assert (without - expected).abs().max() > 1e-2 * expected.abs().max(), "the image has no effect"
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(small.generate(**prompt, **options), dense.generate(**prompt, **options))
+
+
+@every_case
+@torch.no_grad()
+def test_everything_beside_the_text_model_is_unchanged(case: Case, tmp_path):
+    model = case.model(dtype=torch.float32)
+    apply(model, random_case_plan(model, case)).save_pretrained(tmp_path)
+    for loaded in (
+        load(tmp_path),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+        AutoModelForImageTextToText.from_pretrained(tmp_path),
+    ):
+        assert type(loaded).__name__ == f"Rap{type(model).__name__}"
+        state = loaded.state_dict()
+        kept = {n: t for n, t in model.state_dict().items() if ".self_attn." not in n}
+        kept |= {n: t for n, t in model.state_dict().items() if "vision" in n}
+        assert all(torch.equal(tensor, state[name]) for name, tensor in kept.items())
+        assert loaded.config.vision_config.to_dict() == model.config.vision_config.to_dict()
+
+
+@every_case
+def test_the_whole_way_from_text_to_a_smaller_cache(case: Case):
+    """Calibration, planning and measuring ask the config of the text model, not of the whole."""
+    model = case.model(dtype=torch.float32)
+    method = Rap(retain=0.5)
+    statistics = calibrate(model, random_tokens(3, 16), {*method.needs_for(model), "fisher"})
+    small = method.apply(model, method.plan(model, statistics))
+    before, after = footprint(model), footprint(small)
+    assert after.kv_bytes_per_token == 0.5 * before.kv_bytes_per_token
+    assert perplexity(small, random_tokens(1, 64).flatten(), window=32).value > 1
+
+
+def test_the_processor_of_images_is_carried_along(tmp_path):
+    """Its files decide how pixels become patches, and belong to the part that is unchanged."""
+    case = MULTIMODAL[0]
+    model = case.model(dtype=torch.float32)
+    model.save_pretrained(tmp_path / "dense")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / "dense" / name).write_text(f'{{"from": "{name}"}}')
+    dense = load(tmp_path / "dense")
+    plan = random_case_plan(dense, case)
+    save(apply(dense, plan), plan, tmp_path / "small")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (tmp_path / "small" / name).read_text() == f'{{"from": "{name}"}}'
+    assert not (tmp_path / "small" / "video_preprocessor_config.json").exists()
