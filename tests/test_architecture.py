@@ -43,6 +43,8 @@ ORDER = [
     *(
         "corpus",
         "statistics",
+        "watching",
+        "activations",
         "accumulators",
         "memory",
         "calibration",
@@ -53,7 +55,7 @@ ORDER = [
         "profiles",
     ),
     *("surgery", "norms", "attention", "modeling", "checkpoint", "construction", "streaming"),
-    *("lowrank", "methods", "evaluation", "recovery", "analysis"),
+    *("replacement", "lowrank", "methods", "evaluation", "recovery", "analysis"),
     *("card", "pipeline", "serving", "cli", "__main__"),
 ]
 # Beside the order: the rooms it may import, and the rooms that may import it.

@@ -33,6 +33,11 @@ class Statistics:
     pairs     query_moment, key_moment [G, P, P, 2]: complex second moments E[x x^H] of pairs as
               (real, imaginary), queries summed over the group
     energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens
+    inputs    input_moment [E, E]: second moment of what q, k and v read
+    rotated   rotated_key_moment, value_moment_about_mean [G, D, D], value_mean [G, D]: covariances
+              of rotated keys (canonical) and of values, before attention mixes them
+    logits    logit_products [H, N, P, 2]: q conj(k) of every pair, not rotated, for N sampled
+              queries and keys before them; logit_distances [N]: how far apart
 
     Values are in the dense channel order. `fingerprint` says which weights were calibrated.
     """

@@ -19,6 +19,7 @@ from ..families import (
     layer_frequencies,
     projections,
     refuse_pruned,
+    trained_length,
 )
 from ..fingerprint import fingerprint_model
 from ..plan import LayerPlan, Plan
@@ -57,6 +58,8 @@ class Method(ABC):
     """A way to spend the budget `retain`, the fraction of the dense KV cache that is kept."""
 
     name: ClassVar[str]
+    # Whether the model rebuilds keys (or values) from its cache at every step.
+    reconstructs: ClassVar[bool] = False
 
     retain: float = 0.7
     seed: int = 0
@@ -78,12 +81,25 @@ class Method(ABC):
         return self.needs | ({"energy"} if normalised else frozenset())
 
     @abstractmethod
-    def plan(self, model: Any, statistics: Statistics) -> Plan:
-        """Decide what every layer of the dense `model` keeps; the model is not changed."""
+    def plan(self, model: Any, statistics: Statistics) -> Any:
+        """Decide what every layer of the dense `model` keeps; the model is not changed.
 
-    def apply(self, model: Any, plan: Plan) -> Any:
+        A Plan, or another record with its `retain`, `kept_fraction`, `shapes`, `model_type`,
+        `dense_fingerprint`, `method` and `save`, which this method's `apply` takes.
+        """
+
+    def apply(self, model: Any, plan: Any) -> Any:
         """The smaller model, new; `model` is left untouched."""
         return apply(model, plan)
+
+    def check(self, model: Any, statistics: Statistics) -> str:
+        """The dense model's fingerprint; RapError unless the statistics are whole and of it."""
+        refuse_pruned(model.config)
+        statistics.require(self.needs, self.name)
+        fingerprint = fingerprint_model(model)
+        if statistics.fingerprint not in ("", fingerprint):
+            raise RapError("the statistics were collected on another model: calibrate this one")
+        return fingerprint
 
     def describe(self) -> dict[str, Any]:
         """The record of the run: the method's name and every hyper-parameter."""
@@ -123,11 +139,7 @@ class PairPruning(Method):
 
     def plan(self, model: Any, statistics: Statistics) -> Plan:
         """Score, budget, select (the paper's Budget-Alloc). The model is not changed."""
-        refuse_pruned(model.config)
-        statistics.require(self.needs, self.name)
-        fingerprint = fingerprint_model(model)
-        if statistics.fingerprint not in ("", fingerprint):
-            raise RapError("the statistics were collected on another model: calibrate this one")
+        fingerprint = self.check(model, statistics)
         dense = dense_layers(model)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
         return Plan(
@@ -207,6 +219,6 @@ def dense_layers(model: Any) -> DenseLayers:
             layer_frequencies(model, layer) if layer.shape is not None else None for layer in layers
         ],
         mixes_keys=[layer.norm is None for layer in layers],
-        context=getattr(model.config, "max_position_embeddings", None) or UNKNOWN_CONTEXT,
+        context=trained_length(model.config) or UNKNOWN_CONTEXT,
         mixes_values=[spec.gate is None for _ in layers],
     )

@@ -1,0 +1,116 @@
+"""PaLU: whitened low-rank products of groups of KV heads, values folded into the output.
+
+https://arxiv.org/abs/2407.21118. Its code caches reconstructed keys and values; here the latents
+are what is cached. Fisher gradients are of the model's own loss (its code shifts labels twice), and
+leftover ranks go to the projections with the largest remainder.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..allocation import allocate
+from ..errors import RapError
+from ..lowrank import Factors, whitened_factors
+from ..replacement import ReplacedLayer
+from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Palu(Replacing):
+    """Group-head low-rank decomposition with latents in the cache.
+
+    group_size: KV heads that share a latent, at most all of them: 1 decomposes head by head (the
+        cost that the RAP paper quotes), 4 is the original's default. The output projection reads
+        the latent of a whole group for every query head, so it grows with the group.
+    ranks: `fisher` shares one budget between all projections by their mean root-Fisher (its
+        `fisher_uniform`), `uniform` gives all the same.
+    multiple: ranks are multiples of this many directions (32 in the original).
+    """
+
+    name: ClassVar[str] = "palu"
+    reconstructs: ClassVar[bool] = True
+
+    group_size: int = 4
+    ranks: Literal["fisher", "uniform"] = "fisher"
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ranks not in ("fisher", "uniform"):
+            raise RapError(f"unknown ranks {self.ranks!r}: use fisher or uniform")
+        if self.group_size < 1 or self.multiple < 1:
+            raise RapError(
+                f"group_size {self.group_size} and multiple {self.multiple} must be at least 1"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The second moment of what the projections read, and gradients for Fisher ranks."""
+        return frozenset({"inputs"} | ({"fisher"} if self.ranks == "fisher" else set()))
+
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+        """A latent of every group for keys, and one for values that the output reads."""
+        ranks = self._ranks(layers)
+        return [self._layer(layer, *ranks[i]) for i, layer in enumerate(layers)]
+
+    def _ranks(self, layers: Sequence[DenseLayer]) -> list[tuple[int, int]]:
+        sizes = [self._group(layer) * layer.shape.head_dim for layer in layers]
+        if self.ranks == "uniform":
+            nearest = [nearest_rank(self.retain, size, self.multiple) for size in sizes]
+            return [(rank, rank) for rank in nearest]
+        scores = [float(layer.found[f"root_fisher_{r}"].mean()) for r in "kv" for layer in layers]
+        kept = allocate(scores, self.retain, sizes + sizes, unit=self.multiple)
+        return list(zip(kept[: len(sizes)], kept[len(sizes) :], strict=True))
+
+    def _group(self, layer: DenseLayer) -> int:
+        heads = layer.shape.num_kv_heads
+        size = min(self.group_size, heads)
+        if heads % size:
+            raise RapError(
+                f"group_size {size} does not divide the {heads} KV heads of layer {layer.index}"
+            )
+        return size
+
+    def _layer(self, layer: DenseLayer, key_rank: int, value_rank: int) -> ReplacedLayer:
+        size = self._group(layer)
+        groups = layer.shape.num_kv_heads // size
+        ranks = {"k": key_rank, "v": value_rank}
+        factors = {
+            role: [
+                whitened_factors(rows, layer.found["input_moment"], ranks[role])
+                for rows in layer.weight(role).chunk(groups)
+            ]
+            for role in "kv"
+        }
+        tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
+        tensors |= layer.dense("q")
+        for role in "kv":
+            tensors |= layer.linear(role, torch.cat([part.down for part in factors[role]]))
+        bias = layer.bias("k")
+        biases = [None] * groups if bias is None else bias.chunk(groups)
+        for group, part in enumerate(factors["k"]):
+            tensors |= linear(f"k_up.{group}", part.up, biases[group])
+        tensors |= layer.linear("o", *_folded(layer, factors["v"]))
+        widths = {"kind": "latent", "groups": groups, "fold": True}
+        widths |= {"keys": key_rank, "values": value_rank}
+        return ReplacedLayer(widths, tensors, cached=groups * (key_rank + value_rank))
+
+
+def _folded(layer: DenseLayer, factors: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
+    """W_o times the values' upper factor of every head [E, H r], and the biases it then adds."""
+    shape, weight, bias = layer.shape, layer.weight("o"), layer.bias("o")
+    up_GDR = torch.cat([part.up.unflatten(0, (-1, shape.head_dim)) for part in factors])
+    up_HDR = up_GDR.repeat_interleave(shape.group_size, 0)
+    columns_EHD = weight.unflatten(1, (shape.num_heads, shape.head_dim))
+    folded = torch.einsum("ehd,hdr->ehr", columns_EHD, up_HDR).flatten(1)
+    value = layer.bias("v")
+    if value is not None:
+        # Attention's weights add up to one, so what it adds to every value it adds to the output.
+        rows = value.unflatten(0, (-1, shape.head_dim)).repeat_interleave(shape.group_size, 0)
+        added = weight @ rows.flatten()
+        bias = added if bias is None else bias + added
+    return folded, bias

@@ -1,0 +1,118 @@
+"""Methods that give every layer another attention, instead of cutting the one it has."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..families import attention_layers, attention_spec, base_model_type, projections
+from ..replacement import ReplacedLayer, Replacement, check_plain, replace
+from ..rope import AttentionShape
+from ..scoring import Named
+from ..statistics import Statistics
+from .base import Method, dense_layers
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayer:
+    """One layer as such a method sees it: its sizes, and names and linears by role.
+
+    Rows of q and k are in canonical order. `found` are the layer's statistics, `frequencies` [P].
+    """
+
+    index: int
+    shape: AttentionShape
+    names: dict[str, str]
+    linears: dict[str, Any]
+    found: Named
+    frequencies: Tensor
+
+    def weight(self, role: str) -> Tensor:
+        """A projection [out, in], float64 on the CPU."""
+        return self._ordered(role, self.linears[role].weight.detach().double().cpu())
+
+    def bias(self, role: str) -> Tensor | None:
+        """Its bias, float64 on the CPU."""
+        bias = self.linears[role].bias
+        return None if bias is None else self._ordered(role, bias.detach().double().cpu())
+
+    def dense(self, *roles: str) -> dict[str, Tensor]:
+        """Projections as they are, as tensors of a state dict."""
+        found: dict[str, Tensor] = {}
+        for role in roles:
+            found |= self.linear(role, self.weight(role), self.bias(role))
+        return found
+
+    def linear(self, role: str, weight: Tensor, bias: Tensor | None = None) -> dict[str, Tensor]:
+        """Tensors of the linear that has the name of a role's projection."""
+        return linear(self.names[role], weight, bias)
+
+    def _ordered(self, role: str, tensor: Tensor) -> Tensor:
+        if role not in "qk":
+            return tensor
+        rows = tensor.unflatten(0, (-1, self.shape.head_dim))
+        return rows[:, self.shape.geometry.canonical_order()].flatten(0, 1)
+
+
+def linear(name: str, weight: Tensor, bias: Tensor | None = None) -> dict[str, Tensor]:
+    """A linear layer's tensors by their names in a state dict."""
+    found = {f"{name}.weight": weight}
+    return found if bias is None else {**found, f"{name}.bias": bias}
+
+
+def every_pair(shape: AttentionShape) -> Tensor:
+    """The frequency index [G, P] of heads that keep all their pairs."""
+    pairs = torch.arange(shape.geometry.num_pairs, dtype=torch.int32)
+    return pairs.expand(shape.num_kv_heads, -1).clone()
+
+
+def nearest_rank(retain: float, size: int, multiple: int = 1) -> int:
+    """The multiple nearest to retain * size, half up, at least one of it and at most `size`."""
+    steps = max(1, int(retain * size / multiple + 0.5))
+    return min(size, steps * multiple)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacing(Method):
+    """A method that says, layer by layer, which attention takes the dense one's place."""
+
+    @abstractmethod
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+        """The new attention of each of these layers."""
+
+    def plan(self, model: Any, statistics: Statistics) -> Replacement:
+        """Replace every layer with attention. The model is not changed."""
+        fingerprint = self.check(model, statistics)
+        check_plain(model, attention_layers(model), self.name)
+        layers = _layers(model, statistics)
+        made = iter(self.replaced(layers, model))
+        present = {layer.index for layer in layers}
+        shapes = tuple(layer.shape for layer in attention_layers(model))
+        return Replacement(
+            layers=tuple(next(made) if i in present else None for i in range(len(shapes))),
+            shapes=shapes,
+            model_type=base_model_type(model.config),
+            retain=self.retain,
+            dense_fingerprint=fingerprint,
+            method=self.describe(),
+        )
+
+    def apply(self, model: Any, plan: Replacement) -> Any:
+        """The model with its new attention; `model` is left untouched."""
+        return replace(model, plan)
+
+
+def _layers(model: Any, statistics: Statistics) -> list[DenseLayer]:
+    dense, spec = dense_layers(model), attention_spec(model.config)
+    names, found = spec.projection_names(), []
+    for layer, frequencies in zip(attention_layers(model), dense.frequencies, strict=True):
+        if layer.shape is None:
+            continue
+        assert frequencies is not None
+        linears = projections(layer, spec)
+        statistic = statistics.layers[layer.index] or {}
+        found.append(DenseLayer(layer.index, layer.shape, names, linears, statistic, frequencies))
+    return found

@@ -1,0 +1,50 @@
+"""SVD-LLM on keys and values: one whitened low-rank product over all heads of a layer.
+
+https://arxiv.org/abs/2403.07378, for W_k and W_v alone and at a rank that caches `retain` of the
+channels (the original's rank counts parameters and spans every linear). Both factors stay online:
+keys and values are reconstructed at every step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..lowrank import whitened_factors
+from ..replacement import ReplacedLayer
+from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class SvdLlm(Replacing):
+    """Truncation-aware SVD of W_k and of W_v, every layer at the same rank.
+
+    multiple: ranks are multiples of this many directions.
+    """
+
+    name: ClassVar[str] = "svdllm"
+    reconstructs: ClassVar[bool] = True
+
+    multiple: int = 1
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The second moment of what the projections read."""
+        return frozenset({"inputs"})
+
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+        """A latent of all KV heads for keys and one for values, nothing folded."""
+        return [self._layer(layer) for layer in layers]
+
+    def _layer(self, layer: DenseLayer) -> ReplacedLayer:
+        size = layer.shape.num_kv_heads * layer.shape.head_dim
+        rank = nearest_rank(self.retain, size, self.multiple)
+        tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
+        tensors |= layer.dense("q", "o")
+        for role in "kv":
+            factors = whitened_factors(layer.weight(role), layer.found["input_moment"], rank)
+            tensors |= layer.linear(role, factors.down)
+            tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
+        widths = {"kind": "latent", "groups": 1, "keys": rank, "values": rank, "fold": False}
+        return ReplacedLayer(widths, tensors, cached=2 * rank)

@@ -1,0 +1,196 @@
+"""What methods beside pair pruning decide: another attention for every layer, with its weights.
+
+A pair plan is cut from any copy of the dense weights; low-rank factors and rotated bases exist only
+as numbers, so a replacement carries the tensors of the new attention themselves.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .construction import assemble, config_with
+from .errors import PlanError, UnsupportedModelError
+from .families import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    base_model_type,
+    projection_tensors,
+    refuse_pruned,
+)
+from .fingerprint import fingerprint_model
+from .modeling import CONFIG_VERSION
+from .plan import Plan
+from .rope import AttentionShape, HeadGeometry
+
+FORMAT = "rap-replacement"
+VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class ReplacedLayer:
+    """The attention that takes the place of a dense layer's.
+
+    `widths` is its entry in the `rap` section: its sizes, and a `kind` of modeling.KINDS unless it
+    is RapAttention itself. `tensors` are all its projections and buffers by name inside the module.
+    `cached` is what the cache holds of a token, in elements.
+    """
+
+    widths: dict[str, Any]
+    tensors: dict[str, Tensor]
+    cached: int
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """One ReplacedLayer per decoder layer (None: left dense), as Plan is for pair pruning.
+
+    As large as the weights of attention it describes. `shapes`, `retain`, `dense_fingerprint` and
+    `method` are those of Plan.
+    """
+
+    layers: tuple[ReplacedLayer | None, ...]
+    shapes: tuple[AttentionShape | None, ...]
+    model_type: str
+    retain: float
+    dense_fingerprint: str = ""
+    method: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kept_fraction(self) -> float:
+        """Cached elements of a token over those of the dense model, all layers counted."""
+        kept = dense = 0
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            if shape is not None:
+                width = 2 * shape.num_kv_heads * shape.head_dim
+                kept += width if layer is None else layer.cached
+                dense += width
+        return kept / dense
+
+    def section(self) -> dict[str, Any]:
+        """The `rap` section of config.json."""
+        return {
+            "version": CONFIG_VERSION,
+            "base_model_type": self.model_type,
+            "layers": [layer.widths if layer is not None else None for layer in self.layers],
+            "retain": self.retain,
+            "kept_fraction": self.kept_fraction,
+            "qk_norm": "constant",
+            "method": self.method,
+            "dense_fingerprint": self.dense_fingerprint,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write one file: tensors in safetensors format, everything else as JSON in its header."""
+        tensors = {
+            f"layers.{index}.{name}": tensor.contiguous()
+            for index, layer in enumerate(self.layers)
+            if layer is not None
+            for name, tensor in layer.tensors.items()
+        }
+        about = {
+            "version": VERSION,
+            "layers": [
+                {"widths": layer.widths, "cached": layer.cached} if layer is not None else None
+                for layer in self.layers
+            ],
+            "shapes": [asdict(shape) if shape else None for shape in self.shapes],
+            "model_type": self.model_type,
+            "retain": self.retain,
+            "dense_fingerprint": self.dense_fingerprint,
+            "method": self.method,
+        }
+        save_file(tensors, path, metadata={"format": FORMAT, "replacement": json.dumps(about)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Replacement":
+        """Read what `save` wrote; PlanError if it is something else or of a newer version."""
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise PlanError(f"cannot read a plan from {path}: {error}") from error
+        if header.get("format") != FORMAT:
+            raise PlanError(f"{path} is not a plan of such a method: write one with `rap plan`")
+        about = json.loads(header["replacement"])
+        if about["version"] > VERSION:
+            raise PlanError(f"{path} has plan version {about['version']}: upgrade the package")
+        layers = [
+            None if entry is None else ReplacedLayer(tensors=_of_layer(tensors, index), **entry)
+            for index, entry in enumerate(about["layers"])
+        ]
+        shapes = tuple(_shape(entry) for entry in about["shapes"])
+        kept = ("model_type", "retain", "dense_fingerprint", "method")
+        return cls(tuple(layers), shapes, **{key: about[key] for key in kept})
+
+
+def replace(model: Any, replacement: Replacement) -> Any:
+    """A new Rap<Family>ForCausalLM with the attention of `replacement`; `model` stays untouched.
+
+    Raises PlanError if the replacement was made for another model.
+    """
+    refuse_pruned(model.config)
+    layers = attention_layers(model)
+    # A plan checks its layers' shapes and the fingerprint, and reads nothing else of itself.
+    Plan.check_model(
+        cast(Any, replacement),
+        base_model_type(model.config),
+        [layer.shape for layer in layers],
+        fingerprint_model(model),
+    )
+    replaced = [layer for layer in layers if replacement.layers[layer.index] is not None]
+    gone = projection_tensors(replaced, attention_spec(model.config))
+    dense = model.state_dict()
+    state = {name: x.detach().clone() for name, x in dense.items() if name not in gone}
+    like = {layer.path: dense[name] for name, (layer, _) in gone.items()}
+    for layer in replaced:
+        for name, tensor in (replacement.layers[layer.index] or _NOTHING).tensors.items():
+            dtype = like[layer.path].dtype if tensor.is_floating_point() else tensor.dtype
+            state[f"{layer.path}.{name}"] = tensor.to(like[layer.path].device, dtype, copy=True)
+    return assemble(model, config_with(model.config, replacement.section()), state)
+
+
+def check_plain(model: Any, layers: Sequence[AttentionLayer], what: str) -> None:
+    """Raise UnsupportedModelError unless attention is what the baselines were written for.
+
+    That is separate q, k, v and o, without norms of queries and keys, gates, sinks, clipped
+    states, or layers that rotate at frequencies of their own.
+    """
+    spec = attention_spec(model.config)
+    missing = [
+        (spec.fused is not None, "one linear for q, k and v"),
+        (spec.gate is not None, "a gate on its output"),
+        (any(layer.norm is not None for layer in layers), "norms of queries and keys"),
+        (any(name == "s_aux" for name, _ in spec.arguments), "attention sinks"),
+        (getattr(model.config, "clip_qkv", None) is not None, "clipped queries and keys"),
+        (
+            not hasattr(model.get_decoder().rotary_emb, "inv_freq"),
+            "several sets of rotary frequencies",
+        ),
+    ]
+    reasons = [reason for found, reason in missing if found]
+    if reasons:
+        raise UnsupportedModelError(
+            f"method {what} is not made for attention with {' and '.join(reasons)}: use method rap"
+        )
+
+
+_NOTHING = ReplacedLayer({}, {}, 0)
+
+
+def _of_layer(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    start = f"layers.{index}."
+    return {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+
+
+def _shape(entry: dict[str, Any] | None) -> AttentionShape | None:
+    if entry is None:
+        return None
+    return AttentionShape(**{**entry, "geometry": HeadGeometry(**entry["geometry"])})

@@ -1,0 +1,73 @@
+"""What watches a layer during calibration: the layer as statistics see it, and their contract.
+
+Shapes: B batch, T tokens, H query heads, D head dim.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .rope import AttentionShape
+
+
+@dataclass(frozen=True)
+class WatchedLayer:
+    """One attention layer under calibration: its index, dense shape, and projections by role.
+
+    `norm_weights` are those of the norms of q [H, D] and k [G, D], where it has norms.
+    `frequencies` float64 [P] are those of its pairs, per position.
+    """
+
+    index: int
+    shape: AttentionShape
+    linears: dict[str, Any]
+    norm_weights: tuple[Tensor, ...] = ()
+    frequencies: Tensor | None = None
+
+    def zeros(self, role: str, *shape: int) -> Tensor:
+        """A float32 accumulator on the device of a projection."""
+        return torch.zeros(shape, device=self.linears[role].weight.device)
+
+    def canonical(self, x_HD: Tensor) -> Tensor:
+        """Channels in canonical order: first of every pair, second of every pair, the rest."""
+        return x_HD[:, self.shape.geometry.canonical_order().to(x_HD.device)]
+
+
+class ForwardStatistic(ABC):
+    """Accumulates over activations of the projections named in `roles`."""
+
+    roles: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def __init__(self, layer: WatchedLayer): ...
+
+    @abstractmethod
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        """Take in the input and output, [B, T, ...], of one projection."""
+
+    @abstractmethod
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        """The reduced sums by name, after all windows."""
+
+
+class BackwardStatistic(ABC):
+    """Accumulates over gradients of W_k and W_v (and their biases with `biases`), per window."""
+
+    biases: ClassVar[bool] = False
+
+    @abstractmethod
+    def __init__(self, layer: WatchedLayer): ...
+
+    @abstractmethod
+    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+        """Take in one window's gradient of the weight (2-d) or bias (1-d) of k or v."""
+
+    def end_window(self) -> None:  # noqa: B027 - optional: only sums over parameters need it
+        """Called when all gradients of a window have been seen."""
+
+    @abstractmethod
+    def result(self, num_windows: int) -> dict[str, Tensor]:
+        """The reduced sums by name, after all windows."""
