@@ -50,11 +50,13 @@ def whitened_factors(weight: Tensor, moment_EE: Tensor | None, rank: int) -> Fac
 class ReconstructingAttention(RapAttention):
     """RapAttention whose cache holds less than keys and values: `expand` makes these from it.
 
-    `reconstruction` names, per role, the linears that every step applies to the whole cache.
+    `factors` names the linears that a role has beside its projection; those that every step
+    applies to the whole cache are also in `reconstruction`, and are trained like projections.
     """
 
     rotary: Any
-    reconstruction: Mapping[str, tuple[str, ...]]
+    factors: dict[str, tuple[str, ...]]
+    reconstruction: tuple[str, ...]
 
     def forward(
         self,
@@ -133,7 +135,7 @@ class LatentAttention(ReconstructingAttention):
         setattr(self, names[2], self.linear(hidden, self.num_groups * self.value_rank))
         groups, biased = range(self.num_groups), key.bias is not None
         self.k_up = nn.ModuleList([self.linear(self.key_rank, rows, bias=biased) for _ in groups])
-        self.reconstruction = {"k": tuple(f"k_up.{group}" for group in groups)}
+        self.factors = {"k": tuple(f"k_up.{group}" for group in groups)}
         biased = value.bias is not None
         if self.fold:
             wide = dense_shape.num_heads * self.value_rank
@@ -142,7 +144,8 @@ class LatentAttention(ReconstructingAttention):
         else:
             ups = [self.linear(self.value_rank, rows, bias=biased) for _ in groups]
             self.v_up = nn.ModuleList(ups)
-            self.reconstruction |= {"v": tuple(f"v_up.{group}" for group in groups)}
+            self.factors |= {"v": tuple(f"v_up.{group}" for group in groups)}
+        self.reconstruction = tuple(name for names in self.factors.values() for name in names)
 
     def tables(self, hidden_states: Tensor, cached: int, given: Any) -> Any:
         """Of the slots in the cache: attention sees distances only, and keys have no other place.

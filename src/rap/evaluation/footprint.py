@@ -28,9 +28,10 @@ class Footprint:
     `kv_bytes_per_token` is what the cache grows by per token, in the dtype `kv_dtype`. Layers that
     cache a sliding window stop growing at its size. Parameters are weights of q, k, v and o, their
     biases counted apart; `kv_parameters` is the share of W_k and W_v (table `rap_complexity`).
-    `projection_flops` are per token, `mixing_flops` (scores and their product with V) per token and
-    attended position. A multiply-add is two FLOPs; masked positions, rotation and softmax are not
-    counted. `total_parameters` counts tied weights once.
+    `projection_flops` are per token, `mixing_flops` (scores, their product with V, and what is
+    reconstructed from the cache) per token and attended position. A multiply-add is two FLOPs;
+    masked positions, rotation and softmax are not counted. Low-rank factors count with the role
+    they belong to. `total_parameters` counts tied weights once.
     """
 
     kv_bytes_per_token: int
@@ -89,7 +90,9 @@ def footprint(model: Any) -> Footprint:
     layers = [layer for layer in attention_layers(model) if layer.shape is not None]
     weights, biases = dict.fromkeys(ROLES, 0), 0
     for layer in layers:
-        for role, linear in projections(layer, spec).items():
+        linears = list(projections(layer, spec).items())
+        linears += [(role, layer.module.get_submodule(name)) for role, name in _factors(layer)]
+        for role, linear in linears:
             weights[role] += linear.weight.numel()
             biases += linear.bias.numel() if linear.bias is not None else 0
     implementation = model.config._attn_implementation
@@ -209,7 +212,18 @@ def _projection_flops(
 ) -> dict[str, int]:
     names = attention_spec(model.config).projection_names()
     root = type(model).__name__
-    return {
+    found = {
         role: sum(flops[f"{root}.{layer.path}.{name}"] for layer in layers)
         for role, name in names.items()
     }
+    for layer in layers:
+        for role, name in _factors(layer):
+            if name not in layer.module.reconstruction:
+                found[role] += flops[f"{root}.{layer.path}.{name}"]
+    return found
+
+
+def _factors(layer: Any) -> list[tuple[str, str]]:
+    """The linears that a baseline's attention has beside its projections, with their roles."""
+    named = getattr(layer.module, "factors", {})
+    return [(role, name) for role, names in named.items() for name in names]

@@ -19,6 +19,7 @@ PROOF_TOLERANCE = 1e-5
 def add_adapters(student: Any, config: RecoveryConfig) -> PeftModel:
     """LoRA on q, k, v and o of every attention layer of `student`, in place; the rest is frozen.
 
+    Where keys or values are products of two factors, both have adapters.
     The adapters are float32 whatever the weights are. Seeded with `config.seed`.
     """
     torch.manual_seed(config.seed)
@@ -83,10 +84,13 @@ def fingerprint_adapted(adapted: PeftModel) -> str:
 def _targets(student: Any) -> list[str]:
     spec = attention_spec(student.config)
     return [
-        f"{layer.path}.{spec.projection_names()[role]}"
+        f"{layer.path}.{name}"
         for layer in attention_layers(student)
         if layer.shape is not None
-        for role in projections(layer, spec)
+        for name in (
+            *(spec.projection_names()[role] for role in projections(layer, spec)),
+            *getattr(layer.module, "reconstruction", ()),
+        )
     ]
 
 

@@ -75,9 +75,10 @@ def refit_outputs(
             console=Console(stderr=True),
             disable=not progress,
         ):
-            if hasattr(layer.module, "frequency_index"):
-                pair = _Pair(small, layer, dense, dense_layers[layer.index])
-                results.append(_refit(pair, fit, judge, ridge))
+            original = dense_layers[layer.index]
+            # Whole heads can be cut into a stock model, whose attention is the family's own.
+            if hasattr(layer.module, "dense_shape") or layer.shape != original.shape:
+                results.append(_refit(_Pair(small, layer, dense, original), fit, judge, ridge))
     return results
 
 
