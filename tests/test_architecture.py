@@ -55,6 +55,7 @@ ORDER = [
         "profiles",
     ),
     *("surgery", "norms", "attention", "modeling", "checkpoint", "construction", "streaming"),
+    "cache",
     *("replacement", "lowrank", "methods", "evaluation", "recovery", "analysis"),
     *("card", "pipeline", "serving", "cli", "__main__"),
 ]

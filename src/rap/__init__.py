@@ -1,10 +1,12 @@
 """RAP: a smaller KV cache for RoPE language models, by cutting whole RoPE pairs of the weights.
 
 Importing the package registers the rap_<family> model types with transformers' Auto classes, so
-that a pruned checkpoint loads with `AutoModelForCausalLM.from_pretrained`. Nothing is patched.
+that a pruned checkpoint loads with `AutoModelForCausalLM.from_pretrained`, and the opt-in attention
+implementation "rap". Nothing is patched.
 """
 
 from ._version import __version__
+from .cache import GrowingCache
 from .calibration import calibrate
 from .checkpoint import load
 from .construction import apply
@@ -13,6 +15,7 @@ from .errors import RapError
 from .evaluation.footprint import footprint
 from .evaluation.perplexity import perplexity
 from .fingerprint import fingerprint_model
+from .kernels.interface import register_attention
 from .methods import METHODS, Method, Rap
 from .modeling import register
 from .pipeline import compress
@@ -22,9 +25,11 @@ from .recovery.stages import recover
 from .statistics import Statistics
 
 register()
+register_attention()
 
 __all__ = [
     "METHODS",
+    "GrowingCache",
     "LayerPlan",
     "Method",
     "Plan",

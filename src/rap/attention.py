@@ -88,37 +88,59 @@ class RapAttention(nn.Module):
         for name in _CACHE_ARGUMENTS:
             past_key_values = kwargs.pop(name, past_key_values)
         q, k, v, gate = self.project(hidden_states)
-        q, k = self.position(q, k, position_embeddings)
-        if self.spec.query_scale is not None:
-            cache = past_key_values
-            cached = 0 if cache is None else cache.get_seq_length(self.layer_idx)
-            q = self.spec.query_scale(self, q, cached, kwargs)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-
-        if self.sliding_window is not None:
-            kwargs["sliding_window"] = self.sliding_window
-        for argument, attribute in self.spec.arguments:
-            kwargs[argument] = getattr(self, attribute)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, self.eager_attention
-        )
-        output, weights = attend(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        weights = None
+        output = self._fused_step((q, k, v), position_embeddings, past_key_values, attention_mask)
+        if output is None:
+            q, k = self.position(q, k, position_embeddings)
+            if self.spec.query_scale is not None:
+                cache = past_key_values
+                cached = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+                q = self.spec.query_scale(self, q, cached, kwargs)
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, self.layer_idx)
+            if self.sliding_window is not None:
+                kwargs["sliding_window"] = self.sliding_window
+            output, weights = self._implementation()(
+                self,
+                q,
+                k,
+                v,
+                attention_mask,
+                dropout=self.attention_dropout if self.training else 0.0,
+                scaling=self.scaling,
+                **self._arguments(),
+                **kwargs,
+            )
         output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         if gate is not None:
             output = output * torch.sigmoid(gate)
         output = getattr(self, self.spec.projections[3])(output)
         residual_dropout = getattr(self, "residual_dropout", 0.0)
         return nn.functional.dropout(output, residual_dropout, self.training), weights
+
+    def _implementation(self) -> Any:
+        return ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, self.eager_attention
+        )
+
+    def _arguments(self) -> dict[str, Any]:
+        return {argument: getattr(self, attribute) for argument, attribute in self.spec.arguments}
+
+    def _fused_step(
+        self, states: tuple[Tensor, Tensor, Tensor], tables: Any, cache: Any, mask: Tensor | None
+    ) -> Tensor | None:
+        """Rotation, cache and attention in one call, if the implementation offers that here."""
+        step = getattr(self._implementation(), "decode_step", None)
+        changed = self.norm is not None or self.spec.query_scale is not None
+        if step is None or changed or self.num_slots == 0:
+            return None
+        q, k, v = self._clip(states[0]), self._clip(states[1]), states[2]
+        cos, sin = self._pair_tables(tables)
+        arguments = self._arguments()
+        found: Tensor | None = step(
+            self, (q, k, v), (cos, sin), cache, mask, clockwise=self.spec.clockwise, **arguments
+        )
+        return found
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries [B, H, T, W], keys [B, G, T, W], values [B, G, T, C], a gate [B, T, H C] or None.
@@ -178,11 +200,14 @@ class RapAttention(nn.Module):
         self, q: Tensor, k: Tensor, tables: Any, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Rotate [B, H, T, W] and [B, G, T, W] by every slot's own dense frequency."""
-        pairs = self.dense_shape.geometry.num_pairs
         index = self.frequency_index if index is None else index
-        if self.spec.table == "complex":
-            tables = (tables.real, tables.imag)
-        cos, sin = (gather_pairs(pair_table(t, pairs, self.spec.table), index) for t in tables)
+        cos, sin = self._pair_tables(tables)
+        kernel = getattr(self._implementation(), "rotate", None)
+        if kernel is not None:
+            rotated = kernel(q, k, cos, sin, index, clockwise=self.spec.clockwise)
+            if rotated is not None:
+                return rotated
+        cos, sin = (gather_pairs(table, index) for table in (cos, sin))
         sin = -sin if self.spec.clockwise else sin
         # Tables may be wider than the states (float32 beside bfloat16): cast back, as the families.
         q_in, k_in = (q.float(), k.float()) if self.spec.rope_in_float32 else (q, k)
@@ -190,6 +215,12 @@ class RapAttention(nn.Module):
             rotate_pairs(q_in, cos, sin).to(q.dtype),
             rotate_pairs(k_in, cos, sin).to(k.dtype),
         )
+
+    def _pair_tables(self, tables: Any) -> tuple[Tensor, Tensor]:
+        """cos and sin [1|B, T, P] of the dense pairs, views of the model's own."""
+        pairs, kind = self.dense_shape.geometry.num_pairs, self.spec.table
+        cos, sin = (tables.real, tables.imag) if kind == "complex" else tables
+        return pair_table(cos, pairs, kind), pair_table(sin, pairs, kind)
 
     def _clip(self, x: Tensor) -> Tensor:
         bound = getattr(self.config, "clip_qkv", None)

@@ -1,0 +1,20 @@
+"""Which tensors the Triton kernels take."""
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported for the answer."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def takes_triton(tensor: Tensor) -> bool:
+    """Whether the Triton kernels run where this tensor lies, in its dtype."""
+    return tensor.is_cuda and tensor.dtype in _DTYPES and has_triton()
