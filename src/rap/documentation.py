@@ -52,9 +52,8 @@ unchanged. The result loads with `AutoModelForImageTextToText`, and as a causal 
 * Encoder-decoders, and any model type without a row.
 * Checkpoints quantized already: compress first, then quantize.
 
-Streamed surgery (`--stream`) takes checkpoints whose tensors have the names of the model's own;
-those that transformers renames or joins on loading (mixtures of experts, gpt_neox) are cut in
-memory.
+Every family's checkpoint, experts stored one by one and older names included, is also cut without
+the model in memory (`rap apply --stream`), to the same bytes.
 """
 
 

@@ -32,6 +32,10 @@ class Fingerprint:
         """Take over a tensor that `other` has hashed already."""
         self._digests[name] = other._digests[name]
 
+    def names(self) -> set[str]:
+        """Names of the tensors hashed so far."""
+        return set(self._digests)
+
     def value(self) -> str:
         """64 hexadecimal digits."""
         lines = (f"{name} {digest}" for name, digest in sorted(self._digests.items()))

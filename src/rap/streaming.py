@@ -2,12 +2,13 @@
 
 The output's layout is known from the plan before anything is read, so each shard's header is
 written first and every tensor follows as soon as it is cut: one tensor is in memory at a time.
+Experts that the model joins are copied one by one, and joined once more for the fingerprint alone.
 """
 
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from .checkpoint import PLAN_FILE, check_safetensors, load_config, whole_directory
 from .construction import added_tensors, cut_layer, pruned_config
+from .conversions import Conversions
 from .errors import CheckpointError, PlanError
 from .families import (
     AttentionLayer,
@@ -51,7 +53,11 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of an output shard: where it comes from and its shape after the cut."""
+    """One tensor of an output shard: where it comes from and its shape after the cut.
+
+    `name` is the output's, `source` the dense checkpoint's, `target` the model's; `part` is set for
+    one of several tensors that the model joins.
+    """
 
     name: str
     dtype: torch.dtype
@@ -59,6 +65,9 @@ class _Entry:
     layer: AttentionLayer | None = None
     role: str = ""
     value: Tensor | None = None
+    source: str = ""
+    target: str = ""
+    part: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -76,54 +85,87 @@ class _Rewriter:
         self.expected = model.state_dict().keys() - tied_names(model)
         self.added = added_tensors(plan, self.layers)
         self.dense, self.small = Fingerprint(), Fingerprint()
+        self.conversions, self.shapes = Conversions(model), _shapes(model)
+        self.parts: dict[str, list[tuple[str, str]]] = {}
+        self.where: dict[str, Path] = {}
 
-    def entries(self, shard: Any) -> list[_Entry]:
+    def entries(self, path: Path) -> list[_Entry]:
         """The tensors of an output shard, in the order in which safetensors would write them.
 
         Tensors the model does not have (old checkpoints store RoPE frequencies) are left out, as
         `from_pretrained` ignores them.
         """
-        result = []
-        for name in shard.keys():  # noqa: SIM118 (a file handle, not a dict)
-            if name not in self.expected:
-                continue
-            part = shard.get_slice(name)
-            if part.get_dtype() not in _DTYPES:
-                raise CheckpointError(
-                    f"{name} is stored as {part.get_dtype()}: streamed surgery takes float "
-                    "weights, compress the unquantized checkpoint"
+        with safe_open(path, "pt") as shard:
+            stored = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
+            targets = {name: self.conversions.target(name) for name in stored}
+            targets = {name: both for name, both in targets.items() if both[0] in self.expected}
+            names = self.conversions.stored_names([t for t, part in targets.values() if not part])
+            result = [
+                entry
+                for name, (target, part) in targets.items()
+                for entry in self._entries(
+                    stored[name], name if part else names[target], name, target, part
                 )
-            dtype, dense_shape = _DTYPES[part.get_dtype()], tuple(part.get_shape())
-            layer, role = self.cuts.get(name, (None, ""))
-            if layer is None or self.plan.layers[layer.index] is None:
-                result.append(_Entry(name, dtype, dense_shape))
-                continue
-            like = torch.empty(dense_shape, dtype=dtype, device="meta")
-            result.append(
-                _Entry(name, dtype, tuple(self._cut(like, layer, role).shape), layer, role)
-            )
-            if "k" in role.split("+") and name.endswith(".weight"):
-                for added, value in self.added[layer.path].items():
-                    full_name = f"{layer.path}.{added}"
-                    result.append(_Entry(full_name, value.dtype, tuple(value.shape), value=value))
+            ]
+        self.where |= dict.fromkeys(targets, path)
         order = list(_DTYPE_NAMES)
         return sorted(result, key=lambda entry: (order.index(entry.dtype), entry.name))
 
-    def rewrite(self, path: Path, entry: _Entry) -> Tensor:
-        """The output tensor of an entry, hashed on both sides."""
+    def _entries(
+        self, stored: Any, name: str, source: str, target: str, part: str | None
+    ) -> Iterator[_Entry]:
+        if stored.get_dtype() not in _DTYPES:
+            raise CheckpointError(
+                f"{source} is stored as {stored.get_dtype()}: streamed surgery takes float "
+                "weights, compress the unquantized checkpoint"
+            )
+        dtype, shape = _DTYPES[stored.get_dtype()], tuple(stored.get_shape())
+        layer, role = self.cuts.get(target, (None, ""))
+        if layer is None or self.plan.layers[layer.index] is None:
+            yield _Entry(name, dtype, shape, source=source, target=target, part=part)
+            return
+        small = tuple(self._cut(torch.empty(shape, dtype=dtype, device="meta"), layer, role).shape)
+        yield _Entry(name, dtype, small, layer, role, source=source, target=target)
+        if "k" in role.split("+") and target.endswith(".weight"):
+            added = {f"{layer.path}.{name}": x for name, x in self.added[layer.path].items()}
+            names = self.conversions.stored_names(added)
+            for target, value in added.items():
+                entry = _Entry(names[target], value.dtype, tuple(value.shape), value=value)
+                yield replace(entry, target=target)
+
+    def rewrite(self, entry: _Entry) -> Tensor:
+        """The output tensor of an entry, hashed on both sides if it is one of the model's."""
         if entry.value is not None:
-            self.small.add(entry.name, entry.value)
+            self.small.add(entry.target, entry.value)
             return entry.value
-        # Opened for each tensor: a shard that stays open keeps every page read of it mapped.
-        with safe_open(path, "pt") as shard:
-            dense = shard.get_tensor(entry.name)
-        self.dense.add(entry.name, dense)
+        dense = self._read(entry.source)
+        if entry.part is not None:
+            self.parts.setdefault(entry.target, []).append((entry.source, entry.part))
+            return dense
+        self.dense.add(entry.target, dense)
         if entry.layer is None:
-            self.small.add_same(entry.name, self.dense)
+            self.small.add_same(entry.target, self.dense)
             return dense
         result = self._cut(dense, entry.layer, entry.role)
-        self.small.add(entry.name, result)
+        self.small.add(entry.target, result)
         return result
+
+    def join(self) -> None:
+        """Hash the tensors that the model joins from several stored ones, when all are written."""
+        for target, parts in self.parts.items():
+            joined = self.conversions.join(target, parts, self._read)
+            if joined is None or joined.shape != self.shapes[target]:
+                raise CheckpointError(
+                    f"{target} cannot be joined from {len(parts)} stored tensors: the checkpoint "
+                    "is incomplete, download it again"
+                )
+            self.dense.add(target, joined)
+            self.small.add_same(target, self.dense)
+
+    def _read(self, name: str) -> Tensor:
+        # Opened for each tensor: a shard that stays open keeps every page read of it mapped.
+        with safe_open(self.where[name], "pt") as shard:
+            return shard.get_tensor(name)
 
     def _cut(self, tensor: Tensor, layer: AttentionLayer, role: str) -> Tensor:
         return cut_layer(role, tensor, layer, self.plan, self.spec)
@@ -156,7 +198,8 @@ def apply_streamed(
         for shard, entries in _each_shard(shards, rewriter, partial, progress=progress):
             weight_map.update({entry.name: shard.name for entry in entries})
             total_bytes += sum(entry.num_bytes for entry in entries)
-        _check_complete(rewriter, weight_map)
+        rewriter.join()
+        _check_complete(rewriter)
         found = rewriter.dense.value()
         if plan.dense_fingerprint and found != plan.dense_fingerprint:
             raise PlanError(
@@ -195,12 +238,11 @@ def _each_shard(
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("rewriting", total=sum(shard.stat().st_size for shard in shards))
         for path in shards:
-            with safe_open(path, "pt") as shard:
-                entries = rewriter.entries(shard)
+            entries = rewriter.entries(path)
             with (output / path.name).open("wb") as file:
                 _write_header(file, entries)
                 for entry in entries:
-                    tensor = rewriter.rewrite(path, entry).contiguous()
+                    tensor = rewriter.rewrite(entry).contiguous()
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             bar.advance(task, path.stat().st_size)
             yield path, entries
@@ -223,8 +265,12 @@ def _write_header(file: BinaryIO, entries: list[_Entry]) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _check_complete(rewriter: _Rewriter, weight_map: dict[str, str]) -> None:
-    missing = sorted(rewriter.expected - weight_map.keys())
+def _shapes(model: Any) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _check_complete(rewriter: _Rewriter) -> None:
+    missing = sorted(rewriter.expected - rewriter.dense.names())
     if missing:
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} tensors ({missing[0]}, ...): it is incomplete, "
