@@ -58,7 +58,7 @@ ORDER = [
     *("conversions", "streaming"),
     "cache",
     *("replacement", "lowrank", "methods", "evaluation", "recovery", "analysis"),
-    *("card", "pipeline", "serving", "cli", "__main__"),
+    *("card", "pipeline", "comparison", "serving", "cli", "__main__"),
 ]
 # Beside the order: the rooms it may import, and the rooms that may import it.
 SIDE_ROOMS = {

@@ -9,6 +9,7 @@ from ._version import __version__
 from .cache import GrowingCache
 from .calibration import calibrate
 from .checkpoint import load
+from .comparison.run import compare
 from .construction import apply
 from .corpus import load_windows
 from .errors import RapError
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "apply",
     "calibrate",
+    "compare",
     "compress",
     "fingerprint_model",
     "footprint",

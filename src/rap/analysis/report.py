@@ -1,7 +1,8 @@
 """Documents made from result files: every table in them was printed by a command, none typed.
 
-A result file is JSON with a `table` (title, header, rows, and a note if it needs one), and beside
-it the `command` and `provenance`. Files without a table are left to whoever wrote them.
+A result file is JSON with a `table` (title, header, rows, and a note if it needs one), or several
+`tables` under one `title`, and beside them the `command` and `provenance`. A comparison also has
+its `cells`, one record each. Files without a table are left to whoever wrote them.
 """
 
 import json
@@ -11,17 +12,30 @@ from typing import Any
 
 from ..errors import RapError
 
+SHORT = 12  # digits of a fingerprint that are shown
 
-def markdown_report(folders: Sequence[Path], title: str = "Results") -> str:
-    """One Markdown page of all tables in the folders' *.json files, in the order of their names.
 
-    Raises RapError if the folders hold none.
+def read_results(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """All result files with tables in the folders' *.json, in the order of their names.
+
+    Raises RapError if the folders hold none, or a file is damaged.
     """
     paths = [path for folder in folders for path in sorted(folder.glob("*.json"))]
     results = [result for path in paths if (result := _read(path))]
     if not results:
         named = ", ".join(map(str, folders))
         raise RapError(f"{named} has no result files with a table: run a benchmark first")
+    return results
+
+
+def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tables of a result file, be it one or several."""
+    return list(result.get("tables") or [result["table"]])
+
+
+def markdown_report(folders: Sequence[Path], title: str = "Results") -> str:
+    """One Markdown page of all tables; RapError as of `read_results`."""
+    results = read_results(folders)
     head = [f"# {title}", "", "Built by `rap report` from result files; no figure is typed.", ""]
     return "\n".join([*head, *(_section(result) for result in results)])
 
@@ -33,19 +47,50 @@ def markdown_table(table: dict[str, Any]) -> str:
     return "\n".join(_row(cells) for cells in (header, rule, *table["rows"]))
 
 
+def source_parts(result: dict[str, Any]) -> list[str]:
+    """Versions, device and day of a result, where it has them."""
+    made = result.get("provenance") or {}
+    if not made:
+        return []
+    packages = made["packages"]
+    versions = f"torch {packages['torch']}, transformers {packages['transformers']}"
+    return [f"rap {made['rap']}", versions, made["device"], made["time"][:10]]
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise RapError(f"{path} is not JSON ({error}): run what writes it again") from error
-    return found if isinstance(found, dict) and "table" in found else None
+    return found if isinstance(found, dict) and {"table", "tables"} & found.keys() else None
 
 
 def _section(result: dict[str, Any]) -> str:
-    table = result["table"]
-    note = [table["note"], ""] if table.get("note") else []
-    body = [f"## {table['title']}", "", *note, markdown_table(table), "", _source(result), ""]
+    body = []
+    for table in tables_of(result):
+        note = [table["note"], ""] if table.get("note") else []
+        body += [f"## {table['title']}", "", *note, markdown_table(table), ""]
+    body += [_source(result), ""]
+    if result.get("cells"):
+        body += [_cells(result), ""]
     return "\n".join(body)
+
+
+def _cells(result: dict[str, Any]) -> str:
+    """Which command repeats each cell of a comparison, and the weights that it measured."""
+    rows = [
+        [
+            cell["method"],
+            f"{cell['retain']:g}",
+            cell["recover"],
+            cell["fingerprint"][:SHORT],
+            f"`{cell['command']}`",
+        ]
+        for cell in result["cells"]
+    ]
+    return markdown_table(
+        {"header": ["cell", "retain", "recovery", "weights", "command"], "rows": rows}
+    )
 
 
 def _row(cells: list[Any]) -> str:
@@ -53,12 +98,6 @@ def _row(cells: list[Any]) -> str:
 
 
 def _source(result: dict[str, Any]) -> str:
-    parts = []
-    if result.get("command"):
-        parts.append(f"`{result['command']}`")
-    made = result.get("provenance") or {}
-    if made:
-        packages = made["packages"]
-        versions = f"torch {packages['torch']}, transformers {packages['transformers']}"
-        parts.append(f"rap {made['rap']}, {versions}, {made['device']}, {made['time'][:10]}")
-    return "; ".join(parts)
+    command = [f"`{result['command']}`"] if result.get("command") else []
+    made = source_parts(result)
+    return "; ".join([*command, *([", ".join(made)] if made else [])])

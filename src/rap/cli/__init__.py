@@ -9,7 +9,7 @@ from typer.exceptions import TyperException
 
 from .._version import __version__
 from ..errors import RapError
-from . import compress, demo, doctor, evaluate, inspect, recover, report, serving
+from . import compare, compress, demo, doctor, evaluate, inspect, recover, report, serving
 from .options import console
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ compress.add_commands(app)
 inspect.add_commands(app)
 recover.add_commands(app)
 evaluate.add_commands(app)
+compare.add_commands(app)
 demo.add_commands(app)
 serving.add_commands(app)
 report.add_commands(app)

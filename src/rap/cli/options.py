@@ -14,8 +14,10 @@ from rich.text import Text
 
 from ..checkpoint import load_config, write_json
 from ..errors import RapError
+from ..families import text_config
 from ..methods import METHODS, Method
 from ..profiles import TARGETS, target_settings
+from .sections import own_entries
 
 # Plain text in, plain text out: messages name extras with brackets, and paths stay in one piece.
 console = Console(stderr=True, markup=False, soft_wrap=True)
@@ -35,6 +37,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise RapError(f"--config {path} is not YAML: {error}") from error
     if not isinstance(entries, dict):
         raise RapError(f"--config {path} must hold `option: value` lines, not a {_kind(entries)}")
+    entries = own_entries(context, path, entries)
     names = _option_names(context)
     given = {str(key).replace("_", "-"): value for key, value in entries.items()}
     unknown = sorted(given.keys() - names.keys())
@@ -123,7 +126,7 @@ def for_target(target: str | None, source: str, settings: dict[str, Any]) -> dic
     """The settings with what a target asks for; RapError where one was also given by hand."""
     if target is None:
         return settings
-    config = load_config(source)
+    config = text_config(load_config(source))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     wanted = target_settings(target, head_dim, settings.get("budget") or "uniform")
     for name in wanted:

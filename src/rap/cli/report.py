@@ -1,14 +1,19 @@
-"""`rap report`: result files to one Markdown page."""
+"""`rap report`: result files to one page, Markdown or HTML."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..analysis.page import html_report
 from ..analysis.report import markdown_report
+from ..checkpoint import check_output_file, whole_file
+from ..errors import RapError
+from . import options
 from .options import console
 
 FOLDERS = (Path("results"), Path("benchmarks/results"))
+PAGES = {".md": markdown_report, ".html": html_report}
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -19,17 +24,31 @@ def add_commands(app: typer.Typer) -> None:
 def report_command(
     results: Annotated[
         list[Path] | None,
-        typer.Argument(help="Folders of result files; default results and benchmarks/results."),
+        typer.Argument(
+            help="Folders of result files, such as the output of `rap compare`; default results "
+            "and benchmarks/results."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default standard output.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="File to write, .html or .md; default Markdown on the screen."
+        ),
     ] = None,
+    config: options.ConfigFile = None,
 ) -> None:
-    """Build one Markdown page from the tables in RESULTS."""
-    page = markdown_report(results or FOLDERS)
+    """Build one page from the tables, and the figures of comparisons, in RESULTS."""
+    folders = results or FOLDERS
+    for folder in results or ():
+        if not folder.is_dir():
+            raise RapError(f"there is no folder {folder}: name one that holds result files")
     if output is None:
-        typer.echo(page)
+        typer.echo(markdown_report(folders))
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
+    if output.suffix not in PAGES:
+        raise RapError(f"cannot write {output}: a report ends in {' or '.join(PAGES)}")
+    check_output_file(output, force=True)
+    page = PAGES[output.suffix](folders)
+    with whole_file(output) as partial:
+        partial.write_text(page, encoding="utf-8")
     console.print(f"wrote {output}")

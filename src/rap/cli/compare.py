@@ -1,0 +1,118 @@
+"""`rap compare`: methods side by side on one model, cell by cell, with a report at the end."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..analysis.page import html_report
+from ..checkpoint import whole_file
+from ..comparison.measurement import Measures, changed_measures
+from ..comparison.run import compare
+from ..comparison.variants import all_variants, parse_names, parse_retains
+from ..recovery.stages import RECOVERIES
+from . import options
+from .options import console, print_json, print_table
+from .sections import read_figures
+
+REPORT_FILE = "report.html"
+DEMO_METHODS = ("rap", "rap:paper", "kvpruner", "kvpruner-indexed", "palu", "a3", "random")
+DEMO_RETAINS = "0.8,0.7,0.5"
+DEMO_MEASURES = Measures(
+    num_windows=12, recall_documents=8, copy_documents=4, decode_context=256, decode_steps=12
+)
+
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        "--methods",
+        help="Comma list of name[:recipe][:setting=value], such as rap,rap:paper,palu; default "
+        "every method.",
+    ),
+]
+Retains = Annotated[
+    str, typer.Option("--retain", help="Comma list of ratios, or first:last:step (0.5:0.9:0.1).")
+]
+Recovers = Annotated[
+    str, typer.Option("--recover", help=f"Comma list of: {', '.join(RECOVERIES)}.")
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--measure",
+        help="What is measured, as name=value: "
+        f"{', '.join(field.name for field in fields(Measures))}; repeat.",
+    ),
+]
+Align = Annotated[
+    int, typer.Option("--align", help="Width multiple, in channels; 0 is each method's own.")
+]
+Demo = Annotated[bool, typer.Option("--demo", help="A small quick grid of the bundled model.")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register this module's commands."""
+    app.command("compare")(compare_command)
+
+
+def compare_command(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub name.")] = "bundled",
+    output: options.Output = Path("runs/compare"),
+    methods: Methods = None,
+    retain: Retains = "0.7,0.5",
+    recover: Recovers = "none",
+    demo: Demo = False,
+    align: Align = 2,
+    calibration: options.Calibration = "bundled",
+    windows: options.NumWindows = 64,
+    window: options.Window = 512,
+    measure: Changes = None,
+    dtype: options.Dtype = "float32",
+    device_map: options.DeviceMap = None,
+    seed: options.Seed = 0,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Cut MODEL by every method at every ratio, recover, and measure all in the same way.
+
+    Finished cells are kept in the output folder: a killed or repeated command continues there.
+    """
+    chosen = parse_names(methods) if methods else ()
+    if demo:
+        chosen = chosen or tuple(spec for spec in DEMO_METHODS if spec in all_variants())
+        retain, windows = DEMO_RETAINS, 32
+    result = compare(
+        model,
+        output=output,
+        methods=chosen,
+        retain=parse_retains(retain),
+        recover=parse_names(recover),
+        measures=changed_measures(DEMO_MEASURES if demo else Measures(), measure or ()),
+        align=align or None,
+        calibration=calibration,
+        num_windows=windows,
+        window=window,
+        dtype=dtype,
+        device_map=device_map,
+        seed=seed,
+        paper=read_figures(config),
+        say=console.print,
+        progress=True,
+    )
+    report = output / REPORT_FILE
+    with whole_file(report) as partial:
+        partial.write_text(html_report([output]), encoding="utf-8")
+    _show(result, report, as_json)
+
+
+def _show(result: dict[str, Any], report: Path, as_json: bool) -> None:
+    if as_json:
+        print_json(result)
+    else:
+        for table in result["tables"]:
+            print_table(table["title"], table["header"], table["rows"])
+    for cell in result["failed"]:
+        name = f"{cell['method']} at {cell['retain']:g}, recovery {cell['recover']}"
+        console.print(f"failed: {name}: {cell['error']}", style="red")
+    console.print(f"wrote {report}; the same command again measures only what is missing")

@@ -1,0 +1,50 @@
+"""The command line that repeats a grid, or one cell of it: flags for all that is no default."""
+
+import shlex
+from dataclasses import fields
+from typing import Any
+
+from .cells import Cell
+from .grid import Grid
+from .measurement import Measures
+from .variants import DENSE
+
+# Flags of `rap compare`, by the fields that they set; those of Measures are all `--measure`.
+FLAGS = {
+    "align": "--align",
+    "calibration": "--calibration",
+    "num_windows": "--windows",
+    "window": "--window",
+    "seed": "--seed",
+}
+DTYPE = "float32"  # the default of `rap compare`
+
+
+def cell_command(cell: Cell, grid: Grid, model: str, dtype: str = DTYPE) -> str:
+    """`rap compare` for one cell alone (the dense one is measured with any)."""
+    method = grid.methods[0] if cell.spec == DENSE else cell.spec
+    parts = ["rap", "compare", model, "--methods", method, "--retain", f"{cell.retain:g}"]
+    if cell.recover != "none":
+        parts += ["--recover", cell.recover]
+    for name, value in _changed(grid):
+        if name in FLAGS:
+            parts += [FLAGS[name], "0" if value is None else str(value)]
+    for name, value in _changed(grid.measures):
+        parts += ["--measure", f"{name}={_text(value)}"]
+    if dtype != DTYPE:
+        parts += ["--dtype", dtype]
+    return shlex.join([*parts, "-o", "runs/cell"])
+
+
+def _changed(settings: Grid | Measures) -> list[tuple[str, Any]]:
+    return [
+        (field.name, getattr(settings, field.name))
+        for field in fields(settings)
+        if getattr(settings, field.name) != field.default
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "null" if value is None else str(value)
