@@ -36,6 +36,7 @@ ORDER = [
         "rope",
         "specs",
         "documentation",
+        "layer_plan",
         "plan",
         "kernels",
         "families",

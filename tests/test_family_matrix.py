@@ -169,7 +169,7 @@ def test_everything_kept_in_another_order_is_the_dense_model(case: Case):
             for size in (rotated // 2, HEAD_DIM, HEAD_DIM - rotated)
         ]
         layers.append(LayerPlan.of_indices(*orders))
-    with mock.patch("rap.plan._check_index"):  # a plan keeps its indices in ascending order
+    with mock.patch("rap.layer_plan._check_index"):  # a plan keeps its indices in ascending order
         plan = plan_of(model, layers)
         modes = NORM_MODES if case.norms and case.name != "stablelm:norm" else ("exact",)
         models = [apply(model, dataclasses.replace(plan, qk_norm=mode)) for mode in modes]
