@@ -58,7 +58,8 @@ ORDER = [
     *("surgery", "norms", "attention", "modeling", "checkpoint", "construction"),
     *("conversions", "streaming"),
     "cache",
-    *("replacement", "lowrank", "methods", "evaluation", "recovery", "analysis"),
+    *("replacement", "lowrank", "elite", "channelwise"),
+    *("methods", "evaluation", "recovery", "analysis"),
     *("card", "pipeline", "comparison", "serving", "cli", "__main__"),
 ]
 # Beside the order: the rooms it may import, and the rooms that may import it.

@@ -21,7 +21,7 @@ from .rope import gather_pairs, pair_table, rotate_pairs
 from .specs import AttentionSpec, QKNorm
 
 # What some families, in some releases of transformers, call the cache.
-_CACHE_ARGUMENTS = ("layer_past", "past_key_value")
+CACHE_ARGUMENTS = ("layer_past", "past_key_value")
 
 
 class RapAttention(nn.Module):
@@ -85,7 +85,7 @@ class RapAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of [B, T, E]; the cache receives rotated keys [B, G, T, W] and values."""
-        for name in _CACHE_ARGUMENTS:
+        for name in CACHE_ARGUMENTS:
             past_key_values = kwargs.pop(name, past_key_values)
         q, k, v, gate = self.project(hidden_states)
         weights = None

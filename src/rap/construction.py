@@ -47,9 +47,13 @@ def apply(model: Any, plan: Plan) -> Any:
 
 
 def assemble(model: Any, config: Any, state: dict[str, Tensor]) -> Any:
-    """The pruned model of a config with the weights `state`, all else as in the dense model."""
+    """The model of a config with the weights `state`, all else as in the dense `model`.
+
+    A config of the dense family itself gives a model of the dense class.
+    """
+    stock = config.model_type == model.config.model_type
     with torch.device("meta"):
-        small = model_class(base_model_type(model.config))(config)
+        small = (type(model) if stock else model_class(base_model_type(model.config)))(config)
     small.load_state_dict(state, assign=True, strict=True)
     _copy_buffers(model, small)
     small.tie_weights()

@@ -8,20 +8,18 @@ D head dim, E model dim, r rank.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .attention import RapAttention
+from .attention import CACHE_ARGUMENTS, RapAttention
 from .modeling import KINDS
 from .rope import gather_pairs, pair_table, rotate_pairs
 from .specs import AttentionSpec, QKNorm
 
 # Directions with less than this share of the largest second moment carry rounding noise only.
 EIGENVALUE_FLOOR = 1e-12
-# What some families, in some releases of transformers, call the cache.
-_CACHE_ARGUMENTS = ("layer_past", "past_key_value")
 
 
 class Factors(NamedTuple):
@@ -67,7 +65,7 @@ class ReconstructingAttention(RapAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As RapAttention; the cache receives what `project` and `position` give for k and v."""
-        for name in _CACHE_ARGUMENTS:
+        for name in CACHE_ARGUMENTS:
             past_key_values = kwargs.pop(name, past_key_values)
         cache = _ExpandedCache(self, past_key_values)
         tables = self.tables(hidden_states, cache.get_seq_length(), position_embeddings)
@@ -112,6 +110,8 @@ class LatentAttention(ReconstructingAttention):
     projection reads the values' latents (PaLU): it has H r inputs, for every head reads its whole
     group. Otherwise values are reconstructed like keys (SVD-LLM).
     """
+
+    kind: ClassVar[str] = "latent"
 
     def __init__(
         self,
@@ -196,4 +196,4 @@ class LatentAttention(ReconstructingAttention):
         return rotate_pairs(x, cos, sin).to(x_BHTD.dtype)
 
 
-KINDS["latent"] = LatentAttention
+KINDS[LatentAttention.kind] = LatentAttention

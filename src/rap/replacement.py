@@ -136,15 +136,8 @@ def replace(model: Any, replacement: Replacement) -> Any:
 
     Raises PlanError if the replacement was made for another model.
     """
-    refuse_pruned(model.config)
+    check_made_for(replacement, model)
     layers = attention_layers(model)
-    # A plan checks its layers' shapes and the fingerprint, and reads nothing else of itself.
-    Plan.check_model(
-        cast(Any, replacement),
-        base_model_type(model.config),
-        [layer.shape for layer in layers],
-        fingerprint_model(model),
-    )
     replaced = [layer for layer in layers if replacement.layers[layer.index] is not None]
     gone = projection_tensors(replaced, attention_spec(model.config))
     dense = model.state_dict()
@@ -155,6 +148,18 @@ def replace(model: Any, replacement: Replacement) -> Any:
             dtype = like[layer.path].dtype if tensor.is_floating_point() else tensor.dtype
             state[f"{layer.path}.{name}"] = tensor.to(like[layer.path].device, dtype, copy=True)
     return assemble(model, config_with(model.config, replacement.section()), state)
+
+
+def check_made_for(replacement: Replacement, model: Any) -> None:
+    """Raise PlanError unless the replacement was made for this dense model."""
+    refuse_pruned(model.config)
+    # A plan checks its layers' shapes and the fingerprint, and reads nothing else of itself.
+    Plan.check_model(
+        cast(Any, replacement),
+        base_model_type(model.config),
+        [layer.shape for layer in attention_layers(model)],
+        fingerprint_model(model),
+    )
 
 
 def check_plain(model: Any, layers: Sequence[AttentionLayer], what: str) -> None:

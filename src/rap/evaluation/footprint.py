@@ -91,7 +91,7 @@ def footprint(model: Any) -> Footprint:
     weights, biases = dict.fromkeys(ROLES, 0), 0
     for layer in layers:
         linears = list(projections(layer, spec).items())
-        linears += [(role, layer.module.get_submodule(name)) for role, name in _factors(layer)]
+        linears += [(role, linear) for role, _, linear in _factors(layer)]
         for role, linear in linears:
             weights[role] += linear.weight.numel()
             biases += linear.bias.numel() if linear.bias is not None else 0
@@ -217,13 +217,15 @@ def _projection_flops(
         for role, name in names.items()
     }
     for layer in layers:
-        for role, name in _factors(layer):
-            if name not in layer.module.reconstruction:
+        rebuilding: tuple[str, ...] = getattr(layer.module, "reconstruction", ())
+        for role, name, _ in _factors(layer):
+            if name not in rebuilding:
                 found[role] += flops[f"{root}.{layer.path}.{name}"]
     return found
 
 
-def _factors(layer: Any) -> list[tuple[str, str]]:
-    """The linears that a baseline's attention has beside its projections, with their roles."""
-    named = getattr(layer.module, "factors", {})
-    return [(role, name) for role, names in named.items() for name in names]
+def _factors(layer: AttentionLayer) -> list[tuple[str, str, Any]]:
+    """Role, name and module of the linears that baselines have beside their projections."""
+    module: Any = layer.module
+    named: dict[str, tuple[str, ...]] = getattr(module, "factors", {})
+    return [(role, name, module.get_submodule(name)) for role in named for name in named[role]]

@@ -2,6 +2,9 @@
 
 from .a3 import A3
 from .base import Method, PairPruning
+from .elitekv import EliteKv
+from .heads import Heads
+from .kvpruner import IndexedKvPruner, KvPruner
 from .magnitude import Magnitude
 from .palu import Palu
 from .random import Random
@@ -9,7 +12,19 @@ from .rap import Rap
 from .svdllm import SvdLlm
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (Rap, Random, Magnitude, A3, Palu, SvdLlm)
+    method.name: method
+    for method in (
+        Rap,
+        KvPruner,
+        IndexedKvPruner,
+        Palu,
+        SvdLlm,
+        EliteKv,
+        Heads,
+        A3,
+        Random,
+        Magnitude,
+    )
 }
 
 __all__ = ["METHODS", "Method", "PairPruning", "Rap"]

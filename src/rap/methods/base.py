@@ -183,10 +183,15 @@ class PairPruning(Method):
 
     def alignment(self, shapes: Sequence[AttentionShape | None]) -> int:
         """The channel count that widths are multiples of, `align` or its default."""
-        if self.align is not None:
-            return self.align
-        narrowest = min(shape.head_dim for shape in shapes if shape is not None)
-        return ALIGNED_WIDTH if narrowest >= ALIGN_FROM_HEAD_DIM else 1
+        return aligned(self.align, shapes)
+
+
+def aligned(align: int | None, shapes: Sequence[AttentionShape | None]) -> int:
+    """The channel count that widths are multiples of: `align`, or the default for these heads."""
+    if align is not None:
+        return align
+    narrowest = min(shape.head_dim for shape in shapes if shape is not None)
+    return ALIGNED_WIDTH if narrowest >= ALIGN_FROM_HEAD_DIM else 1
 
 
 def _with_ratios(layer: LayerPlan, shape: AttentionShape, found: Named | None) -> LayerPlan:

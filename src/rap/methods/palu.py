@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..allocation import allocate
 from ..errors import RapError
-from ..lowrank import Factors, whitened_factors
+from ..lowrank import Factors, LatentAttention, whitened_factors
 from ..replacement import ReplacedLayer
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
 
@@ -95,7 +95,7 @@ class Palu(Replacing):
         for group, part in enumerate(factors["k"]):
             tensors |= linear(f"k_up.{group}", part.up, biases[group])
         tensors |= layer.linear("o", *_folded(layer, factors["v"]))
-        widths = {"kind": "latent", "groups": groups, "fold": True}
+        widths = {"kind": LatentAttention.kind, "groups": groups, "fold": True}
         widths |= {"keys": key_rank, "values": value_rank}
         return ReplacedLayer(widths, tensors, cached=groups * (key_rank + value_rank))
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..lowrank import whitened_factors
+from ..lowrank import LatentAttention, whitened_factors
 from ..replacement import ReplacedLayer
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
 
@@ -46,5 +46,11 @@ class SvdLlm(Replacing):
             factors = whitened_factors(layer.weight(role), layer.found["input_moment"], rank)
             tensors |= layer.linear(role, factors.down)
             tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
-        widths = {"kind": "latent", "groups": 1, "keys": rank, "values": rank, "fold": False}
+        widths = {
+            "kind": LatentAttention.kind,
+            "groups": 1,
+            "keys": rank,
+            "values": rank,
+            "fold": False,
+        }
         return ReplacedLayer(widths, tensors, cached=2 * rank)

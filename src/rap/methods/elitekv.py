@@ -1,0 +1,142 @@
+"""EliteKV: the pairs whose rotation matters most stay, everything else is one joint latent.
+
+https://arxiv.org/abs/2503.01586. Pairs are chosen greedily per KV head, by the mean absolute
+distance of partly rotated logits from the dense ones, on logits sampled during calibration instead
+of one pass of the model per pair. The rest of the keys loses its rotation for good, so the method
+was made for training afterwards. Reconstruction stays online here; the original can absorb it into
+W_q and W_o, which changes no output.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..elite import EliteAttention
+from ..errors import RapError
+from ..lowrank import whitened_factors
+from ..replacement import ReplacedLayer
+from ..rope import AttentionShape
+from .replacing import DenseLayer, Replacing, linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class EliteKv(Replacing):
+    """r rotated pairs in every head, and a plain joint SVD of all other keys and the values.
+
+    pairs: r (None: an eighth of the head dim). whiten: weigh the SVD by what the projections read
+        and balance keys with values, which the original does not; closer by far before training.
+    """
+
+    name: ClassVar[str] = "elitekv"
+    reconstructs: ClassVar[bool] = True
+
+    pairs: int | None = None
+    whiten: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pairs is not None and self.pairs < 1:
+            raise RapError(f"{self.pairs} elite pairs cannot tell positions apart: give 1 or more")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Sampled logits, and the inputs' second moment to whiten by."""
+        return frozenset({"logits"} | ({"inputs"} if self.whiten else set()))
+
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+        """Elite pairs by greedy search, then the best latent that the rest of the budget holds."""
+        return [self._layer(layer) for layer in layers]
+
+    def _sizes(self, layer: DenseLayer) -> tuple[int, int]:
+        """Elite pairs of a head, and the rank that the rest of the budget leaves."""
+        shape = layer.shape
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        elite = min(self.pairs or max(1, dim // 8), shape.geometry.num_pairs)
+        budget = round(2 * self.retain * heads * dim)
+        most = min(heads * (2 * dim - 2 * elite), layer.weight("v").shape[1])
+        rank = min(budget - 2 * elite * heads, most)
+        if rank < 1 or elite < 1:
+            raise RapError(
+                f"layer {layer.index}: {elite} elite pairs leave nothing of retain {self.retain} "
+                "for the latent: ask for fewer pairs, or for layers that all rotate"
+            )
+        return elite, rank
+
+    def _layer(self, layer: DenseLayer) -> ReplacedLayer:
+        elite, rank = self._sizes(layer)
+        chosen_GR = elite_pairs(layer, elite)
+        order_GD = _order(chosen_GR, layer.shape)
+        query, key = (_reordered(layer, role, order_GD) for role in "qk")
+        # [first 2r channels of every head | the others], of the weight and of the bias.
+        first, rest = zip(*(_split(part, len(chosen_GR), 2 * elite) for part in key), strict=True)
+        key_up, value_up, down = self._joint(layer, rest[0], rank)
+        tensors: dict[str, Tensor] = {"frequency_index": chosen_GR.to(torch.int32)}
+        tensors |= layer.linear("q", *query) | layer.linear("k", *first) | layer.dense("o")
+        tensors |= layer.linear("v", down) | linear("v_up", value_up, layer.bias("v"))
+        if len(key_up):
+            tensors |= linear("k_up", key_up, rest[1])
+        widths = {"kind": EliteAttention.kind, "elite": elite, "latent": rank}
+        return ReplacedLayer(widths, tensors, cached=2 * chosen_GR.numel() + rank)
+
+    def _joint(self, layer: DenseLayer, rest: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Upper factors of the other keys and of values, and the lower one they share."""
+        value = layer.weight("v")
+        moment, scale = None, 1.0
+        if self.whiten:
+            moment = layer.found["input_moment"].double()
+            energy = [float(((w @ moment) * w).sum()) for w in (rest, value)]
+            scale = (energy[1] / energy[0]) ** 0.5 if min(energy) > 0 else 1.0
+        up, down = whitened_factors(torch.cat([rest * scale, value]), moment, rank)
+        return up[: len(rest)] / scale, up[len(rest) :], down
+
+
+def elite_pairs(layer: DenseLayer, count: int) -> Tensor:
+    """The `count` pairs [G, count], ascending, that are worth rotating most in every KV head.
+
+    Starting from none, each round adds the pair that brings the sampled logits nearest to the dense
+    ones, in the mean of |difference| over samples and the head's queries.
+    """
+    products_HNP = torch.view_as_complex(layer.found["logit_products"].double().contiguous())
+    angle_NP = layer.found["logit_distances"].double()[:, None] * layer.frequencies
+    turned = products_HNP * torch.polar(torch.ones_like(angle_NP), angle_NP)
+    lost_HNP = products_HNP.real - turned.real
+    lost_GSP = lost_HNP.unflatten(0, (layer.shape.num_kv_heads, -1)).flatten(1, 2)
+    head = torch.arange(len(lost_GSP))
+    residual_GS, chosen = lost_GSP.sum(-1), []
+    open_GP = torch.ones(lost_GSP.shape[::2], dtype=torch.bool)
+    for _ in range(count):
+        distance_GP = (residual_GS[..., None] - lost_GSP).abs().mean(1)
+        best_G = distance_GP.masked_fill(~open_GP, torch.inf).argmin(1)
+        residual_GS = residual_GS - lost_GSP[head, :, best_G]
+        open_GP[head, best_G] = False
+        chosen.append(best_G)
+    return torch.stack(chosen, 1).sort(1).values
+
+
+def _order(chosen_GR: Tensor, shape: AttentionShape) -> Tensor:
+    """Canonical channels [G, D]: first halves of chosen pairs, their second halves, all others."""
+    elite_GW = torch.cat([chosen_GR, chosen_GR + shape.geometry.num_pairs], 1)
+    taken = torch.zeros(len(chosen_GR), shape.head_dim, dtype=torch.bool)
+    taken.scatter_(1, elite_GW, True)
+    others = torch.arange(shape.head_dim).expand_as(taken)[~taken].view(len(taken), -1)
+    return torch.cat([elite_GW, others], 1)
+
+
+def _reordered(layer: DenseLayer, role: str, order_GD: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of q or k with every head's rows in another order."""
+    heads = len(layer.weight(role)) // layer.shape.head_dim
+    order = order_GD.repeat_interleave(heads // len(order_GD), 0)
+    rows = (order + torch.arange(heads)[:, None] * layer.shape.head_dim).flatten()
+    bias = layer.bias(role)
+    return layer.weight(role)[rows], None if bias is None else bias[rows]
+
+
+def _split(rows: Tensor | None, heads: int, cut: int) -> tuple[Any, Any]:
+    """The first `cut` rows of every head, and the others."""
+    if rows is None:
+        return None, None
+    groups = rows.unflatten(0, (heads, -1))
+    return groups[:, :cut].flatten(0, 1), groups[:, cut:].flatten(0, 1)

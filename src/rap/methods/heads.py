@@ -1,0 +1,72 @@
+"""Whole KV heads, with the query heads that read them: coarse, and a stock checkpoint.
+
+As in LLM-Pruner, https://arxiv.org/abs/2305.11627: a KV head, its query heads and their columns of
+W_o go together. The budget moves in steps of one head; `kept_fraction` says where it landed.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..construction import assemble
+from ..errors import UnsupportedModelError
+from ..families import attention_layers, attention_spec, projections
+from ..replacement import ReplacedLayer, Replacement, check_made_for
+from .replacing import DenseLayer, Replacing, nearest_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads(Replacing):
+    """The KV heads with the largest sum of root-Fisher of K and V, as many in every layer."""
+
+    name: ClassVar[str] = "heads"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Gradients of W_k and W_v."""
+        return frozenset({"fisher"})
+
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+        """Kept KV heads, ascending, as the only entry of a layer's `widths`."""
+        made = []
+        for layer in layers:
+            score_G = sum(layer.found[f"root_fisher_{role}"].sum(1) for role in "kv")
+            assert isinstance(score_G, Tensor)
+            count = nearest_rank(self.retain, layer.shape.num_kv_heads)
+            kept = score_G.argsort(descending=True, stable=True)[:count].sort().values
+            widths = {"kept_heads": kept.tolist()}
+            made.append(ReplacedLayer(widths, {}, 2 * count * layer.shape.head_dim))
+        return made
+
+    def apply(self, model: Any, plan: Replacement) -> Any:
+        """A stock model with fewer heads; `model` is left untouched."""
+        check_made_for(plan, model)
+        spec, state, counts = attention_spec(model.config), dict(model.state_dict()), set()
+        for layer, planned in zip(attention_layers(model), plan.layers, strict=True):
+            if planned is None or layer.shape is None:
+                raise UnsupportedModelError("whole heads need attention in every layer")
+            kept, shape = torch.tensor(planned.widths["kept_heads"]), layer.shape
+            counts.add((len(kept) * shape.group_size, len(kept), shape.head_dim))
+            for role, linear in projections(layer, spec).items():
+                for leaf, tensor in linear.named_parameters():
+                    name = f"{layer.path}.{spec.projection_names()[role]}.{leaf}"
+                    state[name] = _keep(role, tensor.detach(), kept, shape)
+        heads, kv_heads, head_dim = counts.pop()
+        config = copy.deepcopy(model.config)
+        config.num_attention_heads, config.num_key_value_heads = heads, kv_heads
+        config.head_dim = head_dim
+        kept_state = {name: tensor.detach().clone() for name, tensor in state.items()}
+        return assemble(model, config, kept_state)
+
+
+def _keep(role: str, tensor: Tensor, kept_G: Tensor, shape: Any) -> Tensor:
+    """Rows of the kept heads (for o columns, and all of its bias)."""
+    if role == "o" and tensor.ndim == 1:
+        return tensor
+    rows = tensor.mT if role == "o" else tensor
+    groups = rows.unflatten(0, (shape.num_kv_heads, -1))[kept_G.to(tensor.device)].flatten(0, 1)
+    return groups.mT.contiguous() if role == "o" else groups

@@ -1,0 +1,175 @@
+"""KVPruner: single channels of keys and values, chosen without regard to which rotate together.
+
+https://arxiv.org/abs/2409.11057 as the RAP paper ran it: RAP's scores, budgets and recovery, with
+the channel as the unit instead of the pair, so that the difference is the unit alone.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..allocation import Budget, KeyShare, check_settings, kv_budgets
+from ..channelwise import IndexedAttention, ReindexedAttention
+from ..errors import RapError, UnsupportedModelError
+from ..families import rotary_module
+from ..replacement import ReplacedLayer
+from ..rope import HeadGeometry, read_frequencies
+from ..scoring import score_layers
+from .base import aligned
+from .replacing import DenseLayer, Replacing
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Channels(Replacing):
+    """What both KVPruners share: the best channels of every KV head within a budget."""
+
+    budget: Budget = "uniform"
+    key_share: KeyShare = 0.5
+    align: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self.key_share, 1 if self.align is None else self.align)
+
+    @classmethod
+    def paper(cls, **settings: Any) -> Any:
+        """The paper's budgets: layers in proportion to their Fisher score."""
+        return cls(**{"budget": "adaptive"} | settings)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Gradients of W_k and W_v."""
+        return frozenset({"fisher"})
+
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+        """As many channels as RAP's budget has, the best by root-Fisher."""
+        shapes = [layer.shape for layer in layers]
+        scores = score_layers(
+            "fisher", [layer.found for layer in layers], [None] * len(layers), shapes
+        )
+        budgets = kv_budgets(
+            scores,
+            self.retain,
+            budget=self.budget,
+            key_share=self.key_share,
+            align=aligned(self.align, shapes),
+        )
+        made = []
+        for layer, budget in zip(layers, budgets, strict=True):
+            assert budget is not None
+            keys = _best(layer.found["root_fisher_k"], 2 * budget.pairs + budget.free)
+            values = _best(layer.found["root_fisher_v"], budget.values)
+            made.append(self._layer(layer, model, keys, values))
+        return made
+
+    def _layer(
+        self, layer: DenseLayer, model: Any, keys_GW: Tensor, values_GC: Tensor
+    ) -> ReplacedLayer:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvPruner(_Channels):
+    """Kept channels move together and rotate as a narrower head: what a plain pruner leaves.
+
+    rotation: `narrow` gives them the frequencies of a head of that width, as setting `head_dim`
+        would; `first` the first ones of the dense head, which makes a plain rap checkpoint.
+    """
+
+    name: ClassVar[str] = "kvpruner"
+
+    rotation: Literal["narrow", "first"] = "narrow"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotation not in ("narrow", "first"):
+            raise RapError(f"unknown rotation {self.rotation!r}: use narrow or first")
+
+    def _layer(
+        self, layer: DenseLayer, model: Any, keys_GW: Tensor, values_GC: Tensor
+    ) -> ReplacedLayer:
+        geometry, width = layer.shape.geometry, keys_GW.shape[1]
+        if geometry.num_free or not geometry.num_pairs or width % 2:
+            raise UnsupportedModelError(
+                f"layer {layer.index}: kept channels cannot be taken for a narrower head where "
+                "only some rotate, use kvpruner-indexed"
+            )
+        # Channels stay in the dense order and pair up as that of a head of their number would.
+        order = geometry.canonical_order()
+        dense = order[keys_GW].sort(1).values
+        packed = dense[:, HeadGeometry(width, width, geometry.pairing).canonical_order()]
+        canonical = order.argsort()[packed]
+        pairs = torch.arange(width // 2, dtype=torch.int32)
+        tensors = {"frequency_index": pairs.expand(len(keys_GW), -1).clone()}
+        tensors |= _cut(layer, canonical, values_GC)
+        widths: dict[str, Any] = {"pairs": width // 2, "free": 0, "values": values_GC.shape[1]}
+        if self.rotation == "narrow":
+            widths |= {"kind": ReindexedAttention.kind, **narrow_rotation(model, width)}
+        return ReplacedLayer(widths, tensors, _cached(keys_GW, values_GC))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedKvPruner(_Channels):
+    """Every kept channel at its own frequency; the part of a missing partner is zero."""
+
+    name: ClassVar[str] = "kvpruner-indexed"
+
+    def _layer(
+        self, layer: DenseLayer, model: Any, keys_GW: Tensor, values_GC: Tensor
+    ) -> ReplacedLayer:
+        pairs = layer.shape.geometry.num_pairs
+        rotating = keys_GW < 2 * pairs
+        tensors = {
+            "kept_channels": keys_GW.to(torch.int32),
+            "frequency_index": (keys_GW % max(1, pairs) * rotating).to(torch.int32),
+        }
+        tensors |= _cut(layer, keys_GW, values_GC)
+        widths = {
+            "kind": IndexedAttention.kind,
+            "keys": keys_GW.shape[1],
+            "values": values_GC.shape[1],
+        }
+        return ReplacedLayer(widths, tensors, _cached(keys_GW, values_GC))
+
+
+def narrow_rotation(model: Any, width: int) -> dict[str, Any]:
+    """Frequencies and scaling of the model's rotary module, built for heads of another width."""
+    config = copy.deepcopy(model.config)
+    config.head_dim = width
+    rotary: Any = type(rotary_module(model))
+    narrow = rotary(config)
+    frequencies = read_frequencies(narrow).tolist()
+    return {"frequencies": frequencies, "scaling": float(narrow.attention_scaling)}
+
+
+def _best(score_GD: Tensor, count: int) -> Tensor:
+    """Indices [G, count] of the largest scores of every head, ascending, lower ones on a tie."""
+    order = score_GD.argsort(dim=1, descending=True, stable=True)
+    return order[:, :count].sort(dim=1).values
+
+
+def _cached(keys_GW: Tensor, values_GC: Tensor) -> int:
+    return keys_GW.numel() + values_GC.numel()
+
+
+def _cut(layer: DenseLayer, keys_GW: Tensor, values_GC: Tensor) -> dict[str, Tensor]:
+    """Kept rows of q, k and v (q and k by canonical channel), and kept columns of o."""
+    kept = {"q": keys_GW, "k": keys_GW, "v": values_GC}
+    found: dict[str, Tensor] = {}
+    for role, channels in kept.items():
+        bias = layer.bias(role)
+        cut = None if bias is None else _rows(bias, channels, layer.shape.head_dim)
+        rows = _rows(layer.weight(role), channels, layer.shape.head_dim)
+        found |= layer.linear(role, rows, cut)
+    columns = _rows(layer.weight("o").mT, values_GC, layer.shape.head_dim).mT
+    return found | layer.linear("o", columns.contiguous(), layer.bias("o"))
+
+
+def _rows(tensor: Tensor, kept_GW: Tensor, head_dim: int) -> Tensor:
+    rows = tensor.unflatten(0, (-1, head_dim))
+    kept_HW = kept_GW.repeat_interleave(len(rows) // len(kept_GW), 0)
+    return rows[torch.arange(len(rows))[:, None], kept_HW].flatten(0, 1)
