@@ -58,21 +58,30 @@ class Axis:
 
 
 def line_chart(
-    series: Sequence[Series], x_label: str, y_label: str, *, reference: float | None = None
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    *,
+    reference: float | None = None,
+    may_log: bool = True,
 ) -> str:
     """An SVG figure: a line and a marker a series, `reference` as a dashed line across.
 
-    Points that are not finite, or not above zero, are left out. X is a share, shown in percent.
+    Points that are not finite are left out, and those not above zero where the axis may be
+    logarithmic. X is a share, shown in percent.
     """
+    least = 0.0 if may_log else -math.inf
     shown = [
-        Series(one.name, sorted(p for p in one.points if math.isfinite(p[1]) and p[1] > 0))
+        Series(one.name, sorted(p for p in one.points if math.isfinite(p[1]) and p[1] > least))
         for one in series
     ]
-    values = [y for one in shown for _, y in one.points] + ([reference] if reference else [])
+    values = [y for one in shown for _, y in one.points] + (
+        [] if reference is None else [reference]
+    )
     shares = [x for one in shown for x, _ in one.points]
     if not shares:
         return ""
-    x, y = _axis(shares, LEFT, WIDTH - RIGHT), _axis(values, HEIGHT - BOTTOM, TOP, may_log=True)
+    x, y = _axis(shares, LEFT, WIDTH - RIGHT), _axis(values, HEIGHT - BOTTOM, TOP, may_log)
     parts = [*_grid(x, y, x_label, y_label)]
     if reference is not None:
         at = f"{y(reference):.1f}"

@@ -58,7 +58,7 @@ def _section(number: int, name: str, result: Record) -> str:
 def _table(table: Record, *, several: bool) -> str:
     head = "".join(f"<th>{escape(str(cell))}</th>" for cell in table["header"])
     rows = "".join(
-        f"<tr><th>{escape(str(first))}</th>"
+        f"<tr><th>{_broken(str(first))}</th>"
         + "".join(f"<td>{escape(str(cell))}</td>" for cell in rest)
         + "</tr>"
         for first, *rest in table["rows"]
@@ -69,6 +69,11 @@ def _table(table: Record, *, several: bool) -> str:
         f'{title}<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>{note}"
     )
+
+
+def _broken(name: str) -> str:
+    """A long name may break after its colons, and nowhere else."""
+    return escape(name).replace(":", ":<wbr>")
 
 
 def _figures(cells: Sequence[Record]) -> str:
@@ -104,7 +109,7 @@ def _figure(
         Series(name, [(share(c, dense), value(c)) for c in here if c["method"] == name])
         for name in methods
     ]
-    chart = line_chart(series, x_label, label, reference=value(dense))
+    chart = line_chart(series, x_label, label, reference=value(dense), may_log=what == "perplexity")
     return f"<figure>{chart}<figcaption>{escape(label)}; {escape(after)}</figcaption></figure>"
 
 

@@ -30,7 +30,7 @@ def read_results(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     """The tables of a result file, be it one or several."""
-    return list(result.get("tables") or [result["table"]])
+    return list(result["tables"] if "tables" in result else [result["table"]])
 
 
 def markdown_report(folders: Sequence[Path], title: str = "Results") -> str:

@@ -10,7 +10,7 @@ from ..analysis.page import html_report
 from ..checkpoint import whole_file
 from ..comparison.measurement import Measures, changed_measures
 from ..comparison.run import compare
-from ..comparison.variants import all_variants, parse_names, parse_retains
+from ..comparison.variants import all_variants, parse_names, parse_retains, parse_settings
 from ..recovery.stages import RECOVERIES
 from . import options
 from .options import console, print_json, print_table
@@ -18,7 +18,7 @@ from .sections import read_figures
 
 REPORT_FILE = "report.html"
 DEMO_METHODS = ("rap", "rap:paper", "kvpruner", "kvpruner-indexed", "palu", "a3", "random")
-DEMO_RETAINS = "0.8,0.7,0.5"
+DEMO_RETAINS, DEMO_WINDOWS = "0.8,0.7,0.5", 32
 DEMO_MEASURES = Measures(
     num_windows=12, recall_documents=8, copy_documents=4, decode_context=256, decode_steps=12
 )
@@ -37,13 +37,17 @@ Retains = Annotated[
 Recovers = Annotated[
     str, typer.Option("--recover", help=f"Comma list of: {', '.join(RECOVERIES)}.")
 ]
-Changes = Annotated[
+Measured = Annotated[
     list[str] | None,
     typer.Option(
         "--measure",
         help="What is measured, as name=value: "
         f"{', '.join(field.name for field in fields(Measures))}; repeat.",
     ),
+]
+Changed = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Setting of the recoveries to change, such as steps=100; repeat."),
 ]
 Align = Annotated[
     int, typer.Option("--align", help="Width multiple, in channels; 0 is each method's own.")
@@ -67,7 +71,8 @@ def compare_command(
     calibration: options.Calibration = "bundled",
     windows: options.NumWindows = 64,
     window: options.Window = 512,
-    measure: Changes = None,
+    measure: Measured = None,
+    changes: Changed = None,
     dtype: options.Dtype = "float32",
     device_map: options.DeviceMap = None,
     seed: options.Seed = 0,
@@ -81,7 +86,7 @@ def compare_command(
     chosen = parse_names(methods) if methods else ()
     if demo:
         chosen = chosen or tuple(spec for spec in DEMO_METHODS if spec in all_variants())
-        retain, windows = DEMO_RETAINS, 32
+        retain, windows = DEMO_RETAINS, DEMO_WINDOWS
     result = compare(
         model,
         output=output,
@@ -96,6 +101,7 @@ def compare_command(
         dtype=dtype,
         device_map=device_map,
         seed=seed,
+        recovery=parse_settings(changes or ()),
         paper=read_figures(config),
         say=console.print,
         progress=True,

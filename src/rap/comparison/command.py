@@ -29,6 +29,9 @@ def cell_command(cell: Cell, grid: Grid, model: str, dtype: str = DTYPE) -> str:
     for name, value in _changed(grid):
         if name in FLAGS:
             parts += [FLAGS[name], "0" if value is None else str(value)]
+    if cell.recover != "none":
+        for name, value in grid.recovery.items():
+            parts += ["--set", f"{name}={value}"]
     for name, value in _changed(grid.measures):
         parts += ["--measure", f"{name}={_text(value)}"]
     if dtype != DTYPE:

@@ -1,10 +1,11 @@
 """The grid of a comparison: what is asked, and the cells that it comes to."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import RapError
-from ..recovery.config import PRESETS, preset
+from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.stages import check_recovery
 from .cells import Cell
 from .measurement import Measures
@@ -17,6 +18,7 @@ class Grid:
 
     `align` and `seed` reach the methods that have such a setting, so that all spend the same
     budget: by default single pairs, for widths in multiples of 8 miss most ratios by some percent.
+    `recovery` changes settings of every recovery that distils (`recovery.config.RecoveryConfig`).
     """
 
     methods: tuple[str, ...]
@@ -27,6 +29,7 @@ class Grid:
     num_windows: int = 64
     window: int = 512
     seed: int = 0
+    recovery: Mapping[str, Any] = field(default_factory=dict)
     measures: Measures = field(default_factory=Measures)
 
     def __post_init__(self) -> None:
@@ -35,6 +38,8 @@ class Grid:
                 raise RapError(f"a comparison needs {name}: give at least one")
         for name in self.recoveries:
             check_recovery(name)
+            if name in PRESETS:
+                self.distillation(name)
         # Every method is made once here, so that a bad setting is refused before any work.
         for spec in self.methods:
             for retain in self.retains:
@@ -44,6 +49,10 @@ class Grid:
     def common(self) -> dict[str, Any]:
         """Settings of all methods that have them."""
         return {"align": self.align, "seed": self.seed}
+
+    def distillation(self, name: str) -> RecoveryConfig:
+        """The settings of a recovery that distils."""
+        return preset(name, **{"seed": self.seed, **self.recovery})
 
     def cells(self, dense_fingerprint: str, dtype: str) -> list[Cell]:
         """The dense cell first, then all without recovery, then recovery by recovery."""
@@ -61,7 +70,7 @@ class Grid:
 
     def _cell(self, spec: str, retain: float, recover: str, shared: dict[str, Any]) -> Cell:
         method = Variant(spec).build(retain, **self.common)
-        distilled = asdict(preset(recover, seed=self.seed)) if recover in PRESETS else None
+        distilled = asdict(self.distillation(recover)) if recover in PRESETS else None
         calibration = {
             "text": self.calibration,
             "num_windows": self.num_windows,

@@ -17,6 +17,7 @@ from ..errors import RapError
 from ..fingerprint import fingerprint_model
 from ..pipeline import evaluation_tokens, resolve_source
 from ..provenance import provenance
+from ..recovery.config import PRESETS
 from ..recovery.runs import finish
 from ..recovery.stages import recover_stage, work_folder
 from ..statistics import Statistics
@@ -52,7 +53,7 @@ def compare(
     """Measure `methods` (default: all there are) side by side, cell by cell, into `output`.
 
     A killed or repeated call continues where it stopped. `settings` are the other fields of
-    `comparison.grid.Grid` (calibration, num_windows, window, align, seed). `paper` are published
+    `comparison.grid.Grid` (calibration, num_windows, window, align, seed, recovery). `paper` are published
     figures to show beside the cells of the same method, retain and recovery. A live model as
     `source` needs its `tokenizer`. `say` is given a line for every cell.
 
@@ -154,6 +155,7 @@ class Bench:
                 self.tokenizer,
                 cell.recover,
                 texts=[self.grid.calibration],
+                config=self.grid.distillation(cell.recover) if cell.recover in PRESETS else None,
                 seed=self.grid.seed,
                 output=self.folder(cell),
                 progress=self.progress,

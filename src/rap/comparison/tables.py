@@ -21,6 +21,9 @@ def tables(name: str, records: Sequence[Record], failed: Sequence[Record]) -> li
     dense, cut = records[0], records[1:]
     retains = sorted({record["retain"] for record in cut}, reverse=True)
     found = [_main(name, retain, dense, cut, failed) for retain in retains]
+    # Once is enough: it holds for all of them.
+    for table in found[:1]:
+        table["note"] = f"{_note(dense)} {table['note']}".strip()
     if len(retains) > 2:
         found += [_sweep(name, recover, dense, cut) for recover in _recoveries(cut)]
     steelman = [record for record in cut if record["method"] in STEELMAN]
@@ -70,7 +73,7 @@ def _main(
     ]
     return {
         "title": f"At retain {retain:g}, {name}",
-        "note": _note(dense) + (f" Failed: {', '.join(broken)}." if broken else ""),
+        "note": f"Failed: {', '.join(broken)}." if broken else "",
         "header": header,
         "rows": rows,
     }

@@ -37,7 +37,7 @@ class Variant:
         for part in rest:
             key, given, value = part.partition("=")
             if given:
-                settings[key] = _value(value)
+                settings[key] = read_value(value)
             elif key in recipes(METHODS[name]):
                 maker = getattr(METHODS[name], key)
             else:
@@ -105,8 +105,24 @@ def parse_names(text: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in parts if name.strip()))
 
 
-def _value(text: str) -> Any:
+def parse_settings(changes: Sequence[str]) -> dict[str, Any]:
+    """A dictionary of `name=value` texts; RapError for one without a value."""
+    pairs = [change.partition("=") for change in changes]
+    for name, equals, value in pairs:
+        if not (name and equals and value):
+            raise RapError(f"cannot set {name + equals + value!r}: write name=value")
+    return {name.replace("-", "_"): read_value(value) for name, _, value in pairs}
+
+
+def read_value(text: str) -> Any:
+    """A number, true, false, null or a word, as YAML reads it, and 1e-4 as a number too."""
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise RapError(f"cannot read the value {text!r}: give a number or a word") from error
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from .perplexity import evaluating
 
-CONTEXT = 53  # cached tokens; with the new one 54, which is no head, rank or model size
+CONTEXT = 58  # cached tokens; with the new one 59, a prime, which divides no number of heads
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -51,8 +51,10 @@ class _WeightProducts(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         weights = [_storage(tensor) in self.weights for tensor in given]
         if func.overloadpacket.__name__ in _PRODUCTS and any(weights):
-            others = (x for x, weight in zip(given, weights, strict=True) if not weight)
-            self.found |= any(self.length in tensor.shape for tensor in others)
+            left, right = given[-2:]
+            # Heads are often folded into the rows of a product, so multiples count.
+            rows = left.shape[-2] if not weights[-2] else right.shape[-1]
+            self.found |= weights[-2] != weights[-1] and rows % self.length == 0
         result = func(*args, **(kwargs or {}))
         if weights and all(weights):
             # Kept, or a freed tensor's address could be taken for a weight's.
