@@ -66,6 +66,9 @@ class RapAttention(nn.Module):
         }
         for name, roles in spec.linears().items():
             _replace_linear(self, name, getattr(dense, name), roles)
+        # Kept here, because a decode step feels what is looked up in every layer.
+        self.inputs = [item for item in spec.linears().items() if item[1] != ("o",)]
+        self.clip_bound = getattr(self.config, "clip_qkv", None)
         _take_norms(self, dense)
         device = getattr(dense, spec.projections[3]).weight.device
         slots = torch.arange(self.num_slots, dtype=torch.int32, device=device)
@@ -130,6 +133,8 @@ class RapAttention(nn.Module):
         self, states: tuple[Tensor, Tensor, Tensor], tables: Any, cache: Any, mask: Tensor | None
     ) -> Tensor | None:
         """Rotation, cache and attention in one call, if the implementation offers that here."""
+        if not states[0].is_cuda or states[0].shape[2] != 1:
+            return None
         step = getattr(self._implementation(), "decode_step", None)
         changed = self.norm is not None or self.spec.query_scale is not None
         if step is None or changed or self.num_slots == 0:
@@ -148,14 +153,16 @@ class RapAttention(nn.Module):
         Neither normalised nor rotated. Where the norm is exact, q and k have the dense width D.
         """
         found: dict[str, Tensor] = {}
-        for name, roles in self.spec.linears().items():
-            if roles != ("o",):
+        for name, roles in self.inputs:
+            output = getattr(self, name)(hidden_states)
+            if len(roles) == 1:
+                found[roles[0]] = output
+            else:
                 sizes = [_num_rows(self, role) for role in roles]
-                output = getattr(self, name)(hidden_states)
                 found |= zip(roles, output.split(sizes, dim=-1), strict=True)
+        heads = (*hidden_states.shape[:-1], -1)
         q, k, v = (
-            found[role].unflatten(-1, (-1, self.role_widths[role])).transpose(1, 2)
-            for role in "qkv"
+            found[role].view(*heads, self.role_widths[role]).transpose(1, 2) for role in "qkv"
         )
         return q, k, self._clip(v), found.get("gate")
 
@@ -202,7 +209,7 @@ class RapAttention(nn.Module):
         """Rotate [B, H, T, W] and [B, G, T, W] by every slot's own dense frequency."""
         index = self.frequency_index if index is None else index
         cos, sin = self._pair_tables(tables)
-        kernel = getattr(self._implementation(), "rotate", None)
+        kernel = getattr(self._implementation(), "rotate", None) if q.is_cuda else None
         if kernel is not None:
             rotated = kernel(q, k, cos, sin, index, clockwise=self.spec.clockwise)
             if rotated is not None:
@@ -223,7 +230,7 @@ class RapAttention(nn.Module):
         return pair_table(cos, pairs, kind), pair_table(sin, pairs, kind)
 
     def _clip(self, x: Tensor) -> Tensor:
-        bound = getattr(self.config, "clip_qkv", None)
+        bound = self.clip_bound
         return x if bound is None else x.clamp(-bound, bound)
 
 

@@ -111,8 +111,12 @@ def rotate_pairs(x_BHTW: Tensor, cos_BGTM: Tensor, sin_BGTM: Tensor) -> Tensor:
     `x` has H query heads or G KV heads; head h uses the slots of KV head h // (H/G). The arithmetic
     is x1 cos - x2 sin, x2 cos + x1 sin: per channel the same as in the dense model (eq. `rope`).
     """
+    batch, heads, tokens, width = x_BHTW.shape
     num_kv, num_slots = cos_BGTM.shape[1], cos_BGTM.shape[-1]
-    x = torch.unflatten(x_BHTW, 1, (num_kv, -1))
+    x = x_BHTW.reshape(batch, num_kv, heads // num_kv, tokens, width)
     cos, sin = cos_BGTM.unsqueeze(2), sin_BGTM.unsqueeze(2)
-    x1, x2, rest = torch.split(x, [num_slots, num_slots, x.shape[-1] - 2 * num_slots], dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1).flatten(1, 2)
+    x1, x2 = x[..., :num_slots], x[..., num_slots : 2 * num_slots]
+    parts = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    if width > 2 * num_slots:
+        parts.append(x[..., 2 * num_slots :])
+    return torch.cat(parts, dim=-1).reshape(batch, heads, tokens, width)
