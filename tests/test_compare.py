@@ -199,7 +199,7 @@ def test_a_killed_comparison_continues(tiny, tmp_path):
         "dense", "rap", "rap:paper", "rap", "rap:paper",
     ]  # fmt: skip
     assert result.err.count("finished before") == len(before)
-    assert not [path for path in output.rglob("*.partial-*")]
+    assert not list(output.rglob("*.partial-*"))
 
 
 def test_the_command_of_a_cell_asks_for_that_cell(monkeypatch):

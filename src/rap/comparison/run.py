@@ -53,9 +53,9 @@ def compare(
     """Measure `methods` (default: all there are) side by side, cell by cell, into `output`.
 
     A killed or repeated call continues where it stopped. `settings` are the other fields of
-    `comparison.grid.Grid` (calibration, num_windows, window, align, seed, recovery). `paper` are published
-    figures to show beside the cells of the same method, retain and recovery. A live model as
-    `source` needs its `tokenizer`. `say` is given a line for every cell.
+    `comparison.grid.Grid` (calibration, num_windows, window, align, seed, recovery). `paper` are
+    published figures to show beside the cells of the same method, retain and recovery. A live
+    model as `source` needs its `tokenizer`. `say` is given a line for every cell.
 
     Returns what it writes to `output`/compare.json: tables, one record a cell, and the failures.
     Raises a RapError for anything wrong with the request itself, before any work.
