@@ -1,10 +1,7 @@
 """What is measured of every model of a comparison, dense or cut, by whatever method."""
 
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,12 +10,11 @@ from torch import Tensor
 
 from ..errors import RapError
 from ..evaluation.footprint import footprint
+from ..evaluation.latency import PLAIN, measure_point
 from ..evaluation.perplexity import evaluating, perplexity
 from ..evaluation.recall import copy_loss, recall_grid
 from ..evaluation.reconstruction import reconstructs
 from ..fingerprint import fingerprint_model
-
-WARM_UP = 3  # decode steps that are not timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +106,7 @@ def measure(
     if measures.recall_documents:
         result |= _context_use(model, tokenizer, tokens, measures, seed)
     if measures.decode_steps:
-        seconds = decode_seconds([model, dense], measures.decode_context, measures.decode_steps)
-        result |= {"decode_seconds": seconds[0], "dense_decode_seconds": seconds[1]}
+        result |= _decode_seconds(model, dense, measures)
     return result
 
 
@@ -151,41 +146,16 @@ def prefill_bytes(model: Any, tokens: int = 16) -> float:
     return sum(value.nbytes for value in held if isinstance(value, Tensor)) / tokens
 
 
-@torch.no_grad()
-def decode_seconds(models: Sequence[Any], context: int, steps: int) -> list[float]:
-    """Median seconds of a decode step of each model after `context` tokens, batch 1, greedy.
-
-    The models take turns step by step, so what else the machine does falls on all of them.
-    """
-    seconds: list[list[float]] = [[] for _ in models]
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(evaluating(model))
-        states = [_prefilled(model, context, steps) for model in models]
-        for step in range(WARM_UP + steps):
-            for index, model in enumerate(models):
-                ids, cache = states[index]
-                _synchronize(ids.device)
-                started = time.perf_counter()
-                found = model(input_ids=ids, past_key_values=cache, use_cache=True)
-                _synchronize(ids.device)
-                if step >= WARM_UP:
-                    seconds[index].append(time.perf_counter() - started)
-                states[index] = found.logits[:, -1:].argmax(-1), found.past_key_values
-    return [median(times) for times in seconds]
-
-
-def _prefilled(model: Any, context: int, steps: int) -> tuple[Tensor, Any]:
-    """The next token and the cache after a prefill that leaves room for the steps."""
-    embedding = model.get_input_embeddings().weight
-    longest = getattr(model.config, "max_position_embeddings", None) or context + steps + WARM_UP
-    length = max(1, min(context, longest - steps - WARM_UP))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, embedding.shape[0], (1, length), generator=generator)
-    found = model(input_ids=ids.to(embedding.device), use_cache=True, logits_to_keep=1)
-    return found.logits[:, -1:].argmax(-1), found.past_key_values
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _decode_seconds(model: Any, dense: Any, measures: Measures) -> dict[str, float]:
+    """Median seconds of a decode step, batch 1, of both models, timed in turns."""
+    point = measure_point(
+        {"model": model, "dense": dense},
+        batch=1,
+        context=measures.decode_context,
+        rounds=measures.decode_steps,
+        variants=(PLAIN,),
+    )
+    ours, theirs = (point.median(name, PLAIN.name) for name in ("model", "dense"))
+    if ours is None or theirs is None:
+        raise RapError("no memory to time decoding: give a smaller decode_context, or 0 steps")
+    return {"decode_seconds": ours, "dense_decode_seconds": theirs}

@@ -148,6 +148,8 @@ def _flops(cell: Record, dense: Record) -> str:
 def _decode(cell: Record, dense: Record) -> str:
     if "decode_seconds" not in cell:
         return ""
+    if cell is dense:
+        return f"{1000 * cell['decode_seconds']:.2f} ms"
     return f"{cell['decode_seconds'] / cell['dense_decode_seconds']:.0%}"
 
 
