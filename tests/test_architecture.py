@@ -45,6 +45,7 @@ ORDER = [
         "corpus",
         "statistics",
         "watching",
+        "denominators",
         "activations",
         "accumulators",
         "memory",

@@ -216,9 +216,9 @@ def test_a_norm_per_head_needs_the_exact_mode():
 def test_unknown_norm_mode_is_refused():
     model = _case("qwen3").model()
     plan = random_case_plan(model, _case("qwen3"))
-    with pytest.raises(PlanError, match="unknown QK-norm mode 'rows'"):
-        dataclasses.replace(plan, qk_norm="rows")
+    with pytest.raises(PlanError, match="unknown QK-norm mode 'none'"):
+        dataclasses.replace(plan, qk_norm="none")
     small = apply(model, plan)
-    small.config.rap["qk_norm"] = "rows"
-    with pytest.raises(CheckpointError, match="QK-norm mode 'rows'"):
+    small.config.rap["qk_norm"] = "none"
+    with pytest.raises(CheckpointError, match="QK-norm mode 'none'"):
         type(small)(small.config)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .activations import InputMoment, LogitSamples, RotatedMoment
+from .denominators import NormMoment, centred, shares
 from .errors import CalibrationError
 from .families import (
     attention_layers,
@@ -29,8 +30,8 @@ from .watching import BackwardStatistic, ForwardStatistic, WatchedLayer
 class Energy(ForwardStatistic):
     """Mean square of every channel of q, k (before rotation, which keeps pair norms) and v.
 
-    With QK-norm, `energy` is that of normalised q and k, up to how the norm varies between tokens,
-    and `raw_energy` that of what is normalised.
+    With QK-norm, `energy` is that of normalised q and k, and `raw_energy` that of what the norm
+    divides.
     """
 
     roles = ("q", "k", "v")
@@ -40,23 +41,23 @@ class Energy(ForwardStatistic):
         shape = layer.shape
         heads = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
         self.sums = {role: layer.zeros(role, n, shape.head_dim) for role, n in heads.items()}
+        raw = "qk" if layer.norm is not None else ""
+        self.raw = {role: torch.zeros_like(self.sums[role]) for role in raw}
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = split_heads(outputs.float(), self.layer.shape.head_dim)
-        self.sums[role] += states_BTHD.square().sum((0, 1))
+        norm = self.layer.norm if role in self.raw else None
+        self.sums[role] += shares(states_BTHD, norm).sum((0, 1))
+        if role in self.raw:
+            self.raw[role] += centred(states_BTHD, norm).square().sum((0, 1))
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
-        mean = {role: total / num_tokens for role, total in self.sums.items()}
-        query, key = (self.layer.canonical(mean[role]) for role in "qk")
-        if not self.layer.norm_weights:
-            return {"energy_q": query, "energy_k": key, "energy_v": mean["v"]}
-        weights = [self.layer.canonical(weight) for weight in self.layer.norm_weights]
-        normed = (
-            energy / energy.mean(1, keepdim=True) * weight.to(energy).square()
-            for energy, weight in zip((query, key), weights, strict=True)
-        )
-        named = dict(zip(("energy_q", "energy_k"), normed, strict=True))
-        return {**named, "energy_v": mean["v"], "raw_energy_q": query, "raw_energy_k": key}
+        found = {f"energy_{role}": total / num_tokens for role, total in self.sums.items()}
+        for role, weight in zip(self.raw, self.layer.norm_weights, strict=True):
+            found[f"energy_{role}"] *= weight.to(found[f"energy_{role}"]).square()
+            found[f"raw_energy_{role}"] = self.raw[role] / num_tokens
+        values = found.pop("energy_v")
+        return {name: self.layer.canonical(x) for name, x in found.items()} | {"energy_v": values}
 
 
 class ValueMoment(ForwardStatistic):
@@ -172,6 +173,7 @@ class GateFisher(BackwardStatistic):
 
 FORWARD: dict[str, type[ForwardStatistic]] = {
     "energy": Energy,
+    "norms": NormMoment,
     "values": ValueMoment,
     "pairs": PairMoment,
     "inputs": InputMoment,
@@ -207,6 +209,8 @@ def watched_layers(model: Any) -> list[WatchedLayer]:
             )
         frequencies = layer_frequencies(model, layer)
         watched.append(
-            WatchedLayer(layer.index, layer.shape, linears, norm_weights(layer), frequencies)
+            WatchedLayer(
+                layer.index, layer.shape, linears, norm_weights(layer), frequencies, layer.norm
+            )
         )
     return watched

@@ -59,7 +59,8 @@ class RapAttention(nn.Module):
         self.num_slots, self.value_width = widths["pairs"], widths["values"]
         self.key_width = 2 * widths["pairs"] + widths["free"]
         self.exact_norm = norm is not None and norm_mode == "exact"
-        projected = dense_shape.head_dim if self.exact_norm else self.key_width
+        self.norm_rows = widths.get("norm_rows", 0)
+        projected = dense_shape.head_dim if self.exact_norm else self.key_width + self.norm_rows
         self.role_widths = {
             **dict.fromkeys("qk", projected),
             **dict.fromkeys(("v", "o", "gate"), self.value_width),

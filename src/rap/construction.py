@@ -22,7 +22,7 @@ from .fingerprint import fingerprint_model
 from .modeling import CONFIG_VERSION, config_class, model_class
 from .plan import LayerPlan, Plan
 from .specs import AttentionSpec
-from .surgery import cut, kept_rows
+from .surgery import cut
 
 
 def apply(model: Any, plan: Plan) -> Any:
@@ -85,7 +85,7 @@ def rap_section(plan: Plan) -> dict[str, Any]:
     return {
         "version": CONFIG_VERSION,
         "base_model_type": plan.model_type,
-        "layers": [_widths(layer) for layer in plan.layers],
+        "layers": [_widths(layer, plan.qk_norm) for layer in plan.layers],
         "retain": plan.retain,
         "kept_fraction": plan.kept_fraction,
         "qk_norm": plan.qk_norm,
@@ -134,7 +134,7 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
     """By a pruned layer's path: the tensors it has and the dense one has not, by name.
 
     `frequency_index` int32 [G, M]; with QK-norm also the dense channel of every kept one,
-    `kept_channels` int32 [G, W] (mode `exact`), or each norm's energy `ratio` [heads] (`constant`).
+    `kept_channels` int32 [G, W] (mode `exact`), or each norm's energy `ratio` [heads] (else).
     """
     found = {}
     for layer, planned in zip(layers, plan.layers, strict=True):
@@ -143,7 +143,7 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
         assert layer.shape is not None
         added = {"frequency_index": planned.frequency_GM.to(torch.int32).contiguous()}
         if layer.norm is not None and plan.qk_norm == "exact":
-            added["kept_channels"] = kept_rows(planned, layer.shape).to(torch.int32)
+            added["kept_channels"] = planned.kept_channels(layer.shape).to(torch.int32)
         elif layer.norm is not None:
             names = norm_names(layer.norm, exact=False)
             ratios = (planned.query_ratio_H, planned.key_ratio_G)
@@ -183,16 +183,18 @@ def masked_dense(model: nn.Module, plan: Plan) -> None:
 
 def _kept_mask(role: str, planned: LayerPlan, shape: Any, heads: int) -> Tensor:
     assert planned.channels_GC is not None
-    kept = planned.channels_GC.long() if role == "v" else kept_rows(planned, shape)
+    kept = planned.channels_GC.long() if role == "v" else planned.kept_channels(shape)
     mask = torch.zeros(shape.num_kv_heads, shape.head_dim, dtype=torch.bool)
     mask.scatter_(1, kept, True)
     return mask.repeat_interleave(heads // shape.num_kv_heads, 0)
 
 
-def _widths(layer: LayerPlan | None) -> dict[str, int] | None:
+def _widths(layer: LayerPlan | None, norm_mode: str) -> dict[str, int] | None:
     if layer is None:
         return None
-    return {"pairs": layer.num_pairs, "free": layer.num_free, "values": layer.value_width}
+    widths = {"pairs": layer.num_pairs, "free": layer.num_free, "values": layer.value_width}
+    rows = layer.norm_rows if norm_mode == "rows" else 0
+    return widths | ({"norm_rows": rows} if rows else {})
 
 
 def _copy_buffers(dense: nn.Module, small: nn.Module) -> None:

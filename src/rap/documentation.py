@@ -28,6 +28,7 @@ remains must still be divided by that of the whole head. `qk_norm` of a plan say
 | mode | what it keeps | saves | error |
 |---|---|---|---|
 | `constant` (default) | kept rows, one constant per head | all | the kept energy varies |
+| `rows` | 8 more rows a head (`norm_rows`), for the norm alone | all but these | what they miss |
 | `exact` | all rows of W_q and W_k | cache and attention, not W_q and W_k | none beside the cut |
 
 | model type | pairs | layers that rotate | QK-norm | other features |

@@ -13,6 +13,8 @@ from torch import Tensor
 from .errors import PlanError
 from .rope import AttentionShape
 
+_PER_QUERY = ("query_ratio", "query_sketch")
+
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
@@ -23,8 +25,9 @@ class LayerPlan:
     complex combination `sum_p mix[g, s, p] * pair_p` of the dense rows (last axis real, imaginary).
     `free_GN` indexes the head's non-rotating channels, counted from the first of them.
     Values keep the dense channels `channels_GC`, or the subspace `value_down` folded back by
-    `value_up`. `query_ratio` and `key_ratio` are what QK-norm's constant mode multiplies the energy
-    of kept channels by, to stand for that of the dense head (1 if not given).
+    `value_up`. `query_ratio` and `key_ratio` are what QK-norm multiplies the energy of kept
+    channels by, to stand for that of the dense head (1 if not given); in mode `rows` that energy
+    includes `query_sketch` and `key_sketch`, S combinations of dropped channels for every head.
     """
 
     frequency_GM: Tensor
@@ -36,6 +39,8 @@ class LayerPlan:
     value_up_GDC: Tensor | None = None
     query_ratio_H: Tensor | None = None
     key_ratio_G: Tensor | None = None
+    query_sketch_HSD: Tensor | None = None
+    key_sketch_GSD: Tensor | None = None
 
     @classmethod
     def of_indices(
@@ -72,6 +77,18 @@ class LayerPlan:
         kept = self.channels_GC if self.channels_GC is not None else self.value_down_GCD
         assert kept is not None
         return kept.shape[1]
+
+    @property
+    def norm_rows(self) -> int:
+        """S: rows of every head that only the norm sees."""
+        return 0 if self.key_sketch_GSD is None else self.key_sketch_GSD.shape[1]
+
+    def kept_channels(self, shape: AttentionShape) -> Tensor:
+        """Dense head channels a plain cut keeps, LongTensor [G, W] in canonical order."""
+        pairs, free = self.frequency_GM.long(), self.free_GN.long()
+        geometry = shape.geometry
+        canonical = torch.cat([pairs, pairs + geometry.num_pairs, free + geometry.rotary_dim], 1)
+        return geometry.canonical_order()[canonical]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are set, by field name."""
@@ -118,10 +135,12 @@ class LayerPlan:
             "value_up_GDC": (heads, dim, -1),
             "query_ratio_H": (shape.num_heads,),
             "key_ratio_G": (heads,),
+            "query_sketch_HSD": (shape.num_heads, self.norm_rows, dim),
+            "key_sketch_GSD": (heads, self.norm_rows, dim),
         }
         for name, tensor in self.tensors().items():
             sizes, found = expected[name], tuple(tensor.shape)
-            if len(found) == len(sizes) and found[0] != heads and name != "query_ratio_H":
+            if len(found) == len(sizes) and found[0] != heads and not name.startswith(_PER_QUERY):
                 what = f"{name} has {found[0]} KV heads, the model has {heads}"
                 raise PlanError(f"layer {layer}: {what}")
             fits = (want in (-1, got) for want, got in zip(sizes, found, strict=False))

@@ -47,7 +47,9 @@ def _moments(shape: AttentionShape, needs: Collection[str]) -> int:
     """Float32 second moments of a layer: real [G, D, D] of values, complex [G, P, P] of q, k."""
     values = shape.num_kv_heads * shape.head_dim**2 * ("values" in needs)
     pairs = 2 * 2 * shape.num_kv_heads * shape.geometry.num_pairs**2 * ("pairs" in needs)
-    return 4 * (values + pairs)
+    heads = shape.num_heads + shape.num_kv_heads
+    norms = heads * shape.head_dim**2 * ("norms" in needs)
+    return 4 * (values + pairs + norms)
 
 
 def describe_memory(estimate: dict[str, int]) -> str:

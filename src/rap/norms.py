@@ -1,6 +1,6 @@
 """QK-norm of pruned heads: kept channels are divided by what the dense head would divide by.
 
-Two modes, for every layer of a model alike:
+Three modes, for every layer of a model alike:
 
 * `exact`: q_proj and k_proj keep all rows, the family's own norm sees them, and kept channels are
   taken after it. Saves cache and attention, not the two projections. Equal to the dense model with
@@ -8,8 +8,13 @@ Two modes, for every layer of a model alike:
 * `constant`: q_proj and k_proj are cut, and the mean square of a dense head is estimated as the sum
   over kept channels, times a constant per head (`ratio`: all energy over kept energy, measured at
   calibration), over D. Saves everything; the error is how that ratio varies from token to token.
+* `rows`: as `constant`, but q_proj and k_proj also keep a few rows a head that only the norm sees,
+  combinations of dropped channels that carry most of their energy. They are neither cached nor
+  attended to, and the ratio has less to make up for. With as many rows as channels were dropped
+  the norm is exact.
 
-Shapes: B batch, T tokens, H heads of q or k, G KV heads, D dense head dim, W kept key channels.
+Shapes: B batch, T tokens, H heads of q or k, G KV heads, D dense head dim, W kept key channels,
+S norm rows.
 """
 
 import torch
@@ -19,7 +24,7 @@ from .specs import QKNorm
 
 
 class KeptNorm(nn.Module):
-    """The norm of mode `constant`: weight (and bias) [H, W] in kept order, `ratio` [H].
+    """The norm of `constant` and `rows`: weight (and bias) [H, W] in kept order, `ratio` [H].
 
     LayerNorm's centring is in the projection rows already, so that this is RMS for every family.
     """
@@ -30,7 +35,7 @@ class KeptNorm(nn.Module):
 
     def __init__(self, norm: QKNorm, dense: nn.Module, heads: int, width: int, head_dim: int):
         super().__init__()
-        self.over, self.head_dim = norm.over, head_dim
+        self.over, self.head_dim, self.width = norm.over, head_dim, width
         names = ("eps", "variance_epsilon")
         self.eps = next(getattr(dense, name) for name in names if hasattr(dense, name))
         stored = dict(dense.named_parameters(recurse=False))
@@ -45,13 +50,16 @@ class KeptNorm(nn.Module):
         self.register_buffer("ratio", torch.ones(heads, device=device))
 
     def forward(self, x_BHTW: Tensor) -> Tensor:
-        """x over the estimated root mean square of the dense head, times the weight."""
+        """x over the estimated root mean square of the dense head, times the weight.
+
+        Of x [B, H, T, W + S] the last S channels go into the mean only.
+        """
         x = x_BHTW.to(torch.promote_types(x_BHTW.dtype, torch.float32))
         square_BHT1 = x.square().sum(-1, keepdim=True) * self.ratio[:, None, None].to(x.dtype)
         mean = square_BHT1 / self.head_dim
         if self.over == "all":
             mean = mean.mean(1, keepdim=True)
-        x = x * torch.rsqrt(mean + self.eps)
+        x = x[..., : self.width] * torch.rsqrt(mean + self.eps)
         if self.weight is not None:
             x = x * self.weight[:, None]
         if self.bias is not None:

@@ -17,7 +17,7 @@ from .rope import Pairing, TableKind
 
 ROLES = ("q", "k", "v", "o")
 # How QK-norm is computed after the cut; explained in `norms`.
-NORM_MODES = ("exact", "constant")
+NORM_MODES = ("exact", "constant", "rows")
 
 
 def rotates_where_listed(attention: Any) -> bool:

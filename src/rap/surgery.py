@@ -58,7 +58,9 @@ def cut(
             if role == "q"
             else (layer.key_mix_GMP2, shape.num_kv_heads)
         )
-        return _cut_rotated(tensor, layer, shape, mix, heads)
+        kept = _cut_rotated(tensor, layer, shape, mix, heads)
+        sketch = layer.query_sketch_HSD if role == "q" else layer.key_sketch_GSD
+        return kept if sketch is None or norm_mode != "rows" else _add_rows(kept, tensor, sketch)
     if role == "v":
         return _cut_value(tensor, layer, shape)
     if role == "gate":
@@ -83,7 +85,7 @@ def _cut_norm(
     """Kept entries of a norm's weight (its offset added) or bias, per head, [H, W]."""
     heads = shape.num_heads if role.startswith("q") else shape.num_kv_heads
     dense_HD = tensor.reshape(-1, shape.head_dim).expand(heads, -1)
-    keep_HW = kept_rows(layer, shape).repeat_interleave(heads // shape.num_kv_heads, 0)
+    keep_HW = layer.kept_channels(shape).repeat_interleave(heads // shape.num_kv_heads, 0)
     kept = dense_HD.gather(1, keep_HW.to(tensor.device))
     return kept + norm.weight_offset if role.endswith("weight") else kept.clone()
 
@@ -103,14 +105,6 @@ def _cut_gate(tensor: Tensor, layer: LayerPlan, shape: AttentionShape) -> Tensor
     return rows[head, keep_HC].flatten(0, 1)
 
 
-def kept_rows(layer: LayerPlan, shape: AttentionShape) -> Tensor:
-    """Dense head channels a plain cut keeps, LongTensor [G, W] in canonical order."""
-    pairs, free = layer.frequency_GM.long(), layer.free_GN.long()
-    geometry = shape.geometry
-    canonical = torch.cat([pairs, pairs + geometry.num_pairs, free + geometry.rotary_dim], dim=1)
-    return geometry.canonical_order()[canonical]
-
-
 def _cut_rotated(
     tensor: Tensor, layer: LayerPlan, shape: AttentionShape, mix: Tensor | None, heads: int
 ) -> Tensor:
@@ -118,9 +112,17 @@ def _cut_rotated(
     rows_HDE = tensor.unflatten(0, (heads, shape.head_dim))
     if mix is not None:
         return _mix_pairs(rows_HDE, layer, shape, mix.repeat_interleave(repeat, 0))
-    keep_HW = kept_rows(layer, shape).repeat_interleave(repeat, 0).to(tensor.device)
+    keep_HW = layer.kept_channels(shape).repeat_interleave(repeat, 0).to(tensor.device)
     head = torch.arange(heads, device=tensor.device)[:, None]
     return rows_HDE[head, keep_HW].flatten(0, 1)
+
+
+def _add_rows(kept: Tensor, dense: Tensor, sketch_HSD: Tensor) -> Tensor:
+    """Behind the kept rows of every head, the rows that only its norm sees."""
+    heads, _, head_dim = sketch_HSD.shape
+    sketch = sketch_HSD.to(device=dense.device, dtype=torch.float64)
+    rows = torch.einsum("hsd,hd...->hs...", sketch, dense.unflatten(0, (heads, head_dim)).double())
+    return torch.cat([kept.unflatten(0, (heads, -1)), rows.to(kept.dtype)], dim=1).flatten(0, 1)
 
 
 def _mix_pairs(

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from .rope import AttentionShape
+from .specs import QKNorm
 
 
 @dataclass(frozen=True)
 class WatchedLayer:
     """One attention layer under calibration: its index, dense shape, and projections by role.
 
-    `norm_weights` are those of the norms of q [H, D] and k [G, D], where it has norms.
+    `norm` is how it normalises queries and keys, if it does, and `norm_weights` the weights of the
+    norms of q [H, D] and k [G, D].
     `frequencies` float64 [P] are those of its pairs, per position.
     """
 
@@ -26,6 +28,7 @@ class WatchedLayer:
     linears: dict[str, Any]
     norm_weights: tuple[Tensor, ...] = ()
     frequencies: Tensor | None = None
+    norm: QKNorm | None = None
 
     def zeros(self, role: str, *shape: int) -> Tensor:
         """A float32 accumulator on the device of a projection."""

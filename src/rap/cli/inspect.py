@@ -176,10 +176,13 @@ def _describe_layer(layer: AttentionLayer, rope: str, element: int) -> dict[str,
 def _norm(layer: AttentionLayer) -> str:
     if layer.norm is None:
         return "-"
-    mode = getattr(layer.module, "exact_norm", None)
     over = "head" if layer.norm.over == "head" else "all heads"
-    state = "" if mode is None else ", exact" if mode else ", constant"
-    return f"over {over}{state}"
+    module: Any = layer.module
+    exact = getattr(module, "exact_norm", None)
+    if exact is None:
+        return f"over {over}"
+    rows = module.norm_rows
+    return f"over {over}, {'exact' if exact else f'{rows} rows' if rows else 'constant'}"
 
 
 def _rope(config: Any, layer: AttentionLayer) -> str:

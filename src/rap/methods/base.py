@@ -1,16 +1,15 @@
 """What every method is: a dataclass of hyper-parameters that plans, and applies its plan."""
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..allocation import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
 from ..construction import apply
+from ..denominators import NORM_ROWS, with_denominators
 from ..errors import RapError
 from ..families import (
     attention_layers,
@@ -113,20 +112,30 @@ class PairPruning(Method):
     budget: `adaptive` gives layers widths in proportion to their score, `uniform` all the same.
     key_share: K's part of the budget, 0.5 for as many channels of K as of V, or `pooled`.
     align: widths are multiples of this many channels; None is 8 for heads of 64 and wider, else 1.
-    qk_norm: where queries and keys are normalised, `exact` keeps all their rows for the norm, and
-        `constant` cuts them too, with a constant for what the norm then misses (rap.norms).
+    qk_norm: where queries and keys are normalised, `exact` keeps all their rows for the norm,
+        `constant` cuts them too, with a constant for what the norm then misses, and `rows` keeps
+        `norm_rows` rows of every head for the norm alone (rap.norms).
     """
 
     budget: Budget = "adaptive"
     key_share: KeyShare = 0.5
     align: int | None = None
     qk_norm: str = "constant"
+    norm_rows: int = NORM_ROWS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self.key_share, 1 if self.align is None else self.align)
         if self.qk_norm not in NORM_MODES:
             raise RapError(f"unknown qk_norm {self.qk_norm!r}: use {' or '.join(NORM_MODES)}")
+        if self.norm_rows < 1:
+            raise RapError(f"norm_rows {self.norm_rows} keeps nothing for the norm: give 1 or more")
+
+    def needs_for(self, model: Any) -> frozenset[str]:
+        """As of every method; mode `rows` needs to know which rows carry the energy."""
+        normalised = any(layer.norm is not None for layer in attention_layers(model))
+        rows = normalised and self.qk_norm == "rows"
+        return super().needs_for(model) | ({"norms"} if rows else frozenset())
 
     @abstractmethod
     def importance(
@@ -142,9 +151,10 @@ class PairPruning(Method):
         fingerprint = self.check(model, statistics)
         dense = dense_layers(model)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
+        rows = self.norm_rows if self.qk_norm == "rows" else 0
         return Plan(
             layers=tuple(
-                _with_ratios(layer, shape, found)
+                with_denominators(layer, shape, found, rows)
                 if layer is not None and shape is not None
                 else None
                 for layer, shape, found in zip(
@@ -192,20 +202,6 @@ def aligned(align: int | None, shapes: Sequence[AttentionShape | None]) -> int:
         return align
     narrowest = min(shape.head_dim for shape in shapes if shape is not None)
     return ALIGNED_WIDTH if narrowest >= ALIGN_FROM_HEAD_DIM else 1
-
-
-def _with_ratios(layer: LayerPlan, shape: AttentionShape, found: Named | None) -> LayerPlan:
-    """The plan with the energy of all channels over that of kept ones, where it was measured."""
-    if found is None or "raw_energy_k" not in found or layer.key_mix_GMP2 is not None:
-        return layer
-    pairs, rotary = layer.frequency_GM.long(), shape.geometry.num_pairs
-    kept_GW = torch.cat([pairs, pairs + rotary, layer.free_GN.long() + 2 * rotary], dim=1)
-    ratios = {}
-    for name, energy in (("query_ratio_H", "raw_energy_q"), ("key_ratio_G", "raw_energy_k")):
-        all_HD = found[energy]
-        kept_HW = kept_GW.repeat_interleave(len(all_HD) // len(kept_GW), 0)
-        ratios[name] = all_HD.sum(1) / all_HD.gather(1, kept_HW).sum(1)
-    return dataclasses.replace(layer, **ratios)
 
 
 def dense_layers(model: Any) -> DenseLayers:

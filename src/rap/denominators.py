@@ -1,0 +1,97 @@
+"""The denominators of QK-norm: what kept channels need to stand for the dense head's energy.
+
+Shapes: B batch, T tokens, H heads of q or k, G KV heads, D dense head dim, W kept key channels,
+S norm rows of a head.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layer_plan import LayerPlan
+from .rope import AttentionShape
+from .specs import QKNorm
+from .watching import ForwardStatistic, WatchedLayer
+
+NORM_ROWS = 8
+
+
+def centred(states_BTHD: Tensor, norm: QKNorm | None) -> Tensor:
+    """What the norm divides: states minus the mean of their head, where it is a LayerNorm."""
+    if norm is None or not norm.centred:
+        return states_BTHD
+    return states_BTHD - states_BTHD.mean(-1, keepdim=True)
+
+
+def shares(states_BTHD: Tensor, norm: QKNorm | None) -> Tensor:
+    """Squares of what attention sees, up to the norm's weight: over the mean the norm divides by.
+
+    Plain squares without a norm.
+    """
+    squares = centred(states_BTHD, norm).square()
+    if norm is None:
+        return squares
+    over = (-2, -1) if norm.over == "all" else (-1,)
+    mean = squares.mean(over, keepdim=True)
+    return squares / mean.clamp_min(torch.finfo(squares.dtype).tiny)
+
+
+class NormMoment(ForwardStatistic):
+    """Second moments [H, D, D] of what every head's norm divides, for queries and for keys."""
+
+    roles = ("q", "k")
+
+    def __init__(self, layer: WatchedLayer):
+        shape = layer.shape
+        self.norm, self.head_dim = layer.norm, shape.head_dim
+        heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
+        self.sums = {r: layer.zeros(r, n, shape.head_dim, shape.head_dim) for r, n in heads.items()}
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        states_BTHD = centred(outputs.float().unflatten(-1, (-1, self.head_dim)), self.norm)
+        states_HND = states_BTHD.flatten(0, 1).transpose(0, 1)
+        self.sums[role] += states_HND.mT @ states_HND
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        return {f"norm_moment_{role}": total / num_tokens for role, total in self.sums.items()}
+
+
+def with_denominators(
+    layer: LayerPlan, shape: AttentionShape, found: Mapping[str, Tensor] | None, num_rows: int = 0
+) -> LayerPlan:
+    """The plan of a normalised layer with energy ratios and, for mode `rows`, `num_rows` sketches.
+
+    The rows of a head are the leading eigenvectors of the dropped channels' second moment: no other
+    S rows carry as much of the dropped energy. The ratio is all energy over that of kept channels
+    and rows. A layer without the statistics is left as it is.
+    """
+    if found is None or "raw_energy_k" not in found or layer.key_mix_GMP2 is not None:
+        return layer
+    kept_GW = layer.kept_channels(shape)
+    num_rows = min(num_rows, shape.head_dim - layer.key_width)
+    fields: dict[str, Any] = {}
+    for side, role in (("query", "q"), ("key", "k")):
+        all_HD = found[f"raw_energy_{role}"][:, shape.geometry.canonical_order().argsort()]
+        kept_HW = kept_GW.repeat_interleave(len(all_HD) // len(kept_GW), 0)
+        seen_H = all_HD.gather(1, kept_HW).sum(1)
+        suffix = "H" if role == "q" else "G"
+        if num_rows:
+            sketch_HSD, energy_H = _sketch(found[f"norm_moment_{role}"], kept_HW, num_rows)
+            fields[f"{side}_sketch_{suffix}SD"] = sketch_HSD
+            seen_H = seen_H + energy_H
+        fields[f"{side}_ratio_{suffix}"] = all_HD.sum(1) / seen_H
+    return dataclasses.replace(layer, **fields)
+
+
+def _sketch(moment_HDD: Tensor, kept_HW: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Unit rows [H, S, D] over dropped channels, and the energy [H] that each head's rows carry."""
+    dropped_HD = torch.ones(moment_HDD.shape[:2], dtype=torch.float64).scatter(1, kept_HW, 0.0)
+    rest_HDD = moment_HDD.double() * dropped_HD[:, :, None] * dropped_HD[:, None, :]
+    values, vectors = torch.linalg.eigh(rest_HDD)
+    rows_HSD = vectors[:, :, -num_rows:].mT
+    # Rounding leaves traces on kept channels, whose energy is counted already.
+    rows_HSD = rows_HSD * dropped_HD[:, None]
+    return rows_HSD.float().contiguous(), values[:, -num_rows:].sum(1).float()
