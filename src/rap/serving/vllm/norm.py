@@ -41,7 +41,12 @@ class RapNormAttention(RapAttention):
 
     def width_before_norm(self, config: Any) -> int:
         """D in mode `exact`: the norm sees the dense head."""
-        self.exact_norm = norm_mode(config) == "exact"
+        mode = norm_mode(config)
+        if mode == "rows":
+            raise CheckpointError(
+                "vLLM serves QK-norm in the modes constant and exact: plan with one of them"
+            )
+        self.exact_norm = mode == "exact"
         return self.head_dim if self.exact_norm else self.layout.key_width
 
     def add_norms(self, config: Any) -> None:
