@@ -59,7 +59,7 @@ ORDER = [
     *("surgery", "norms", "attention", "modeling", "checkpoint", "construction"),
     *("conversions", "streaming"),
     "cache",
-    *("replacement", "lowrank", "elite", "channelwise"),
+    *("replacement", "lowrank", "elite", "channelwise", "projected"),
     *("methods", "evaluation", "recovery", "analysis"),
     *("card", "pipeline", "comparison", "serving", "cli", "__main__"),
 ]

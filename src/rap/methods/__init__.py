@@ -6,6 +6,7 @@ from .elitekv import EliteKv
 from .heads import Heads
 from .kvpruner import IndexedKvPruner, KvPruner
 from .magnitude import Magnitude
+from .matryoshka import Matryoshka
 from .palu import Palu
 from .random import Random
 from .rap import Rap
@@ -20,6 +21,7 @@ METHODS: dict[str, type[Method]] = {
         Palu,
         SvdLlm,
         EliteKv,
+        Matryoshka,
         Heads,
         A3,
         Random,

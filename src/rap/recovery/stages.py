@@ -5,6 +5,7 @@ Shapes: N windows, T tokens of a window.
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from ..families import trained_length
 from .closed_form import refit_outputs
 from .config import PRESETS, RecoveryConfig, preset
 from .data import recovery_windows
+from .projections import SETTINGS, train_projections
 
-RECOVERIES = ("none", "closed-form", *PRESETS)
+RECOVERIES = ("none", "closed-form", "projections", *PRESETS)
 REFIT_TOKENS = 2**15  # as many as calibration sees by default
 
 
@@ -66,8 +68,9 @@ def recover_stage(
 ) -> tuple[Any, dict[str, Any]]:
     """The best of: the pruned model, with its outputs refitted, and distilled after that.
 
-    `name` is one of RECOVERIES: `none` does nothing, `closed-form` only refits, the others refit
-    and distil by that preset, or by `config`. Better means a lower perplexity on held-out windows
+    `name` is one of RECOVERIES: `none` does nothing, `closed-form` only refits, `projections` only
+    trains the bases of a model of method matryoshka, which alone has some, the others refit and
+    distil by that preset, or by `config`. Better means a lower perplexity on held-out windows
     of `texts`, see `data.recovery_windows`. `small` and `dense` are left untouched. The report has
     the perplexity after each step and what distillation reports; it is empty for `none`. With an
     `output`, checkpoints go to its `work_folder`, from which a killed run continues.
@@ -75,15 +78,22 @@ def recover_stage(
     check_recovery(name)
     if name == "none":
         return small, {}
-    config = config or preset(name if name in PRESETS else "fast", seed=seed)
+    if config is None:
+        chosen = preset(name if name in PRESETS else "fast")
+        config = replace(SETTINGS if name == "projections" else chosen, seed=seed)
     windows, validation = recovery_windows(
         texts, tokenizer, config, longest=trained_length(small.config)
     )
     before = _held_out(small, validation)
     report: dict[str, Any] = {"name": name, "texts": list(texts), "perplexity_before": before}
-    small, report["perplexity_refitted"] = _refit(
-        small, dense, windows, validation, before, progress
-    )
+    if name == "projections":
+        trained = train_projections(small, dense, windows, config, progress=progress)
+        report["perplexity_trained"] = _held_out(trained, validation)
+        small = trained if report["perplexity_trained"] < before else small
+    else:
+        small, report["perplexity_refitted"] = _refit(
+            small, dense, windows, validation, before, progress
+        )
     if name in PRESETS:
         from .distillation import distill
 
