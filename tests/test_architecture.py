@@ -40,6 +40,7 @@ ORDER = [
         "plan",
         "kernels",
         "families",
+        "limits",
     ),
     *(
         "corpus",
@@ -47,13 +48,16 @@ ORDER = [
         "watching",
         "denominators",
         "activations",
+        "gradients",
         "accumulators",
         "memory",
+        "restoring",
         "calibration",
         "scoring",
         "allocation",
         "subspace",
         "folding",
+        "sensitivity",
         "profiles",
     ),
     *("surgery", "norms", "attention", "modeling", "checkpoint", "construction"),
@@ -69,7 +73,7 @@ SIDE_ROOMS = {
 }
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
 SHIPPED = {"errors", "fingerprint", "rope", "specs", "families", "norms", "attention", "modeling"}
-PURE = {"scoring", "allocation", "subspace", "folding", "profiles"}
+PURE = {"scoring", "allocation", "subspace", "folding", "sensitivity", "profiles"}
 
 SOURCES = read_package(PACKAGE_ROOT)
 

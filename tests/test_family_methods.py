@@ -73,14 +73,17 @@ def test_every_layer_has_its_own_frequencies():
 
 @pytest.mark.parametrize(
     ("settings", "reads"),
-    [({"budget": "error"}, (spectrum, 2)), ({"keys": "fold"}, (fold_head, 2))],
+    [
+        ({"budget": "error"}, ("rap.sensitivity.spectrum", spectrum, 2)),
+        ({"budget": "uniform"}, ("rap.methods.rap.fold_head", fold_head, 2)),
+    ],
     ids=["error", "fold"],
 )
 def test_layers_are_weighed_at_their_own_frequencies(settings: dict, reads: tuple):
     """Folding is allowed on a normalised model here, for no family without norms rotates so."""
-    function, position = reads
+    name, function, position = reads
     model, expected = _local_and_global()
-    statistics = calibrate(model, random_tokens(4, 16), {"pairs", "values", "energy"})
+    statistics = calibrate(model, random_tokens(4, 16), {"pairs", "values", "energy", "gradients"})
     dense = base.dense_layers(model)
     object.__setattr__(dense, "mixes_keys", [True] * 3)
     seen: list[Tensor] = []
@@ -92,7 +95,7 @@ def test_layers_are_weighed_at_their_own_frequencies(settings: dict, reads: tupl
     method = Rap(retain=0.5, score="energy", **settings)
     with (
         mock.patch.object(base, "dense_layers", return_value=dense),
-        mock.patch(f"rap.methods.rap.{function.__name__}", record),
+        mock.patch(name, record),
     ):
         method.plan(model, statistics)
     per_layer = len(seen) // 3

@@ -7,7 +7,7 @@ import rap
 from models import random_tokens, tiny_model
 from rap.allocation import allocate_by_error
 
-NEEDS = {"fisher", "energy", "pairs", "values"}
+NEEDS = {"fisher", "energy", "pairs", "values", "gradients"}
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,11 @@ def test_stock_profile_at_full_width_is_dense(calibrated: tuple, keys: str) -> N
     assert torch.equal(small(ids).logits, model(ids).logits)
 
 
-def test_error_budget_meets_the_ratio(calibrated: tuple) -> None:
+@pytest.mark.parametrize("metric", ["loss", "output"])
+def test_error_budget_meets_the_ratio(calibrated: tuple, metric: str) -> None:
     model, statistics = calibrated
     for retain in (0.3, 0.5, 0.7, 0.9):
-        plan = rap.Rap(retain=retain, budget="error").plan(model, statistics)
+        plan = rap.Rap(retain=retain, budget="error", metric=metric).plan(model, statistics)
         # Half a step of one layer: 2 of 3 * 32 channels, up or down.
         assert plan.kept_fraction == pytest.approx(retain, abs=1 / 48)
 
@@ -65,15 +66,29 @@ def test_spending_by_error_is_the_best_split() -> None:
 @pytest.mark.parametrize(
     ("settings", "needs"),
     [
-        ({"keys": "pairs", "values": "channels"}, {"fisher"}),
-        ({"keys": "fold", "budget": "uniform"}, {"energy", "pairs", "values"}),
-        ({"keys": "fold", "budget": "adaptive"}, {"fisher", "pairs", "values"}),
-        ({"keys": "pairs", "budget": "error"}, {"fisher", "pairs", "values"}),
-        ({"keys": "pairs", "score": "magnitude"}, {"values"}),
+        ({"keys": "pairs", "values": "channels", "budget": "uniform"}, {"fisher"}),
+        ({"budget": "uniform"}, {"energy", "pairs", "values", "gradients"}),
+        ({"budget": "uniform", "metric": "output"}, {"energy", "pairs", "values"}),
+        ({"budget": "adaptive", "metric": "output"}, {"fisher", "pairs", "values"}),
+        ({}, {"energy", "pairs", "values", "gradients"}),
+        ({"metric": "output"}, {"energy", "pairs", "values"}),
+        ({"keys": "pairs", "metric": "output"}, {"fisher", "energy", "pairs", "values"}),
+        (
+            {"keys": "pairs", "score": "magnitude", "budget": "uniform"},
+            {"values", "gradients"},
+        ),
     ],
 )
 def test_only_what_is_used_is_collected(settings: dict, needs: set[str]) -> None:
     assert rap.Rap(**settings).needs == needs
+
+
+@pytest.mark.parametrize(
+    ("settings", "budget"),
+    [({}, "error"), ({"profile": "stock"}, "uniform"), ({"key_share": 0.3}, "uniform")],
+)
+def test_budget_follows_the_profile(settings: dict, budget: str) -> None:
+    assert rap.Rap(**settings).budget == budget
 
 
 @pytest.mark.parametrize(
@@ -86,6 +101,7 @@ def test_only_what_is_used_is_collected(settings: dict, needs: set[str]) -> None
         ({"values": "nonsense"}, "unknown values"),
         ({"budget": "nonsense"}, "unknown budget"),
         ({"profile": "nonsense"}, "unknown profile"),
+        ({"metric": "nonsense"}, "unknown metric"),
         ({"budget": "error", "key_share": 0.3}, "key_share"),
         ({"profile": "stock", "budget": "adaptive"}, "uniform"),
     ],
@@ -97,7 +113,7 @@ def test_impossible_settings_are_refused(settings: dict, message: str) -> None:
 
 def test_statistics_of_another_model_are_refused(calibrated: tuple) -> None:
     model, _ = calibrated
-    method = rap.Rap(keys="pairs", values="channels")
+    method = rap.Rap(keys="pairs", values="channels", budget="uniform")
     other = rap.calibrate(model, random_tokens(1, 16), method.needs, fingerprint="another")
     with pytest.raises(rap.RapError, match="another model"):
         method.plan(model, other)

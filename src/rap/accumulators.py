@@ -1,7 +1,7 @@
 """What calibration accumulates: one class per statistic, fed activations or gradients of a layer.
 
-A new statistic is a class here and a row of FORWARD or BACKWARD. Accumulators are float32 and live
-on the device of the projection they watch.
+A new statistic is a class here and a row of FORWARD, BACKWARD or GRADIENT. Accumulators are float32
+and live on the device of the projection they watch.
 
 Shapes: B batch, T tokens, H query heads, G KV heads, D head dim, E model dim.
 """
@@ -23,8 +23,15 @@ from .families import (
     projections,
     split_heads,
 )
-from .rope import AttentionShape
-from .watching import BackwardStatistic, ForwardStatistic, WatchedLayer
+from .gradients import GradientMoment
+from .watching import (
+    BackwardStatistic,
+    ForwardStatistic,
+    GradientStatistic,
+    WatchedLayer,
+    by_kv_head,
+    complex_pairs,
+)
 
 
 class Energy(ForwardStatistic):
@@ -71,7 +78,7 @@ class ValueMoment(ForwardStatistic):
         self.sum = layer.zeros("o", layer.shape.num_kv_heads, width, width)
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
-        heads_GND = _by_kv_head(split_heads(inputs.float(), self.shape.head_dim), self.shape)
+        heads_GND = by_kv_head(split_heads(inputs.float(), self.shape.head_dim), self.shape)
         self.sum += heads_GND.mT @ heads_GND
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
@@ -92,21 +99,14 @@ class PairMoment(ForwardStatistic):
         self.sums = {role: layer.zeros(role, *sizes).to(torch.complex64) for role in self.roles}
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
-        heads_GND = _by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
-        first, second = self.shape.geometry.pair_channels().to(outputs.device).unbind(1)
-        pairs_GNP = torch.complex(heads_GND[..., first], heads_GND[..., second])
+        heads_GND = by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
+        pairs_GNP = complex_pairs(heads_GND, self.shape)
         self.sums[role] += pairs_GNP.mT @ pairs_GNP.conj()
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
         names = {"q": "query_moment", "k": "key_moment"}
         mean = {names[role]: total / num_tokens for role, total in self.sums.items()}
         return {name: torch.view_as_real(moment) for name, moment in mean.items()}
-
-
-def _by_kv_head(states_BTHD: Tensor, shape: AttentionShape) -> Tensor:
-    """[B, T, H or G, D] to [G, N, D] with every token of every head of a group in N."""
-    groups = states_BTHD.flatten(0, 1).unflatten(1, (shape.num_kv_heads, -1))
-    return groups.transpose(0, 1).flatten(1, 2)
 
 
 class Fisher(BackwardStatistic):
@@ -181,11 +181,12 @@ FORWARD: dict[str, type[ForwardStatistic]] = {
     "logits": LogitSamples,
 }
 BACKWARD: dict[str, type[BackwardStatistic]] = {"fisher": Fisher, "gate": GateFisher}
+GRADIENT: dict[str, type[GradientStatistic]] = {"gradients": GradientMoment}
 
 
 def check_needs(needs: Collection[str]) -> frozenset[str]:
     """`needs` as a set; CalibrationError if one of them is in no table."""
-    known = {*FORWARD, *BACKWARD}
+    known = {*FORWARD, *BACKWARD, *GRADIENT}
     unknown = sorted(set(needs) - known)
     if unknown:
         raise CalibrationError(

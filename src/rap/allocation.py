@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import RapError
 from .scoring import LayerScores
 
-Budget = Literal["adaptive", "uniform", "error"]
+Budget = Literal["auto", "adaptive", "uniform", "error"]
 KeyShare = float | Literal["pooled"]
 
 

@@ -3,8 +3,7 @@
 Shapes: N windows, B batch, T tokens, V vocabulary.
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -14,21 +13,22 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .accumulators import (
     BACKWARD,
     FORWARD,
+    GRADIENT,
     BackwardStatistic,
     ForwardStatistic,
+    GradientStatistic,
     WatchedLayer,
     check_needs,
     watched_layers,
 )
 from .errors import CalibrationError
 from .families import attention_layers, refuse_pruned, trained_length
+from .gradients import check_gradient, linear_of, watch_gradients
+from .restoring import removed, restored
 from .statistics import Statistics
 
 
@@ -62,13 +62,17 @@ def calibrate(
     backward = [
         (layer, BACKWARD[n](layer)) for layer in layers for n in sorted(needs & {*BACKWARD})
     ]
+    gradient = [
+        (layer, GRADIENT[n](layer)) for layer in layers for n in sorted(needs & {*GRADIENT})
+    ]
     if forward:
         _forward_pass(model, windows, forward, batch_size, progress)
-    if backward:
-        _backward_pass(model, windows, backward, checkpointing, progress)
+    if backward or gradient:
+        _backward_pass(model, windows, backward, gradient, checkpointing, progress)
 
     found: dict[int, dict[str, Tensor]] = {layer.index: {} for layer in layers}
-    for statistics, count in ((forward, windows.numel()), (backward, len(windows))):
+    tokens = windows.numel()
+    for statistics, count in ((forward, tokens), (backward, len(windows)), (gradient, tokens)):
         for layer, statistic in statistics:
             reduced = statistic.result(count)
             found[layer.index].update({name: x.contiguous().cpu() for name, x in reduced.items()})
@@ -129,13 +133,13 @@ def _forward_pass(
         statistic.see(role, inputs[0], outputs)
 
     device = model.get_input_embeddings().weight.device
-    with _restored(model, [], False), _bar(progress) as bar, torch.no_grad():
+    with restored(model, [], False), _bar(progress) as bar, torch.no_grad():
         handles = [
             layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
             for layer, statistic in statistics
             for role in statistic.roles
         ]
-        with _removed(handles):
+        with removed(handles):
             task = bar.add_task("activations", total=windows.numel())
             for batch in windows.split(batch_size):
                 model.base_model(input_ids=batch.to(device), use_cache=False)
@@ -147,6 +151,7 @@ def _backward_pass(
     model: Any,
     windows: Tensor,
     statistics: list[tuple[WatchedLayer, BackwardStatistic]],
+    moments: list[tuple[WatchedLayer, GradientStatistic]],
     checkpointing: bool,
     progress: bool,
 ) -> None:
@@ -158,21 +163,16 @@ def _backward_pass(
         assert gradient is not None
         for layer, role, rows, interested in watchers:
             taken = slice(None) if rows is None else rows.to(gradient.device)
-            check(layer, role, gradient[taken])
+            check_gradient(layer, role, gradient[taken], position[0])
             for statistic in interested:
                 statistic.see(role, parameter[taken], gradient[taken])
 
-    def check(layer: WatchedLayer, role: str, gradient: Tensor) -> None:
-        if not torch.isfinite(gradient).all():
-            raise CalibrationError(
-                f"layer {layer.index}, window {position[0]}: the gradient of {role}_proj is not "
-                "finite: calibrate in float32 or bfloat16, and check the weights"
-            )
-
     device = model.get_input_embeddings().weight.device
     trainable = [parameter for parameter, _ in watching]
+    if not trainable:  # a graph must start somewhere: below everything that is watched
+        trainable = [linear_of(moments[0][0], role)[0].weight for role in "kv"]
     with (
-        _restored(model, trainable, checkpointing),
+        restored(model, trainable, checkpointing),
         _bar(progress) as bar,
         torch.enable_grad(),
     ):
@@ -180,7 +180,8 @@ def _backward_pass(
             parameter.register_post_accumulate_grad_hook(partial(consume, watchers))
             for parameter, watchers in watching
         ]
-        with _removed(handles):
+        handles += watch_gradients(moments, position, windows.shape[1])
+        with removed(handles):
             task = bar.add_task("gradients", total=windows.numel())
             for index, ids in enumerate(windows.split(1)):
                 position[0] = index
@@ -208,8 +209,7 @@ def _parameters(
     wanted: dict[tuple[Tensor, str], _Watcher] = {}
     for layer, statistic in statistics:
         for role in "kv":
-            part = layer.linears[role]
-            linear, rows = getattr(part, "linear", part), getattr(part, "rows", None)
+            linear, rows = linear_of(layer, role)
             for parameter in (linear.weight, linear.bias if statistic.biases else None):
                 if parameter is not None:
                     watcher = wanted.setdefault((parameter, role), (layer, role, rows, []))
@@ -237,50 +237,9 @@ def _first_bad_layer(model: Any, ids_BT: Tensor) -> str:
         for layer in attention_layers(model)
         if layer.module is not None
     ]
-    with _removed(handles), torch.no_grad():
+    with removed(handles), torch.no_grad():
         model.base_model(input_ids=ids_BT, use_cache=False)
     return f"in the attention of layer {bad[0]}" if bad else "after the attention of the last layer"
-
-
-@contextmanager
-def _removed(handles: list[RemovableHandle]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _restored(model: Any, trainable: list[Tensor], checkpointing: bool) -> Iterator[None]:
-    """Eval mode, gradients for `trainable` only; every flag is put back on the way out.
-
-    Checkpointing happens only in layers in training mode. That mode is set on the layer module
-    alone, so the dropout modules inside it stay off.
-    """
-    flags = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
-    modules = [(m, {k: v for k, v in vars(m).items() if k in flags}) for m in model.modules()]
-    parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    try:
-        model.eval()
-        for parameter, _, _ in parameters:
-            parameter.requires_grad_(False)
-            parameter.grad = None
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-        for module, _ in modules:
-            if checkpointing and trainable and isinstance(module, GradientCheckpointingLayer):
-                recompute = partial(checkpoint, use_reentrant=False)
-                vars(module).update(zip(flags, (True, True, recompute), strict=True))
-        yield
-    finally:
-        for module, saved in modules:
-            for flag in flags:
-                vars(module).pop(flag, None)
-            vars(module).update(saved)
-        for parameter, requires_grad, gradient in parameters:
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = gradient
 
 
 class _TokensPerSecond(ProgressColumn):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .accumulators import BACKWARD, FORWARD, check_needs, watched_layers
+from .accumulators import BACKWARD, FORWARD, GRADIENT, check_needs, watched_layers
 from .families import text_config
 from .rope import AttentionShape
 
@@ -27,7 +27,7 @@ def estimate_memory(
     config, (_, tokens) = text_config(model.config), windows.shape
     weights = [layer.linears[role].weight for layer in layers for role in "kv"]
     size = weights[0].element_size() if weights else 0
-    backward = any(need in BACKWARD for need in needs)
+    backward = bool(needs & {*BACKWARD, *GRADIENT})
     inner = 6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 0)
     inner += max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
     kept = config.hidden_size if checkpointing else inner
@@ -44,12 +44,16 @@ def estimate_memory(
 
 
 def _moments(shape: AttentionShape, needs: Collection[str]) -> int:
-    """Float32 second moments of a layer: real [G, D, D] of values, complex [G, P, P] of q, k."""
-    values = shape.num_kv_heads * shape.head_dim**2 * ("values" in needs)
-    pairs = 2 * 2 * shape.num_kv_heads * shape.geometry.num_pairs**2 * ("pairs" in needs)
-    heads = shape.num_heads + shape.num_kv_heads
-    norms = heads * shape.head_dim**2 * ("norms" in needs)
-    return 4 * (values + pairs + norms)
+    """Float32 second moments of a layer: real [G, D, D] of values, complex [G, P, P] of q, k.
+
+    Those of gradients are one of each, and the free channels.
+    """
+    geometry, heads = shape.geometry, shape.num_kv_heads
+    values, pairs = heads * shape.head_dim**2, 2 * heads * geometry.num_pairs**2
+    forward = values * ("values" in needs) + 2 * pairs * ("pairs" in needs)
+    forward += (heads + shape.num_heads) * shape.head_dim**2 * ("norms" in needs)
+    backward = (values + pairs + heads * geometry.num_free) * ("gradients" in needs)
+    return 4 * (forward + backward)
 
 
 def describe_memory(estimate: dict[str, int]) -> str:

@@ -3,7 +3,7 @@
 Shapes: G KV heads, P pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,14 +94,17 @@ def shared_slots(
     num_slots: int,
     context: int,
     candidates: Sequence[Sequence[float]] = EDGES,
+    *,
+    relative: bool = True,
 ) -> list[list[FoldedHead]]:
     """Folded slots at one list of frequencies for all heads, [layer][head], each with its own mix.
 
-    `moments` are (query, key) complex second moments [G, P, P] per layer. For every candidate
+    `moments` are (reader, key) complex second moments [G, P, P] per layer. For every candidate
     grouping the number of slots of each group follows the share of logit energy its directions
     carry over all heads, and each slot takes the pair that weighs most in that rank of the group;
-    the grouping with the smallest mean relative logit error wins. A group that keeps all its slots
-    stays plain.
+    the grouping with the smallest sum of errors wins. With `relative` every head has one vote, its
+    error and energy divided by its total; else heads weigh by what they lose. A group that keeps
+    all its slots stays plain.
     """
     heads = [pair for layer in moments for pair in zip(*layer, strict=True)]
     best: list[FoldedHead] = []
@@ -109,14 +112,11 @@ def shared_slots(
     for edges in candidates:
         groups = frequency_groups(frequencies, context, edges)
         found = [group_directions(query, key, groups) for query, key in heads]
-        slots = _shared_list(found, num_slots)
+        totals = [_total(directions) if relative else 1.0 for directions in found]
+        slots = _shared_list(found, totals, num_slots)
         filled = [
             fill_slots(query, key, frequencies, groups, directions, slots, context)
             for (query, key), directions in zip(heads, found, strict=True)
-        ]
-        totals = [
-            sum(direction.weight**2 for group in directions.values() for direction in group)
-            for directions in found
         ]
         error = sum(head.error / total for head, total in zip(filled, totals, strict=True))
         if error < lowest:
@@ -125,13 +125,16 @@ def shared_slots(
     return [[next(per_layer) for _ in query] for query, _ in moments]
 
 
+def _total(groups: Mapping[int, Sequence[Direction]]) -> float:
+    return sum(direction.weight**2 for group in groups.values() for direction in group)
+
+
 def _shared_list(
-    heads: Sequence[dict[int, list[Direction]]], num_slots: int
+    heads: Sequence[Mapping[int, Sequence[Direction]]], totals: Sequence[float], num_slots: int
 ) -> dict[int, list[int]]:
     """The pairs whose frequencies the slots of every group take, in the ranks' order."""
     votes: dict[tuple[int, int], dict[int, float]] = {}
-    for groups in heads:
-        total = sum(direction.weight**2 for group in groups.values() for direction in group)
+    for groups, total in zip(heads, totals, strict=True):
         for number, group in groups.items():
             for rank, direction in enumerate(group):
                 share = votes.setdefault((number, rank), {})

@@ -32,6 +32,8 @@ class Statistics:
               query heads
     pairs     query_moment, key_moment [G, P, P, 2]: complex second moments E[x x^H] of pairs as
               (real, imaginary), queries summed over the group
+    gradients key_gradient [G, P, P, 2], free_gradient [G, F], value_gradient [G, D, D]: second
+              moments of the loss gradient by keys (pairs, other channels) and o_proj's input
     energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens
     inputs    input_moment [E, E]: second moment of what q, k and v read
     rotated   rotated_key_moment, value_moment_about_mean [G, D, D], value_mean [G, D]: covariances

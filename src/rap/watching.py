@@ -1,6 +1,6 @@
 """What watches a layer during calibration: the layer as statistics see it, and their contract.
 
-Shapes: B batch, T tokens, H query heads, D head dim.
+Shapes: B batch, T tokens, H query heads, G KV heads, N tokens of a group, D head dim, P pairs.
 """
 
 from abc import ABC, abstractmethod
@@ -74,3 +74,35 @@ class BackwardStatistic(ABC):
     @abstractmethod
     def result(self, num_windows: int) -> dict[str, Tensor]:
         """The reduced sums by name, after all windows."""
+
+
+class GradientStatistic(ABC):
+    """Accumulates over the loss gradient of what projections give (k), or read (o).
+
+    The loss is the sum of a window's next-token losses, so that a gradient is in nats.
+    """
+
+    roles: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def __init__(self, layer: WatchedLayer): ...
+
+    @abstractmethod
+    def see(self, role: str, gradient: Tensor) -> None:
+        """Take in one window's gradient [B, T, ...], float32."""
+
+    @abstractmethod
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        """The reduced sums by name, after all windows."""
+
+
+def by_kv_head(states_BTHD: Tensor, shape: AttentionShape) -> Tensor:
+    """[B, T, H or G, D] to [G, N, D] with every token of every head of a group in N."""
+    groups = states_BTHD.flatten(0, 1).unflatten(1, (shape.num_kv_heads, -1))
+    return groups.transpose(0, 1).flatten(1, 2)
+
+
+def complex_pairs(heads_GND: Tensor, shape: AttentionShape) -> Tensor:
+    """Pairs [G, N, P] of heads [G, N, D], as first plus i times second channel."""
+    first, second = shape.geometry.pair_channels().to(heads_GND.device).unbind(1)
+    return torch.complex(heads_GND[..., first], heads_GND[..., second])

@@ -82,6 +82,10 @@ MethodName = Annotated[str, typer.Option("--method", help=f"One of: {', '.join(M
 Retain = Annotated[float, typer.Option("--retain", help="Fraction of the KV cache to keep.")]
 Score = Annotated[str | None, typer.Option("--score", help="How pairs are scored.")]
 Budget = Annotated[str | None, typer.Option("--budget", help="How layers share the budget.")]
+Metric = Annotated[
+    str | None,
+    typer.Option("--metric", help="What cuts keep small: the loss, or the output's error."),
+]
 Keys = Annotated[str | None, typer.Option("--keys", help="How keys are cut.")]
 Values = Annotated[str | None, typer.Option("--values", help="How values are cut.")]
 KeyShare = Annotated[
@@ -128,11 +132,15 @@ def for_target(target: str | None, source: str, settings: dict[str, Any]) -> dic
         return settings
     config = text_config(load_config(source))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    wanted = target_settings(target, head_dim, settings.get("budget") or "uniform")
+    wanted = target_settings(target, head_dim, settings.get("budget") or _default_budget(target))
     for name in wanted:
         if settings.get(name) is not None:
             raise RapError(f"--target {target} decides {name}: leave --{name} out, or the target")
     return settings | wanted
+
+
+def _default_budget(target: str) -> str:
+    return "uniform" if target == "stock" else "error"
 
 
 def build_method(name: str, **settings: Any) -> Method:

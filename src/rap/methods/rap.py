@@ -9,13 +9,23 @@ from torch import Tensor
 
 from ..allocation import Budget, LayerBudget, allocate_by_error
 from ..errors import RapError
-from ..folding import FoldedHead, fold_head, spectrum
+from ..folding import FoldedHead, fold_head
 from ..plan import LayerPlan
 from ..profiles import shared_frequencies, shared_pairs, shared_slots
 from ..rope import AttentionShape
 from ..scoring import SCORES, LayerScores, Named, score_layers
+from ..sensitivity import (
+    METRICS,
+    Metric,
+    Moments,
+    key_moments,
+    split_step,
+    value_moments,
+    width_errors,
+    width_losses,
+)
 from ..statistics import Statistics
-from ..subspace import output_gram, weighted_subspace
+from ..subspace import weighted_subspace
 from .base import DenseLayers, PairPruning
 
 
@@ -28,7 +38,11 @@ class Rap(PairPruning):
         in every layer whose keys are not normalised before they rotate; those keep pairs.
     values: `channels` keeps dense channels (the paper), `subspace` the best directions, except in
         layers whose output is gated channel by channel; those keep channels.
-    budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error.
+    metric: what folds, subspaces and error budgets keep small: the expected `loss` (gradients of
+        the loss say what reads keys and values), or squared error of logits and `output`, which
+        needs no gradients and so less memory.
+    budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error;
+        `auto` is `error`, or `uniform` where the profile wants one width.
     context: distance in tokens over which folded pairs may drift; None is all the model was made
         for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
@@ -37,10 +51,9 @@ class Rap(PairPruning):
 
     name: ClassVar[str] = "rap"
 
-    # With folded keys and a value subspace equal widths beat Fisher's (docs/log.md): adaptive
-    # budgets had been making up for channel cuts.
-    budget: Budget = "uniform"
+    budget: Budget = "auto"
     score: str = "fisher"
+    metric: Metric = "loss"
     keys: Literal["pairs", "fold"] = "fold"
     values: Literal["channels", "subspace"] = "subspace"
     context: int | None = None
@@ -48,8 +61,12 @@ class Rap(PairPruning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.budget == "auto":
+            one_width = self.profile == "stock" or self.key_share != 0.5
+            object.__setattr__(self, "budget", "uniform" if one_width else "error")
         for setting, known in (
             ("score", sorted(SCORES)),
+            ("metric", list(METRICS)),
             ("keys", ["fold", "pairs"]),
             ("values", ["channels", "subspace"]),
             ("budget", ["adaptive", "error", "uniform"]),
@@ -80,7 +97,9 @@ class Rap(PairPruning):
             needs |= {"pairs"}
         if self.values == "subspace" or by_error:
             needs |= {"values"}
-        return needs
+        if self.metric == "loss" and needs & {"pairs", "values"}:
+            needs |= {"gradients"}
+        return needs | ({"energy"} if by_error else frozenset())
 
     @property
     def _ranking(self) -> str:
@@ -103,12 +122,9 @@ class Rap(PairPruning):
         """By score or alike (base), or by the error of every width."""
         if self.budget != "error":
             return super().budgets(scores, statistics, dense)
-        context = self.context or dense.context
         present = [index for index, shape in enumerate(dense.shapes) if shape is not None]
-        curves, sizes = [], []
-        for index in present:
-            curves.append(_width_errors(dense, index, statistics.layers[index] or {}, context))
-            sizes.append(len(curves[-1]) - 1)
+        curves = [self._curve(index, statistics, dense) for index in present]
+        sizes = [len(curve) - 1 for curve in curves]
         unit = max(1, self.alignment(dense.shapes) // 2)
         kept = dict(
             zip(present, allocate_by_error(curves, self.retain, sizes, unit=unit), strict=True)
@@ -118,6 +134,25 @@ class Rap(PairPruning):
             for index, shape in enumerate(dense.shapes)
         ]
 
+    def _curve(self, index: int, statistics: Statistics, dense: DenseLayers) -> list[float]:
+        """What every width of a layer costs, in units of `metric`."""
+        shape, frequencies = dense.shapes[index], dense.frequencies[index]
+        assert shape is not None
+        assert frequencies is not None
+        found, context = statistics.layers[index] or {}, self.context or dense.context
+        keys = key_moments(found, self.metric)
+        values = self._values(index, statistics, dense)
+        if self.metric == "output":
+            return width_errors(keys, values, shape, frequencies, context)
+        mixes = {"mixes_keys": dense.mixes_keys[index], "mixes_values": dense.mixes_values[index]}
+        return width_losses(keys, values, found, shape, frequencies, context, **mixes)
+
+    def _values(self, index: int, statistics: Statistics, dense: DenseLayers) -> Moments:
+        shape, weights = dense.shapes[index], dense.weights[index]
+        assert shape is not None
+        assert weights is not None
+        return value_moments(statistics.layers[index] or {}, weights["o"], shape, self.metric)
+
     def cut_layers(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
     ) -> list[LayerPlan | None]:
@@ -126,18 +161,14 @@ class Rap(PairPruning):
         keys = self._keys(plain, scores, statistics, dense)
         cut: list[LayerPlan | None] = []
         for index, layer in enumerate(plain):
-            shape, found = dense.shapes[index], statistics.layers[index]
-            if layer is None or shape is None:
+            if layer is None:
                 cut.append(None)
                 continue
-            found = found or {}
             fields = layer.tensors()
             fields |= keys[index]
             if self.values == "subspace" and dense.mixes_values[index]:
-                weights = dense.weights[index]
-                assert weights is not None
                 del fields["channels_GC"]
-                fields |= _subspace(found, weights["o"], layer.value_width, shape)
+                fields |= _subspace(self._values(index, statistics, dense), layer.value_width)
             cut.append(LayerPlan(**fields))
         return cut
 
@@ -153,37 +184,45 @@ class Rap(PairPruning):
             shared_frequencies(dense.frequencies)
         if self.keys == "fold":
             moments = [
-                _pair_moments(statistics.layers[index] or {})
+                key_moments(statistics.layers[index] or {}, self.metric)
                 if layer is not None and layer.num_pairs and dense.mixes_keys[index]
                 else None
                 for index, layer in enumerate(plain)
             ]
             widths = [layer.num_pairs if layer is not None else 0 for layer in plain]
             context = self.context or dense.context
-            return _fold_all(moments, widths, dense, context, self.profile == "stock")
+            if self.profile == "stock":
+                return _fold_alike(moments, widths, dense, context, self.metric)
+            return _fold_all(moments, widths, dense, context)
         return _shared(plain, scores) if self.profile == "stock" else [{} for _ in plain]
 
 
 def _fold_all(
-    moments: Sequence[tuple[Tensor, Tensor] | None],
+    moments: Sequence[Moments | None], widths: Sequence[int], dense: DenseLayers, context: int
+) -> list[dict[str, Tensor]]:
+    folded: list[dict[str, Tensor]] = []
+    for layer, width, own in zip(moments, widths, dense.frequencies, strict=True):
+        if layer is None or own is None:
+            folded.append({})
+            continue
+        both = zip(*layer, strict=True)
+        folded.append(_folded([fold_head(read, key, own, width, context) for key, read in both]))
+    return folded
+
+
+def _fold_alike(
+    moments: Sequence[Moments | None],
     widths: Sequence[int],
     dense: DenseLayers,
     context: int,
-    shared: bool,
+    metric: Metric,
 ) -> list[dict[str, Tensor]]:
-    if shared:
-        present = [pair for pair in moments if pair is not None]
-        slots = shared_slots(present, shared_frequencies(dense.frequencies), max(widths), context)
-        heads = iter(slots)
-        return [_folded(next(heads)) if pair is not None else {} for pair in moments]
-    folded: list[dict[str, Tensor]] = []
-    for pair, width, own in zip(moments, widths, dense.frequencies, strict=True):
-        if pair is None or own is None:
-            folded.append({})
-            continue
-        both = zip(*pair, strict=True)
-        folded.append(_folded([fold_head(query, key, own, width, context) for query, key in both]))
-    return folded
+    """One list of slots: heads' losses compare as they are, their errors only as shares."""
+    present = [(read, key) for key, read in (layer for layer in moments if layer is not None)]
+    frequencies = shared_frequencies(dense.frequencies)
+    relative = metric == "output"
+    heads = iter(shared_slots(present, frequencies, max(widths), context, relative=relative))
+    return [_folded(next(heads)) if layer is not None else {} for layer in moments]
 
 
 def _shared(
@@ -212,51 +251,13 @@ def _folded(heads: Sequence[FoldedHead]) -> dict[str, Tensor]:
     }
 
 
-def _subspace(found: Named, w_o: Tensor, width: int, shape: AttentionShape) -> dict[str, Tensor]:
-    gram = output_gram(w_o, shape).cpu()
-    factors = weighted_subspace(found["value_moment"].double(), gram, width)
+def _subspace(values: Moments, width: int) -> dict[str, Tensor]:
+    factors = weighted_subspace(*values, width)
     return {"value_down_GCD": factors.down.contiguous(), "value_up_GDC": factors.up.contiguous()}
 
 
-def _pair_moments(found: Named) -> tuple[Tensor, Tensor]:
-    query, key = (
-        torch.view_as_complex(found[f"{side}_moment"].double().contiguous())
-        for side in ("query", "key")
-    )
-    return query, key
-
-
-def _width_errors(dense: DenseLayers, index: int, found: Named, context: int) -> list[float]:
-    """Expected relative squared error of a layer at every width, 0 ... D/2 steps of two channels.
-
-    Values: what the subspace loses. Keys: what the logits lose, times the values' energy, for a
-    logit error d moves the output by about d times the spread of the values it mixes. Relative to
-    the layer's own output: in absolute terms the first layers look cheap, and cutting them is what
-    hurts most (docs/log.md).
-    """
-    shape, weights, own = dense.shapes[index], dense.weights[index], dense.frequencies[index]
-    assert shape is not None
-    assert weights is not None
-    assert own is not None
-    gram = output_gram(weights["o"], shape).cpu()
-    values = weighted_subspace(found["value_moment"].double(), gram, 1).singular.square().sum(0)
-    lost_values = _tails(values)[::2]
-    query, key = _pair_moments(found)
-    heads = [spectrum(q, k, own, context) for q, k in zip(query, key, strict=True)]
-    slots = sum(heads[1:], start=heads[0])
-    lost_logits = _tails(slots) / (shape.head_dim * shape.num_heads)
-    steps = shape.head_dim // 2
-    at = [round(step * shape.geometry.num_pairs / steps) for step in range(steps + 1)]
-    lost = [float(lost_values[n] + lost_logits[at[n]] * lost_values[0]) for n in range(steps + 1)]
-    return [error / lost[0] for error in lost]
-
-
-def _tails(descending: Tensor) -> Tensor:
-    """Sum of everything from each position on, and a final zero."""
-    return torch.cat([descending.flip(0).cumsum(0).flip(0), descending.new_zeros(1)])
-
-
 def _hybrid_budget(shape: AttentionShape, steps: int) -> LayerBudget:
-    pairs, size = shape.geometry.num_pairs, shape.head_dim // 2
-    kept = max(1, (2 * pairs * steps + size) // (2 * size)) if pairs else 0
-    return LayerBudget(pairs=kept, free=2 * (steps - kept), values=2 * steps)
+    pairs, free = split_step(shape, steps)
+    if shape.geometry.num_pairs and not pairs:
+        pairs, free = 1, free - 2
+    return LayerBudget(pairs=pairs, free=free, values=2 * steps)
