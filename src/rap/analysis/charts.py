@@ -7,8 +7,8 @@ from html import escape
 
 WIDTH, HEIGHT = 440, 330
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 14, 46
-# From this ratio of largest to smallest value on, the axis is logarithmic.
-LOG_FROM = 3.0
+# From this ratio of largest to smallest value on, an axis is logarithmic.
+VALUES_LOG_FROM, SHARES_LOG_FROM = 3.0, 5.0
 NUM_COLORS = 8  # --series-0 ... of the style sheet
 MARKERS = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",
@@ -81,7 +81,8 @@ def line_chart(
     shares = [x for one in shown for x, _ in one.points]
     if not shares:
         return ""
-    x, y = _axis(shares, LEFT, WIDTH - RIGHT), _axis(values, HEIGHT - BOTTOM, TOP, may_log)
+    x = _axis(shares, LEFT, WIDTH - RIGHT, SHARES_LOG_FROM)
+    y = _axis(values, HEIGHT - BOTTOM, TOP, VALUES_LOG_FROM if may_log else math.inf)
     parts = [*_grid(x, y, x_label, y_label)]
     if reference is not None:
         at = f"{y(reference):.1f}"
@@ -107,9 +108,9 @@ def legend(names: Sequence[str], reference: str = "") -> str:
     return f'<ul class="legend">{"".join(keys)}</ul>'
 
 
-def _axis(values: Sequence[float], start: float, stop: float, may_log: bool = False) -> Axis:
+def _axis(values: Sequence[float], start: float, stop: float, log_from: float) -> Axis:
     low, high = min(values), max(values)
-    if may_log and high / low >= LOG_FROM:
+    if low > 0 and high / low >= log_from:
         room = (high / low) ** 0.06
         return Axis(low / room, high * room, start, stop, log=True)
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
@@ -128,7 +129,7 @@ def _grid(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
     for tick in x.ticks():
         at = f"{x(tick):.1f}"
         parts.append(f'<path class="grid" d="M{at},{TOP}V{base}"/>')
-        parts.append(f'<text x="{at}" y="{base + 16}" text-anchor="middle">{tick:.0%}</text>')
+        parts.append(f'<text x="{at}" y="{base + 16}" text-anchor="middle">{tick:,.0%}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(
         f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
