@@ -39,7 +39,10 @@ RESULTS = Path("results")
 CUTS = {
     "channels": rap.Rap.paper(align=2),  # the paper's plan, its key channels chosen one by one
     "paper": rap.Rap.paper(align=2),
-    "pairs": rap.Rap(keys="pairs", align=2),
+    # The next two weigh squared errors of logits and outputs, every layer alike.
+    "pairs": rap.Rap(keys="pairs", metric="output", budget="uniform", align=2),
+    "fold": rap.Rap(metric="output", budget="uniform", align=2),
+    # The default: weighed by gradients of the loss, widths where they save most of it.
     "rap": rap.Rap(align=2),
     "stock": rap.Rap(profile="stock", align=2),
 }
@@ -47,12 +50,13 @@ COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "single channels (index-aware)": ("channels", ()),
     "pairs + channels (paper)": ("paper", ()),
     "pairs + subspace": ("pairs", ()),
-    "fold + subspace": ("rap", ()),
-    "fold + subspace, one list for all heads": ("stock", ()),
-    "fold + subspace + refit": ("rap", ("refit",)),
+    "fold + subspace": ("fold", ()),
+    "fold + subspace by loss (default)": ("rap", ()),
+    "default, one list for all heads": ("stock", ()),
+    "default + refit": ("rap", ("refit",)),
     "paper + KD fast": ("paper", ("fast",)),
-    "fold + subspace + refit + KD fast": ("rap", ("refit", "fast")),
-    f"paper + KD, the paper's recipe for {PAPER_STEPS} steps": ("paper", ("paper",)),
+    "default + refit + KD fast": ("rap", ("refit", "fast")),
+    f"default + refit + KD, paper's recipe, {PAPER_STEPS} steps": ("rap", ("refit", "paper")),
 }
 
 
