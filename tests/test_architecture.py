@@ -41,6 +41,7 @@ ORDER = [
         "kernels",
         "families",
         "limits",
+        "limits",
     ),
     *(
         "corpus",

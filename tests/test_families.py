@@ -19,6 +19,8 @@ from rap.families import (
     rotary_module,
     sliding_window,
 )
+from rap.limits import key_limit, value_limit
+from rap.methods.base import dense_layers
 from rap.rope import AttentionShape, HeadGeometry
 
 REFUSED = {
@@ -119,3 +121,12 @@ def test_sliding_window_is_the_one_the_dense_module_uses():
         for model in (mistral, qwen2, tiny_model())
     ]
     assert windows == [[7, 7], [None, 5], [None, None]]
+
+
+def test_what_is_clamped_channel_by_channel_is_not_mixed():
+    clipped, free = (tiny_model("olmo", clip_qkv=bound) for bound in (1.0, None))
+    for model, expected in ((clipped, "clip_qkv clamps single channels"), (free, "")):
+        assert key_limit(attention_layers(model)[0], model.config) == expected
+        assert value_limit(model.config) == expected
+        dense = dense_layers(model)
+        assert dense.mixes_keys == dense.mixes_values == [not expected] * 2

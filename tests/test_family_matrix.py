@@ -136,6 +136,12 @@ ROPES = {
         "long_factor": [2.0 + 0.5 * pair for pair in range(HEAD_DIM // 2)],
         **_SCALED,
     },
+    # The second half of the pairs stands still, at frequency zero.
+    "proportional": {
+        "rope_type": "proportional",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
 }
 
 

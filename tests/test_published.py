@@ -50,3 +50,17 @@ def test_the_command_prints_it_from_a_config_alone(tmp_path):
         "0 (interleaved)",
     ]
     assert {layer["qk_norm"] for layer in report["layers"]} == {"over head", "-"}
+
+
+def test_what_cannot_be_mixed_is_said_with_the_reason(tmp_path):
+    model_type, fields = PUBLISHED["Qwen3-Next"]
+    AutoConfig.for_model(model_type, **fields).save_pretrained(tmp_path)
+    result = run("inspect", tmp_path)
+    where = "layers 3 7 11 15 19 23 27 31 35 39 43 47: "
+    assert where + "keys keep plain pairs and channels: QK-norm weighs single" in result.out
+    assert where + "values keep plain channels: a gate multiplies single channels" in result.out
+    model_type, fields = PUBLISHED["Llama-4-Scout"]
+    layers = describe_config(AutoConfig.for_model(model_type, **fields), "scout")["layers"]
+    # Layers without positions have no norm, and nothing of this model is gated.
+    assert [bool(layer["key_limit"]) for layer in layers[:4]] == [True, True, True, False]
+    assert not any(layer["value_limit"] for layer in layers)

@@ -10,6 +10,7 @@ from ..allocation import kv_budgets
 from ..checkpoint import PLAN_FILE, is_pruned, load_config
 from ..errors import RapError
 from ..families import AttentionLayer, attention_layers, attention_spec, text_config
+from ..limits import key_limit, value_limit
 from ..methods import Rap
 from ..modeling import auto_class
 from ..pipeline import resolve_source
@@ -18,6 +19,8 @@ from ..rope import AttentionShape
 from ..scoring import LayerScores
 from . import options
 from .options import print_json, print_table
+
+NOTES = ("key_limit", "value_limit")
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -43,9 +46,11 @@ def inspect_command(
     if as_json:
         print_json(report)
         return
-    header = [name for name in report["layers"][0] if name != "reason"]
+    header = [name for name in report["layers"][0] if name not in NOTES]
     rows = [_cells(layer, header) for layer in report["layers"]]
     print_table(report["title"], [name.replace("_", " ") for name in header], rows)
+    for note in _notes(report["layers"]):
+        typer.echo(note)
 
 
 def describe_model(target: str, retain: float = 0.7) -> dict[str, Any]:
@@ -65,7 +70,7 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     text = text_config(config)
     element = (config.dtype or text.dtype or torch.float32).itemsize
     found = attention_layers(model)
-    layers = [_describe_layer(layer, _rope(text, layer), element) for layer in found]
+    layers = [_describe_layer(layer, config, element) for layer in found]
     shapes = [layer.shape for layer in found if layer.shape is not None]
     total = sum(layer["kv_bytes_per_token"] for layer in layers)
     dense = sum(layer["dense_kv_bytes_per_token"] for layer in layers)
@@ -147,7 +152,7 @@ def ranges(indices: list[int]) -> str:
     return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
-def _describe_layer(layer: AttentionLayer, rope: str, element: int) -> dict[str, Any]:
+def _describe_layer(layer: AttentionLayer, config: Any, element: int) -> dict[str, Any]:
     shape, module = layer.shape, layer.module
     if shape is None:
         blank = dict.fromkeys(("rope", "heads", "head_dim", "rotates", "qk_norm"), "-")
@@ -158,6 +163,8 @@ def _describe_layer(layer: AttentionLayer, rope: str, element: int) -> dict[str,
             "kv_bytes_per_token": 0,
             "dense_kv_bytes_per_token": 0,
         }
+    keys, values = key_limit(layer, config), value_limit(config)
+    rope = _rope(text_config(config), layer)
     key = getattr(module, "key_width", shape.head_dim)
     value = getattr(module, "value_width", shape.head_dim)
     return {
@@ -167,6 +174,8 @@ def _describe_layer(layer: AttentionLayer, rope: str, element: int) -> dict[str,
         "head_dim": shape.head_dim if key == shape.head_dim else f"{key} of {shape.head_dim}",
         "rotates": f"{shape.geometry.rotary_dim} ({shape.geometry.pairing})",
         "qk_norm": _norm(layer),
+        "key_limit": keys and f"keys keep plain pairs and channels: {keys}",
+        "value_limit": values and f"values keep plain channels: {values}",
         "eligible": "yes" if not hasattr(module, "key_width") else "pruned",
         "kv_bytes_per_token": shape.num_kv_heads * (key + value) * element,
         "dense_kv_bytes_per_token": 2 * shape.num_kv_heads * shape.head_dim * element,
@@ -192,6 +201,15 @@ def _rope(config: Any, layer: AttentionLayer) -> str:
         parameters = parameters[kind[layer.index]]
     kind, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
     return f"{kind}, theta {theta:g}" if theta else str(kind)
+
+
+def _notes(layers: list[dict[str, Any]]) -> list[str]:
+    """What the table has no column for: each note once, after the layers it is about."""
+    found: dict[str, list[int]] = {}
+    for layer in layers:
+        for text in filter(None, (layer.get(name) for name in NOTES)):
+            found.setdefault(text, []).append(layer["layer"])
+    return [f"layers {ranges(where)}: {text}" for text, where in found.items()]
 
 
 def _cells(layer: dict[str, Any], header: list[str]) -> list[str]:

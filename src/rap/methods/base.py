@@ -21,6 +21,7 @@ from ..families import (
     trained_length,
 )
 from ..fingerprint import fingerprint_model
+from ..limits import key_limit, value_limit
 from ..plan import LayerPlan, Plan
 from ..rope import AttentionShape
 from ..scoring import LayerScores, Named
@@ -40,8 +41,7 @@ class DenseLayers:
 
     `weights` maps the roles q, k, v, o to matrices as in nn.Linear. `frequencies` are float64 [P],
     a layer's own: local and global layers may rotate differently.
-    `mixes_keys` is false where a norm stands between key projection and rotation, `mixes_values`
-    where a gate multiplies single channels of the output.
+    `mixes_keys` and `mixes_values` are false where something works on single channels (`limits`).
     """
 
     shapes: Sequence[AttentionShape | None]
@@ -219,7 +219,7 @@ def dense_layers(model: Any) -> DenseLayers:
         frequencies=[
             layer_frequencies(model, layer) if layer.shape is not None else None for layer in layers
         ],
-        mixes_keys=[layer.norm is None for layer in layers],
+        mixes_keys=[not key_limit(layer, model.config) for layer in layers],
         context=trained_length(model.config) or UNKNOWN_CONTEXT,
-        mixes_values=[spec.gate is None for _ in layers],
+        mixes_values=[not value_limit(model.config) for _ in layers],
     )
