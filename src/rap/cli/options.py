@@ -37,7 +37,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise RapError(f"--config {path} is not YAML: {error}") from error
     if not isinstance(entries, dict):
         raise RapError(f"--config {path} must hold `option: value` lines, not a {_kind(entries)}")
-    entries = own_entries(context, path, entries)
+    entries = own_entries(context, entries)
     names = _option_names(context)
     given = {str(key).replace("_", "-"): value for key, value in entries.items()}
     unknown = sorted(given.keys() - names.keys())

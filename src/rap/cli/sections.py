@@ -1,8 +1,10 @@
 """One YAML file for several commands: sections named after them, and data that is no option.
 
-model: org/model        options of every command that reads the file
-compress: {recover: paper}      options of `rap compress` alone
-paper: [{method: rap, ...}]     published figures, which `rap compare` shows beside its own
+    compress: {recover: paper}     options of `rap compress` alone
+    shared: &shared {model: m}     for sections to include, as `<<: *shared`
+    paper: [{method: rap, ...}]    published figures, which `rap compare` shows beside its own
+
+Without sections all entries are options of the command that reads the file.
 """
 
 from pathlib import Path
@@ -13,16 +15,19 @@ import yaml
 
 from ..errors import RapError
 
-DATA = ("paper",)
+DATA = ("paper", "shared")
 
 
-def own_entries(context: typer.Context, path: Path, entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries that concern this command: those outside sections, then those of its own."""
+def own_entries(context: typer.Context, entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries that concern this command: those outside sections, then those of its own.
+
+    A section is a mapping under a command's name; `recover: fast` is an option all the same.
+    """
     commands = getattr(context.find_root().command, "commands", {})
-    own = entries.get(str(context.command.name), {})
-    if not isinstance(own, dict):
-        raise RapError(f"--config {path}: section {context.command.name} holds no options")
-    return {key: value for key, value in entries.items() if key not in {*commands, *DATA}} | own
+    sections = {key for key in commands if isinstance(entries.get(key), dict)}
+    shared = {key: value for key, value in entries.items() if key not in {*sections, *DATA}}
+    name = context.command.name
+    return shared | (entries[name] if name in sections else {})
 
 
 def read_figures(path: Path | None) -> list[dict[str, Any]]:

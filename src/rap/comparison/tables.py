@@ -168,7 +168,7 @@ def _copying(cell: Record) -> str:
 
 def _paper(cell: Record, key: str) -> str:
     value = (cell.get("paper") or {}).get(key)
-    return "" if value is None else f"{value:g}"
+    return "" if value is None else str(value)
 
 
 COST: dict[str, Callable[[Record, Record], str]] = {
