@@ -26,7 +26,7 @@ def own_entries(context: typer.Context, entries: dict[str, Any]) -> dict[str, An
     commands = getattr(context.find_root().command, "commands", {})
     sections = {key for key in commands if isinstance(entries.get(key), dict)}
     shared = {key: value for key, value in entries.items() if key not in {*sections, *DATA}}
-    name = context.command.name
+    name = str(context.command.name)
     return shared | (entries[name] if name in sections else {})
 
 
