@@ -142,5 +142,11 @@ def partners(kept_GW: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
     return position * whole, sign
 
 
+def orphan_ratio(kept_GW: Tensor, num_pairs: int) -> float:
+    """Share of kept channels (canonical, ascending) that rotate but have lost their partner."""
+    _, sign_GW = partners(kept_GW, num_pairs)
+    return float(((kept_GW < 2 * num_pairs) & (sign_GW == 0)).double().mean())
+
+
 KINDS[ReindexedAttention.kind] = ReindexedAttention
 KINDS[IndexedAttention.kind] = IndexedAttention
