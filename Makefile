@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve-env test-serve lint format coverage clean
+.PHONY: help demo test serve-env test-serve test-gpu lint format coverage clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ serve-env: $(SERVE)/.installed ## make .venv-serve: vLLM for CPUs, for the servi
 
 test-serve: $(SERVE)/.installed ## run the serving tests against the real vLLM engine
 	$(SERVE)/bin/python -m pytest -m serve tests/serving $(ARGS)
+
+test-gpu: $(STAMP) ## run the tests that need a CUDA device, kernels compiled
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .

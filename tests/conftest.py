@@ -5,6 +5,9 @@ import os
 # Before transformers is imported: no test may reach a network, whoever starts pytest.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Before triton is imported, which transformers does: kernels run on a CPU, in its interpreter.
+# The tests of tests/gpu want them compiled and are started with 0 (`make test-gpu`).
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import hypothesis
 import pytest

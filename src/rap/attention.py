@@ -134,7 +134,7 @@ class RapAttention(nn.Module):
         self, states: tuple[Tensor, Tensor, Tensor], tables: Any, cache: Any, mask: Tensor | None
     ) -> Tensor | None:
         """Rotation, cache and attention in one call, if the implementation offers that here."""
-        if not states[0].is_cuda or states[0].shape[2] != 1:
+        if states[0].shape[2] != 1:
             return None
         step = getattr(self._implementation(), "decode_step", None)
         changed = self.norm is not None or self.spec.query_scale is not None
@@ -210,7 +210,7 @@ class RapAttention(nn.Module):
         """Rotate [B, H, T, W] and [B, G, T, W] by every slot's own dense frequency."""
         index = self.frequency_index if index is None else index
         cos, sin = self._pair_tables(tables)
-        kernel = getattr(self._implementation(), "rotate", None) if q.is_cuda else None
+        kernel = getattr(self._implementation(), "rotate", None)
         if kernel is not None:
             rotated = kernel(q, k, cos, sin, index, clockwise=self.spec.clockwise)
             if rotated is not None:

@@ -127,9 +127,9 @@ def decode_split_kernel(
         o_slot = tl.where(o_w < NUM_SLOTS, o_w, o_w - NUM_SLOTS)
         m_turn = o_w < 2 * NUM_SLOTS
         o_pair = tl.load(p_index + i_g * s_index[0] + o_slot * s_index[1], mask=m_turn, other=0)
-        b_cos = tl.load(p_cos + i_b * s_cos[0] + o_pair * s_cos[1], mask=m_turn, other=1)
+        b_cos = tl.load(p_cos + i_b * s_cos[0] + o_pair * s_cos[1], mask=m_turn, other=0)
         b_sin = tl.load(p_sin + i_b * s_sin[0] + o_pair * s_sin[1], mask=m_turn, other=0)
-        b_cos, b_sin = b_cos.to(tl.float32), b_sin.to(tl.float32)
+        b_cos, b_sin = tl.where(m_turn, b_cos.to(tl.float32), 1.0), b_sin.to(tl.float32)
         b_sin = tl.where((o_w < NUM_SLOTS) != CLOCKWISE, -b_sin, b_sin)
         b_query = _rotated(
             p_query, s_q[2], o_w[None, :], m_q, b_cos[None, :], b_sin[None, :], NUM_SLOTS
