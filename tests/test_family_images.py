@@ -79,7 +79,7 @@ def test_everything_beside_the_text_model_is_unchanged(case: Case, tmp_path):
 def test_the_whole_way_from_text_to_a_smaller_cache(case: Case):
     """Calibration, planning and measuring ask the config of the text model, not of the whole."""
     model = case.model(dtype=torch.float32)
-    method = Rap(retain=0.5)
+    method = Rap(retain=0.5, budget="uniform")
     statistics = calibrate(model, random_tokens(3, 16), {*method.needs_for(model), "fisher"})
     small = method.apply(model, method.plan(model, statistics))
     before, after = footprint(model), footprint(small)

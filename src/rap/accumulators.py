@@ -31,6 +31,7 @@ from .watching import (
     WatchedLayer,
     by_kv_head,
     complex_pairs,
+    free_channels,
 )
 
 
@@ -86,27 +87,33 @@ class ValueMoment(ForwardStatistic):
 
 
 class PairMoment(ForwardStatistic):
-    """Complex second moments E[x x^H] of the pairs of q (summed over the group) and of k.
+    """Second moments E[x x^H] of q (summed over the group) and of k, before they rotate.
 
-    A pair is its first plus i times its second channel; a rotation multiplies it by a unit number.
+    Complex ones of pairs: a pair is its first plus i times its second channel, and a rotation
+    multiplies it by a unit number. Real ones of the channels that never rotate.
     """
 
     roles = ("q", "k")
 
     def __init__(self, layer: WatchedLayer):
         self.shape, pairs = layer.shape, layer.shape.geometry.num_pairs
-        sizes = (layer.shape.num_kv_heads, pairs, pairs)
-        self.sums = {role: layer.zeros(role, *sizes).to(torch.complex64) for role in self.roles}
+        heads, free = layer.shape.num_kv_heads, layer.shape.geometry.num_free
+        self.sums = {r: layer.zeros(r, heads, pairs, pairs).to(torch.complex64) for r in "qk"}
+        self.free = {role: layer.zeros(role, heads, free, free) for role in "qk"}
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         heads_GND = by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
         pairs_GNP = complex_pairs(heads_GND, self.shape)
         self.sums[role] += pairs_GNP.mT @ pairs_GNP.conj()
+        free_GNF = free_channels(heads_GND, self.shape)
+        self.free[role] += free_GNF.mT @ free_GNF
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
-        names = {"q": "query_moment", "k": "key_moment"}
-        mean = {names[role]: total / num_tokens for role, total in self.sums.items()}
-        return {name: torch.view_as_real(moment) for name, moment in mean.items()}
+        found = {}
+        for role, side in (("q", "query"), ("k", "key")):
+            found[f"{side}_moment"] = torch.view_as_real(self.sums[role] / num_tokens)
+            found[f"{side}_free_moment"] = self.free[role] / num_tokens
+        return found
 
 
 class Fisher(BackwardStatistic):

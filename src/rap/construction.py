@@ -169,7 +169,7 @@ def masked_dense(model: nn.Module, plan: Plan) -> None:
             continue
         if layer.norm is not None:
             raise PlanError("with QK-norm the dense model masks after the norm, not by weights")
-        if planned.channels_GC is None or planned.key_mix_GMP2 is not None:
+        if planned.channels_GC is None or planned.mixes_keys:
             raise PlanError("only plain pruning is a mask of the dense model")
         roles = tuple(role.split("+"))
         widths = dict.fromkeys(roles, shape.head_dim)

@@ -68,7 +68,7 @@ def with_denominators(
     S rows carry as much of the dropped energy. The ratio is all energy over that of kept channels
     and rows. A layer without the statistics is left as it is.
     """
-    if found is None or "raw_energy_k" not in found or layer.key_mix_GMP2 is not None:
+    if found is None or "raw_energy_k" not in found or layer.mixes_keys:
         return layer
     kept_GW = layer.kept_channels(shape)
     num_rows = min(num_rows, shape.head_dim - layer.key_width)

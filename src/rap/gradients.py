@@ -12,14 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from .errors import CalibrationError
 from .families import split_heads
-from .watching import GradientStatistic, WatchedLayer, by_kv_head, complex_pairs
+from .watching import GradientStatistic, WatchedLayer, by_kv_head, complex_pairs, free_channels
 
 
 class GradientMoment(GradientStatistic):
     """Second moments of the loss gradient by keys and by what o_proj reads: what a change costs.
 
-    Keys as complex pairs before rotation, E[g g^H], in the frame of PairMoment's keys; channels of
-    keys that never rotate by their mean square alone.
+    Keys as complex pairs before rotation, E[g g^H], and their channels that never rotate, in the
+    frame of PairMoment's keys.
     """
 
     roles = ("k", "o")
@@ -29,7 +29,7 @@ class GradientMoment(GradientStatistic):
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
         self.pairs = layer.zeros("k", heads, geometry.num_pairs, geometry.num_pairs)
         self.pairs = self.pairs.to(torch.complex64)
-        self.free = layer.zeros("k", heads, geometry.num_free)
+        self.free = layer.zeros("k", heads, geometry.num_free, geometry.num_free)
         self.values = layer.zeros("o", heads, width, width)
 
     def see(self, role: str, gradient: Tensor) -> None:
@@ -37,10 +37,10 @@ class GradientMoment(GradientStatistic):
         if role == "o":
             self.values += heads_GND.mT @ heads_GND
             return
-        geometry, pairs_GNP = self.shape.geometry, complex_pairs(heads_GND, self.shape)
+        pairs_GNP = complex_pairs(heads_GND, self.shape)
         self.pairs += pairs_GNP.mT @ pairs_GNP.conj()
-        free = geometry.canonical_order()[geometry.rotary_dim :].to(gradient.device)
-        self.free += heads_GND[..., free].square().sum(1)
+        free_GNF = free_channels(heads_GND, self.shape)
+        self.free += free_GNF.mT @ free_GNF
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
         return {

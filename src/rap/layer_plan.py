@@ -23,7 +23,8 @@ class LayerPlan:
     `frequency_GM` is the dense pair whose frequency each key slot rotates at, ascending in a head.
     Without mixing matrices the slot is that dense pair itself. With them, slot s of head g is the
     complex combination `sum_p mix[g, s, p] * pair_p` of the dense rows (last axis real, imaginary).
-    `free_GN` indexes the head's non-rotating channels, counted from the first of them.
+    `free_GN` indexes the head's F non-rotating channels, counted from the first of them; with
+    `query_free_mix` and `key_free_mix` it only numbers them, and each is that combination of the F.
     Values keep the dense channels `channels_GC`, or the subspace `value_down` folded back by
     `value_up`. `query_ratio` and `key_ratio` are what QK-norm multiplies the energy of kept
     channels by, to stand for that of the dense head (1 if not given); in mode `rows` that energy
@@ -39,6 +40,8 @@ class LayerPlan:
     value_up_GDC: Tensor | None = None
     query_ratio_H: Tensor | None = None
     key_ratio_G: Tensor | None = None
+    query_free_mix_GNF: Tensor | None = None
+    key_free_mix_GNF: Tensor | None = None
     query_sketch_HSD: Tensor | None = None
     key_sketch_GSD: Tensor | None = None
 
@@ -77,6 +80,11 @@ class LayerPlan:
         kept = self.channels_GC if self.channels_GC is not None else self.value_down_GCD
         assert kept is not None
         return kept.shape[1]
+
+    @property
+    def mixes_keys(self) -> bool:
+        """Whether any kept key channel is a combination of dense ones."""
+        return self.key_mix_GMP2 is not None or self.key_free_mix_GNF is not None
 
     @property
     def norm_rows(self) -> int:
@@ -120,6 +128,8 @@ class LayerPlan:
         mixed = self.key_mix_GMP2 is not None
         if mixed != (self.query_mix_GMP2 is not None):
             raise PlanError(f"layer {layer}: key and query mixing must come together")
+        if (self.key_free_mix_GNF is None) != (self.query_free_mix_GNF is None):
+            raise PlanError(f"layer {layer}: key and query mixing must come together")
         _check_index(layer, "pair", self.frequency_GM, geometry.num_pairs, repeats=mixed)
         _check_index(layer, "free channel", self.free_GN, geometry.num_free)
         if self.channels_GC is not None:
@@ -128,9 +138,11 @@ class LayerPlan:
     def _check_sizes(self, layer: int, shape: AttentionShape) -> None:
         heads, dim = shape.num_kv_heads, shape.head_dim
         mix = (heads, self.frequency_GM.shape[-1], shape.geometry.num_pairs, 2)
+        free = (heads, self.num_free, shape.geometry.num_free)
         expected = {
             **dict.fromkeys(("frequency_GM", "free_GN", "channels_GC"), (heads, -1)),
             **dict.fromkeys(("query_mix_GMP2", "key_mix_GMP2"), mix),
+            **dict.fromkeys(("query_free_mix_GNF", "key_free_mix_GNF"), free),
             "value_down_GCD": (heads, -1, dim),
             "value_up_GDC": (heads, dim, -1),
             "query_ratio_H": (shape.num_heads,),

@@ -46,13 +46,14 @@ def estimate_memory(
 def _moments(shape: AttentionShape, needs: Collection[str]) -> int:
     """Float32 second moments of a layer: real [G, D, D] of values, complex [G, P, P] of q, k.
 
-    Those of gradients are one of each, and the free channels.
+    Those of q and k also have [G, F, F] of channels that never rotate. Gradients are one of each.
     """
     geometry, heads = shape.geometry, shape.num_kv_heads
     values, pairs = heads * shape.head_dim**2, 2 * heads * geometry.num_pairs**2
+    pairs += heads * geometry.num_free**2
     forward = values * ("values" in needs) + 2 * pairs * ("pairs" in needs)
     forward += (heads + shape.num_heads) * shape.head_dim**2 * ("norms" in needs)
-    backward = (values + pairs + heads * geometry.num_free) * ("gradients" in needs)
+    backward = (values + pairs) * ("gradients" in needs)
     return 4 * (forward + backward)
 
 

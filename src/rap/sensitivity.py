@@ -34,6 +34,12 @@ def key_moments(found: Mapping[str, Tensor], metric: Metric) -> Moments:
     return _complex(found["key_moment"]), _complex(found[_KEY_READER[metric]])
 
 
+def free_moments(found: Mapping[str, Tensor], metric: Metric) -> Moments:
+    """Of a layer's key channels that never rotate, [G, F, F], and of what reads them."""
+    reader = found[{"loss": "free_gradient", "output": "query_free_moment"}[metric]]
+    return found["key_free_moment"].double(), reader.double()
+
+
 def value_moments(
     found: Mapping[str, Tensor], w_o: Tensor, shape: AttentionShape, metric: Metric
 ) -> Moments:
@@ -58,12 +64,10 @@ def width_losses(
     `keys` and `values` must be of the metric "loss". Where keys or values cannot be mixed, single
     pairs and channels are dropped instead of directions.
     """
-    if mixes_values:
-        lost_values = _tails(weighted_subspace(*values, 1).singular.square().sum(0))
-    else:
-        lost_values = _dropped(*values)
+    lost_values = _tails(_directions(*values)) if mixes_values else _dropped(*values)
     lost_slots = _tails(_slots(keys, frequencies, context)) if mixes_keys else _dropped(*keys)
-    lost_free = _tails(_free_losses(found, shape))
+    still = free_moments(found, "loss")
+    lost_free = _tails(_directions(*still)) if mixes_keys else _dropped(*still)
     curve = []
     for step in range(shape.head_dim // 2 + 1):
         pairs, free = split_step(shape, step)
@@ -107,13 +111,9 @@ def _slots(keys: Moments, frequencies: Tensor, context: int) -> Tensor:
     return torch.stack(heads).sum(0)
 
 
-def _free_losses(found: Mapping[str, Tensor], shape: AttentionShape) -> Tensor:
-    geometry = shape.geometry
-    if not geometry.num_free:
-        return torch.zeros(0, dtype=torch.float64)
-    energy = found["energy_k"][:, geometry.rotary_dim :].double()
-    each = energy * found["free_gradient"].double()
-    return each.sort(dim=1, descending=True).values.sum(0)
+def _directions(moment: Tensor, reader: Tensor) -> Tensor:
+    """What each further direction of a subspace saves, summed over heads, descending [n]."""
+    return weighted_subspace(moment, reader, 1).singular.square().sum(0)
 
 
 def _dropped(moment: Tensor, reader: Tensor) -> Tensor:

@@ -31,8 +31,9 @@ class Statistics:
     values    value_moment [G, D, D]: second moment of o_proj's input, summed over a KV head's
               query heads
     pairs     query_moment, key_moment [G, P, P, 2]: complex second moments E[x x^H] of pairs as
-              (real, imaginary), queries summed over the group
-    gradients key_gradient [G, P, P, 2], free_gradient [G, F], value_gradient [G, D, D]: second
+              (real, imaginary), queries summed over the group; query_free_moment, key_free_moment
+              [G, F, F]: those of the channels that never rotate
+    gradients key_gradient [G, P, P, 2], free_gradient [G, F, F], value_gradient [G, D, D]: second
               moments of the loss gradient by keys (pairs, other channels) and o_proj's input
     energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens
     inputs    input_moment [E, E]: second moment of what q, k and v read

@@ -35,7 +35,7 @@ def cut(
     Raises PlanError for a mixed plan of a layer whose norm or gate works on single channels.
     """
     exact = norm is not None and norm_mode == "exact"
-    if norm is not None and layer.key_mix_GMP2 is not None:
+    if norm is not None and layer.mixes_keys:
         raise PlanError("keys of a layer with QK-norm cannot be folded: prune whole pairs")
     if "+" in role:
         parts = split_roles(role, tensor, shape, per_head=per_head)
@@ -53,13 +53,13 @@ def cut(
             return tensor.clone()
         if norm is not None and norm.centred:
             tensor = _centre(tensor, shape.head_dim)
-        mix, heads = (
-            (layer.query_mix_GMP2, shape.num_heads)
-            if role == "q"
-            else (layer.key_mix_GMP2, shape.num_kv_heads)
-        )
-        kept = _cut_rotated(tensor, layer, shape, mix, heads)
-        sketch = layer.query_sketch_HSD if role == "q" else layer.key_sketch_GSD
+        if role == "q":
+            heads, sketch = shape.num_heads, layer.query_sketch_HSD
+            mixes = layer.query_mix_GMP2, layer.query_free_mix_GNF
+        else:
+            heads, sketch = shape.num_kv_heads, layer.key_sketch_GSD
+            mixes = layer.key_mix_GMP2, layer.key_free_mix_GNF
+        kept = _cut_keys(tensor, layer, shape, heads, mixes)
         return kept if sketch is None or norm_mode != "rows" else _add_rows(kept, tensor, sketch)
     if role == "v":
         return _cut_value(tensor, layer, shape)
@@ -105,16 +105,53 @@ def _cut_gate(tensor: Tensor, layer: LayerPlan, shape: AttentionShape) -> Tensor
     return rows[head, keep_HC].flatten(0, 1)
 
 
-def _cut_rotated(
-    tensor: Tensor, layer: LayerPlan, shape: AttentionShape, mix: Tensor | None, heads: int
+def _cut_keys(
+    tensor: Tensor,
+    layer: LayerPlan,
+    shape: AttentionShape,
+    heads: int,
+    mixes: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    repeat = heads // shape.num_kv_heads
-    rows_HDE = tensor.unflatten(0, (heads, shape.head_dim))
-    if mix is not None:
-        return _mix_pairs(rows_HDE, layer, shape, mix.repeat_interleave(repeat, 0))
-    keep_HW = layer.kept_channels(shape).repeat_interleave(repeat, 0).to(tensor.device)
-    head = torch.arange(heads, device=tensor.device)[:, None]
-    return rows_HDE[head, keep_HW].flatten(0, 1)
+    """Kept rows of every head of q or k: pairs, then free channels, each as they are or mixed."""
+    rows_HDE, repeat = tensor.unflatten(0, (heads, shape.head_dim)), heads // shape.num_kv_heads
+    if not layer.mixes_keys:
+        keep_HW = layer.kept_channels(shape).repeat_interleave(repeat, 0).to(tensor.device)
+        return _rows(rows_HDE, keep_HW).flatten(0, 1)
+    pair_mix, free_mix = (
+        None if mix is None else mix.repeat_interleave(repeat, 0).to(tensor.device).double()
+        for mix in mixes
+    )
+    geometry = shape.geometry
+    rows = rows_HDE[:, geometry.canonical_order().to(tensor.device)].double()
+    pairs = layer.frequency_GM.long().repeat_interleave(repeat, 0).to(tensor.device)
+    free = layer.free_GN.long().repeat_interleave(repeat, 0).to(tensor.device)
+    if pair_mix is None:
+        slots = [_rows(rows, pairs), _rows(rows, pairs + geometry.num_pairs)]
+    else:
+        slots = _mix_pairs(rows, geometry.num_pairs, pair_mix)
+    if free_mix is None:
+        slots.append(_rows(rows, free + geometry.rotary_dim))
+    else:
+        still = rows[:, geometry.rotary_dim :]
+        slots.append(torch.einsum("hnf,hf...->hn...", free_mix, still))
+    return torch.cat(slots, dim=1).flatten(0, 1).to(tensor.dtype)
+
+
+def _rows(rows_HDE: Tensor, index_HK: Tensor) -> Tensor:
+    head = torch.arange(len(rows_HDE), device=rows_HDE.device)[:, None]
+    return rows_HDE[head, index_HK]
+
+
+def _mix_pairs(rows: Tensor, num_pairs: int, mix_HMP2: Tensor) -> list[Tensor]:
+    """First and second rows of every slot, complex combinations of the dense pairs."""
+    first, second = rows[:, :num_pairs], rows[:, num_pairs : 2 * num_pairs]
+    real, imag = mix_HMP2.unbind(-1)
+    return [
+        torch.einsum("hmp,hp...->hm...", real, first)
+        - torch.einsum("hmp,hp...->hm...", imag, second),
+        torch.einsum("hmp,hp...->hm...", imag, first)
+        + torch.einsum("hmp,hp...->hm...", real, second),
+    ]
 
 
 def _add_rows(kept: Tensor, dense: Tensor, sketch_HSD: Tensor) -> Tensor:
@@ -123,27 +160,6 @@ def _add_rows(kept: Tensor, dense: Tensor, sketch_HSD: Tensor) -> Tensor:
     sketch = sketch_HSD.to(device=dense.device, dtype=torch.float64)
     rows = torch.einsum("hsd,hd...->hs...", sketch, dense.unflatten(0, (heads, head_dim)).double())
     return torch.cat([kept.unflatten(0, (heads, -1)), rows.to(kept.dtype)], dim=1).flatten(0, 1)
-
-
-def _mix_pairs(
-    rows_HDE: Tensor, layer: LayerPlan, shape: AttentionShape, mix_HMP2: Tensor
-) -> Tensor:
-    geometry = shape.geometry
-    rows = rows_HDE[:, geometry.canonical_order().to(rows_HDE.device)].double()
-    first, second = rows[:, : geometry.num_pairs], rows[:, geometry.num_pairs : geometry.rotary_dim]
-    real, imag = mix_HMP2.to(rows).unbind(-1)
-    slots = [
-        torch.einsum("hmp,hp...->hm...", real, first)
-        - torch.einsum("hmp,hp...->hm...", imag, second),
-        torch.einsum("hmp,hp...->hm...", imag, first)
-        + torch.einsum("hmp,hp...->hm...", real, second),
-    ]
-    if layer.num_free:
-        repeat = rows.shape[0] // shape.num_kv_heads
-        free = layer.free_GN.long().repeat_interleave(repeat, 0).to(rows.device)
-        head = torch.arange(rows.shape[0], device=rows.device)[:, None]
-        slots.append(rows[head, free + geometry.rotary_dim])
-    return torch.cat(slots, dim=1).flatten(0, 1).to(rows_HDE.dtype)
 
 
 def _cut_value(tensor: Tensor, layer: LayerPlan, shape: AttentionShape) -> Tensor:

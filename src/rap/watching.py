@@ -102,6 +102,13 @@ def by_kv_head(states_BTHD: Tensor, shape: AttentionShape) -> Tensor:
     return groups.transpose(0, 1).flatten(1, 2)
 
 
+def free_channels(heads_GND: Tensor, shape: AttentionShape) -> Tensor:
+    """The channels that never rotate, [G, N, F], of heads [G, N, D]."""
+    geometry = shape.geometry
+    free = geometry.canonical_order()[geometry.rotary_dim :]
+    return heads_GND[..., free.to(heads_GND.device)]
+
+
 def complex_pairs(heads_GND: Tensor, shape: AttentionShape) -> Tensor:
     """Pairs [G, N, P] of heads [G, N, D], as first plus i times second channel."""
     first, second = shape.geometry.pair_channels().to(heads_GND.device).unbind(1)

@@ -18,6 +18,7 @@ from ..sensitivity import (
     METRICS,
     Metric,
     Moments,
+    free_moments,
     key_moments,
     split_step,
     value_moments,
@@ -35,7 +36,8 @@ class Rap(PairPruning):
 
     score: importance of pairs and channels, one of rap.scoring.SCORES.
     keys: `pairs` keeps dense pairs (the paper), `fold` compresses groups of slow pairs together,
-        in every layer whose keys are not normalised before they rotate; those keep pairs.
+        and channels that never rotate to their best subspace, in every layer whose keys are not
+        normalised before they rotate; those keep pairs.
     values: `channels` keeps dense channels (the paper), `subspace` the best directions, except in
         layers whose output is gated channel by channel; those keep channels.
     metric: what folds, subspaces and error budgets keep small: the expected `loss` (gradients of
@@ -193,7 +195,12 @@ class Rap(PairPruning):
             context = self.context or dense.context
             if self.profile == "stock":
                 return _fold_alike(moments, widths, dense, context, self.metric)
-            return _fold_all(moments, widths, dense, context)
+            folded = _fold_all(moments, widths, dense, context)
+            for index, layer in enumerate(plain):
+                if layer is not None and layer.num_free and dense.mixes_keys[index]:
+                    free = free_moments(statistics.layers[index] or {}, self.metric)
+                    folded[index] |= _free(free, layer.num_free)
+            return folded
         return _shared(plain, scores) if self.profile == "stock" else [{} for _ in plain]
 
 
@@ -208,6 +215,22 @@ def _fold_all(
         both = zip(*layer, strict=True)
         folded.append(_folded([fold_head(read, key, own, width, context) for key, read in both]))
     return folded
+
+
+def _free(moments: Moments, width: int) -> dict[str, Tensor]:
+    """Channels that never rotate, for which any real map is free: the best subspace of them.
+
+    All of them stay plain, so that full width is exact.
+    """
+    heads, dim = moments[0].shape[:2]
+    if not 0 < width < dim:
+        return {}
+    factors = weighted_subspace(*moments, width)
+    return {
+        "free_GN": torch.arange(width, dtype=torch.int32).expand(heads, -1).contiguous(),
+        "key_free_mix_GNF": factors.down.contiguous(),
+        "query_free_mix_GNF": factors.up.mT.contiguous(),
+    }
 
 
 def _fold_alike(
