@@ -7,7 +7,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from family_cases import CASES, random_case_plan
 from models import random_tokens, tiny_model
+from rap.construction import apply
 from rap.errors import UnsupportedModelError
 from rap.evaluation.footprint import (
     Footprint,
@@ -17,6 +19,7 @@ from rap.evaluation.footprint import (
     layer_widths,
     other_parameters,
 )
+from rap.families import attention_layers
 from rap.modeling import config_class, model_class
 
 KIB = 1024
@@ -202,3 +205,26 @@ def test_table_rap_complexity(retain):
 )
 def test_table_serving_bytes_per_token_at_70_percent(pairs, kib):
     assert large_footprint("llama", pairs).kv_bytes_per_token == kib * KIB
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt_neox", "qwen3_next", "afmoe", "llama4", "gemma3"])
+def test_shared_and_gated_projections_are_counted_once(name: str):
+    """Two FLOPs a weight and token in every family, and 2 H (W + C) of mixing per position."""
+    case = next(case for case in CASES if case.name == name)
+    model = case.model(dtype=torch.float32)
+    for each in (model, apply(model, random_case_plan(model, case))):
+        found = footprint(each)
+        layers = [layer for layer in attention_layers(each) if layer.shape is not None]
+        widths = [
+            getattr(layer.module, "key_width", 16) + getattr(layer.module, "value_width", 16)
+            for layer in layers
+        ]
+        linears = [
+            module.weight.numel()
+            for layer in layers
+            for module in layer.module.modules()
+            if isinstance(module, torch.nn.Linear)
+        ]
+        assert found.attention_parameters == sum(linears)
+        assert found.projection_flops == 2 * sum(linears)
+        assert found.mixing_flops == sum(2 * 6 * width for width in widths)

@@ -8,14 +8,15 @@ Symbols: E model dim, H query heads, G KV heads, W key width, C value width (bot
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..families import AttentionLayer, attention_layers, attention_spec, projections
-from ..specs import ROLES
+from ..families import AttentionLayer, attention_layers, attention_spec, role_rows
+from ..specs import ROLES, AttentionSpec
 from .perplexity import evaluating
 
 PREFILL = 3  # tokens read before the decode step that is measured
@@ -26,8 +27,8 @@ class Footprint:
     """Cost of attention in the whole model; every field is a plain number or string for JSON.
 
     `kv_bytes_per_token` is what the cache grows by per token, in the dtype `kv_dtype`. Layers that
-    cache a sliding window stop growing at its size. Parameters are weights of q, k, v and o, their
-    biases counted apart; `kv_parameters` is the share of W_k and W_v (table `rap_complexity`).
+    cache a sliding window stop growing at its size. Parameters are weights of q, k, v, o and of
+    a gate, biases counted apart; `kv_parameters` is the share of W_k and W_v (`rap_complexity`).
     `projection_flops` are per token, `mixing_flops` (scores, their product with V, and what is
     reconstructed from the cache) per token and attended position. A multiply-add is two FLOPs;
     masked positions, rotation and softmax are not counted. Low-rank factors count with the role
@@ -88,13 +89,14 @@ def footprint(model: Any) -> Footprint:
     """
     spec = attention_spec(model.config)
     layers = [layer for layer in attention_layers(model) if layer.shape is not None]
-    weights, biases = dict.fromkeys(ROLES, 0), 0
+    weights, biases = dict.fromkeys((*ROLES, "gate"), 0), 0
     for layer in layers:
-        linears = list(projections(layer, spec).items())
-        linears += [(role, linear) for role, _, linear in _factors(layer)]
-        for role, linear in linears:
-            weights[role] += linear.weight.numel()
-            biases += linear.bias.numel() if linear.bias is not None else 0
+        module: Any = layer.module
+        shares = [(role, getattr(module, name), part) for role, name, part in _shares(layer, spec)]
+        shares += [(role, linear, Fraction(1)) for role, _, linear in _factors(layer)]
+        for role, linear, share in shares:
+            weights[role] += int(linear.weight.numel() * share)
+            biases += int(linear.bias.numel() * share) if linear.bias is not None else 0
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -210,17 +212,27 @@ def _cache_tensors(cache: Any) -> list[Tensor]:
 def _projection_flops(
     model: Any, layers: list[AttentionLayer], flops: dict[str, int]
 ) -> dict[str, int]:
-    names = attention_spec(model.config).projection_names()
-    root = type(model).__name__
-    found = {
-        role: sum(flops[f"{root}.{layer.path}.{name}"] for layer in layers)
-        for role, name in names.items()
-    }
+    spec, root = attention_spec(model.config), type(model).__name__
+    found = dict.fromkeys((*ROLES, "gate"), 0)
     for layer in layers:
+        for role, name, share in _shares(layer, spec):
+            found[role] += int(flops[f"{root}.{layer.path}.{name}"] * share)
         rebuilding: tuple[str, ...] = getattr(layer.module, "reconstruction", ())
         for role, name, _ in _factors(layer):
             if name not in rebuilding:
                 found[role] += flops[f"{root}.{layer.path}.{name}"]
+    return found
+
+
+def _shares(layer: AttentionLayer, spec: AttentionSpec) -> list[tuple[str, str, Fraction]]:
+    """Role, name and share of the linear's rows: one linear may be q, k and v, or q and a gate."""
+    shape, found = layer.shape, []
+    assert shape is not None
+    for name, roles in spec.linears().items():
+        widths = getattr(layer.module, "role_widths", dict.fromkeys(roles, shape.head_dim))
+        rows = role_rows(roles, widths, shape, per_head=False)
+        total = sum(len(own) for own in rows.values())
+        found += [(role, name, Fraction(len(own), total)) for role, own in rows.items()]
     return found
 
 
