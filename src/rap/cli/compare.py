@@ -67,6 +67,7 @@ def compare_command(
     retain: Retains = "0.7,0.5",
     recover: Recovers = "none",
     demo: Demo = False,
+    title: Annotated[str, typer.Option(help="What to call it in the report.")] = "",
     align: Align = 2,
     calibration: options.Calibration = "bundled",
     windows: options.NumWindows = 64,
@@ -103,6 +104,7 @@ def compare_command(
         seed=seed,
         recovery=parse_settings(changes or ()),
         paper=read_figures(config),
+        title=title,
         say=console.print,
         progress=True,
     )

@@ -46,6 +46,7 @@ def compare(
     device_map: str | None = None,
     measures: Measures | None = None,
     paper: Sequence[dict[str, Any]] = (),
+    title: str = "",
     say: Say = lambda line: None,
     progress: bool = False,
     **settings: Any,
@@ -55,7 +56,8 @@ def compare(
     A killed or repeated call continues where it stopped. `settings` are the other fields of
     `comparison.grid.Grid` (calibration, num_windows, window, align, seed, recovery). `paper` are
     published figures to show beside the cells of the same method, retain and recovery. A live
-    model as `source` needs its `tokenizer`. `say` is given a line for every cell.
+    model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.
+    `say` is given a line for every cell.
 
     Returns what it writes to `output`/compare.json: tables, one record a cell, and the failures.
     Raises a RapError for anything wrong with the request itself, before any work.
@@ -76,7 +78,7 @@ def compare(
         say(f"[{number}/{len(wanted)}] {cell}: {bench.run(cell)}")
         # Written after every cell, so that a report of an unfinished grid can be had.
         summary = summarize(
-            Path(named).name,
+            f"{Path(named).name} ({title})" if title else Path(named).name,
             wanted[:number],
             bench.folder,
             environment,
