@@ -9,7 +9,7 @@ from typer.exceptions import TyperException
 
 from .._version import __version__
 from ..errors import RapError
-from . import compare, compress, demo, doctor, evaluate, inspect, recover, report, serving
+from . import bench, compare, compress, demo, doctor, evaluate, inspect, recover, report, serving
 from .options import console
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ evaluate.add_commands(app)
 compare.add_commands(app)
 demo.add_commands(app)
 serving.add_commands(app)
+bench.add_commands(app)
 report.add_commands(app)
 doctor.add_commands(app)
 

@@ -1,0 +1,164 @@
+"""`rap bench`: from which context on a pruned checkpoint decodes faster than its dense model."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+from ..checkpoint import check_dtype, check_output_file, load, load_config
+from ..errors import RapError
+from ..evaluation.latency import Point, default_variants, measure_point
+from ..evaluation.stand_ins import dense_config, stand_in, uniform_config
+from ..families import PREFIX
+from ..pipeline import resolve_source
+from ..provenance import provenance
+from . import options
+from .options import console, print_json, print_table, write_result
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register this module's commands."""
+    app.command("bench")(bench_command)
+
+
+def bench_command(
+    model: options.Model,
+    dense: Annotated[
+        str | None,
+        typer.Option(help="Dense checkpoint to compare with; default: random weights."),
+    ] = None,
+    retain: Annotated[
+        float | None,
+        typer.Option(help="For a dense MODEL: the retain ratio of a pruned stand-in."),
+    ] = None,
+    contexts: Annotated[
+        list[int], typer.Option("--context", help="Tokens in the cache; repeatable.")
+    ] = [512, 2048, 8192],  # noqa: B006 - typer copies it
+    batch: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Steps timed of each model, in turns.")] = 9,
+    dtype: options.Dtype = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    ),
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Count the process's CPU time: a machine is shared.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file to write.")
+    ] = None,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Time decode steps of MODEL, pruned and dense in turns, over a growing context.
+
+    Dense and pruned are each timed with SDPA and with this package's attention and judged by the
+    faster one. Time does not depend on weights, so the dense model needs no checkpoint.
+    """
+    if output is not None:
+        check_output_file(output, force=True)
+    if rounds < 1 or batch < 1 or min(contexts) < 1:
+        raise RapError("--rounds, --batch and --context must be at least 1")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise RapError("there is no CUDA device: use --device cpu")
+    models = _models(resolve_source(model), dense, retain, dtype, device)
+    points = [
+        measure_point(
+            models,
+            batch=batch,
+            context=context,
+            rounds=rounds,
+            variants=default_variants(device),
+            clock=time.process_time if cpu_time else time.perf_counter,
+        )
+        for context in track(sorted(contexts), "timing", console=console, disable=as_json)
+    ]
+    rows = [_row(point) for point in points]
+    verdict = conclusion([(row["context"], row["ratio"]) for row in rows])
+    result = {
+        "model": model,
+        "batch": batch,
+        "points": rows,
+        "verdict": verdict,
+        "provenance": provenance(rounds=rounds, dtype=dtype, device=device, cpu_time=cpu_time),
+    }
+    if output is not None:
+        write_result(output, result)
+    if as_json:
+        print_json(result)
+        return
+    print_table(
+        f"Decode step of {model}, batch {batch}",
+        ["context", "dense ms", "pruned ms", "dense / pruned", "if only bytes counted"],
+        [
+            [
+                f"{row['context']:,}",
+                *(f"{1e3 * row[name]:.2f}" if row[name] else "-" for name in ("dense", "pruned")),
+                f"{row['ratio']:.2f}x" if row["ratio"] else "-",
+                f"{row['roofline']:.2f}x",
+            ]
+            for row in rows
+        ],
+    )
+    console.print(verdict)
+
+
+def conclusion(ratios: list[tuple[int, float | None]]) -> str:
+    """From which measured context on the pruned model is faster; `ratios` in ascending order.
+
+    A context counts only if all longer ones are faster too; one without a ratio did not fit.
+    """
+    measured = [(context, ratio) for context, ratio in ratios if ratio is not None]
+    if not measured:
+        return "nothing could be measured: memory did not suffice"
+    start = None
+    for context, ratio in reversed(measured):
+        if ratio <= 1:
+            break
+        start = context
+    if start is None:
+        return f"the pruned model is not faster at the contexts measured, up to {measured[-1][0]:,}"
+    return f"the pruned model is faster from {start:,} tokens of context on"
+
+
+def _models(
+    source: str, dense: str | None, retain: float | None, dtype: str, device: str
+) -> dict[str, Any]:
+    """`dense` and `pruned`, loaded or standing in."""
+    check_dtype(dtype)
+    config = load_config(source)
+    if not str(config.model_type).startswith(PREFIX):
+        if dense is not None:
+            raise RapError(f"{source} is not pruned: leave --dense out, and give --retain")
+        if retain is None:
+            raise RapError(f"{source} is not pruned: give --retain for a pruned stand-in")
+        whole = load(source, dtype=dtype).to(device)
+        small = stand_in(uniform_config(config, retain), dtype=whole.dtype, device=device)
+        return {"dense": whole, "pruned": small}
+    if retain is not None:
+        raise RapError(f"{source} is pruned already: leave --retain out")
+    small = load(source, dtype=dtype).to(device)
+    if dense is not None:
+        whole = load(resolve_source(dense), dtype=small.dtype).to(device)
+    else:
+        whole = stand_in(dense_config(config), dtype=small.dtype, device=device)
+    return {"dense": whole, "pruned": small}
+
+
+def _row(point: Point) -> dict[str, Any]:
+    """What is printed of one context, and every variant's median in seconds."""
+    variants = {
+        name: {variant: point.median(name, variant) for variant in point.seconds[name]}
+        for name in point.seconds
+    }
+    return {
+        "context": point.context,
+        "dense": point.median("dense"),
+        "pruned": point.median("pruned"),
+        "ratio": point.ratio("pruned"),
+        "roofline": point.roofline("pruned"),
+        "kv_bytes": point.kv_bytes,
+        "variants": variants,
+    }
