@@ -63,7 +63,7 @@ class DecodeStep:
         self.ids_B1 = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         # Capturing and compiling run a few steps of their own.
         self.cache = _empty_cache(variant, model.config, context + steps + 8)
-        self.kv_bytes = _fill(model, self.cache, batch, context)
+        self.kv_bytes = fill_cache(model, self.cache, batch, context)
         self.logits: torch.Tensor | None = None
         self._run: Callable[[], None] = self._forward
         self.choose()
@@ -108,7 +108,7 @@ def _empty_cache(variant: Variant, config: Any, room: int) -> Any:
 
 
 @torch.no_grad()
-def _fill(model: Any, cache: Any, batch: int, context: int) -> int:
+def fill_cache(model: Any, cache: Any, batch: int, context: int) -> int:
     """Random states for `context` tokens in every layer; the bytes they take."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     shapes = model(input_ids=ids, past_key_values=DynamicCache(config=model.config)).past_key_values

@@ -1,0 +1,117 @@
+"""What the speed benchmarks share: shapes, devices, and the form of their result files."""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from rap.analysis.report import markdown_table
+from rap.provenance import device_name, installed_version, provenance
+
+RESULTS = Path(__file__).parent / "results"
+
+LLAMA_3_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+}
+# A quarter of the width and an eighth of the layers; heads and their groups as in Llama 3.
+SCALED = LLAMA_3_8B | {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+
+
+def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """The options all of them have."""
+    made = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--rounds", type=int, default=rounds, help="timed rounds, interleaved")
+    made.add_argument(
+        "--wall",
+        action="store_true",
+        help="wall time also with one CPU thread, whose own time is counted otherwise",
+    )
+    made.add_argument("--output", type=Path, help="default: benchmarks/results/NAME-DEVICE.json")
+    return made
+
+
+def is_cuda(device: str) -> bool:
+    """Whether a device is a GPU; SystemExit if it is one that is not there."""
+    cuda = torch.device(device).type == "cuda"
+    if cuda and not torch.cuda.is_available():
+        sys.exit("no CUDA device here: run with --device cpu")
+    return cuda
+
+
+def clock_of(arguments: argparse.Namespace) -> Callable[[], float]:
+    """Wall time on a GPU or where asked for, else the CPU time of this process."""
+    wall = arguments.wall or is_cuda(arguments.device) or torch.get_num_threads() > 1
+    return time.perf_counter if wall else time.process_time
+
+
+def clock_note(arguments: argparse.Namespace) -> str:
+    """How the table calls the clock."""
+    wall = clock_of(arguments) is time.perf_counter
+    return "wall time" if wall else "CPU time of one thread, since others shared the machine"
+
+
+def dtype_of(device: str) -> torch.dtype:
+    """What models are held in: bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if is_cuda(device) else torch.float32
+
+
+def config_of(device: str) -> LlamaConfig:
+    """Llama 3 8B on a GPU, the scaled-down shape on a CPU."""
+    return LlamaConfig(**(LLAMA_3_8B if is_cuda(device) else SCALED))
+
+
+def slug(device: str) -> str:
+    """The device in a file name."""
+    name = device_name() if is_cuda(device) else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def output_path(name: str, arguments: argparse.Namespace) -> Path:
+    """Where a benchmark's result goes."""
+    return arguments.output or RESULTS / f"{name}-{slug(arguments.device)}.json"
+
+
+def write(name: str, result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Print the table, and write the result with its command and provenance."""
+    settings = {key: value for key, value in vars(arguments).items() if key != "output"}
+    made = provenance(**settings, dtype=str(dtype_of(arguments.device)))
+    if not is_cuda(arguments.device):
+        made["device"] = f"cpu ({torch.get_num_threads()} thread)"
+    made["packages"]["triton"] = installed_version("triton")
+    result = {**result, "provenance": made, "command": _command()}
+    path = output_path(name, arguments)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    print(f"\n{result['table']['title']}\n\n{markdown_table(result['table'])}\n\nwrote {path}")
+
+
+def _command() -> str:
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def figure(value: float | None, spec: str, unit: str = "") -> str:
+    """A number for a table; a dash where there is none."""
+    return "-" if value is None else f"{value:{spec}}{unit}"
