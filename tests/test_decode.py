@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
-from models import random_tokens, tiny_model
+from models import ROPES, random_tokens, tiny_model
 from plans import random_plan
 from rap import GrowingCache
 from rap.construction import apply
@@ -130,8 +130,18 @@ def _run_kernels(monkeypatch, taken=True):
         monkeypatch.setattr(module, "takes_triton", lambda tensor: taken)
 
 
-@pytest.mark.parametrize("fields", [{}, {"model_type": "glm"}, {"model_type": "qwen3"}], ids=str)
-def test_the_fused_step_gives_the_same_logits(monkeypatch, fields):
+_SCALED_QUERIES = {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+FUSED = [
+    ({"model_type": "llama"}, True),
+    ({"model_type": "glm"}, True),
+    # A norm, or a scale on rotated queries, stands between.
+    ({"model_type": "qwen3"}, False),
+    ({"model_type": "ministral3", "rope_parameters": ROPES["yarn"] | _SCALED_QUERIES}, False),
+]
+
+
+@pytest.mark.parametrize(("fields", "fuses"), FUSED, ids=lambda value: str(value)[:28])
+def test_the_fused_step_gives_the_same_logits(monkeypatch, fields, fuses):
     """Rotation, cache write and attention in one, with left padding and a dense layer between."""
     pytest.importorskip("triton")
     small = _pruned(dtype=torch.float32, **fields)
@@ -151,8 +161,7 @@ def test_the_fused_step_gives_the_same_logits(monkeypatch, fields):
     found = _steps(small, cache, count=2)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     assert int(cache.get_seq_length()) == 9
-    # Two pruned layers fuse unless a norm stands between; the dense one attends only.
-    fused = 0 if fields.get("model_type") == "qwen3" else 2
+    fused = 2 if fuses else 0  # of three layers one is dense, which attends only
     assert (launched.count("decode_step"), launched.count("decode_attention")) == (
         2 * fused,
         2 * (3 - fused),
