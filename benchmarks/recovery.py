@@ -56,7 +56,7 @@ def measure_loss(how: str) -> dict[str, Any]:
 def measure_teacher(dtype: str, steps: int) -> dict[str, Any]:
     """A short recovery of the paper's cut of the bundled model, with a teacher of that dtype."""
     model, tokenizer = assets.reference_model(torch.float32), assets.reference_tokenizer()
-    method = Rap(retain=0.5, keys="pairs", values="channels")
+    method = Rap.paper(retain=0.5)
     calibration = load_windows("bundled", tokenizer, num_windows=8, window=256)
     small = apply(model, method.plan(model, calibrate(model, calibration, method.needs)))
     config = preset("fast", steps=steps, evaluate_every=steps, validation_windows=16)

@@ -21,7 +21,7 @@ from rap.plan import Plan
 
 SMALL = ("--windows", "2", "--window", "128")
 # The defaults cut so little that a greedy text may stay the dense one.
-PLAIN = ("--keys", "pairs", "--values", "channels")
+PLAIN = ("--keys", "pairs", "--values", "channels", "--budget", "uniform")
 PROMPT = "It was a dark evening, and the old man"
 WORDS = "The rain fell on the old house all night. "
 
@@ -122,7 +122,7 @@ def _in_new_process(folder: Path) -> dict:
 
 def test_checkpoint_generates_the_same_tokens_in_a_new_process(compressed):
     folder, report = compressed
-    method = rap.Rap(retain=0.7, keys="pairs", values="channels")
+    method = rap.Rap.paper(retain=0.7, budget="uniform")
     in_memory = rap.compress(
         "bundled", method=method, num_windows=2, window=128, evaluate=None
     ).model
@@ -269,11 +269,13 @@ def test_demo_writes_its_table_and_figure(tmp_path, monkeypatch):
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(demo, "RETAINS", (0.7, 0.5))
     monkeypatch.setattr(demo, "SAMPLE_TOKENS", 4)
+    monkeypatch.setattr(demo, "RECOVERY", "closed-form")
     result = run("demo", "-o", tmp_path / "demo")
     assert result.code == 0
     written = json.loads((tmp_path / "demo" / "results.json").read_text())
     kept = {row["retain"]: row["kv_bytes_per_token"] for row in written["rows"]}
     assert kept[1.0] == 2 * kept[0.5]
+    assert [row["method"] for row in written["rows"]][-2:] == ["rap", "recovered"]
     for row in written["rows"]:
         assert f"{row['perplexity']:.2f}" in result.out
     assert (tmp_path / "demo" / "perplexity.png").read_bytes().startswith(b"\x89PNG")

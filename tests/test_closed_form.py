@@ -66,7 +66,7 @@ def test_a_refit_that_does_not_help_is_not_kept(pair: tuple) -> None:
 
 def test_nothing_to_do_at_full_width() -> None:
     dense = tiny_model("qwen2", dtype=torch.float64)
-    method = rap.Rap(retain=1.0, keys="pairs", values="channels", score="magnitude")
+    method = rap.Rap.paper(retain=1.0, score="magnitude")
     statistics = rap.calibrate(dense, random_tokens(2, 32), method.needs)
     small = method.apply(dense, method.plan(dense, statistics))
     results = refit_outputs(small, dense, random_tokens(8, 32))

@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-LABELS = {"paper": "pairs and channels (paper)", "rap": "rap"}
-COLORS = {"paper": "#b5651d", "rap": "#1f5fa8"}
+LABELS = {"paper": "pairs and channels (paper)", "rap": "rap", "recovered": "rap, distilled"}
+COLORS = {"paper": "#b5651d", "rap": "#1f5fa8", "recovered": "#3a8f4f"}
 
 
 def quality_against_cache(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
