@@ -34,13 +34,14 @@ def quality_against_cache(rows: Sequence[dict[str, Any]], path: Path, title: str
         axes.annotate(
             f"{points[0][1]:.1f}",
             points[0],
-            xytext=(8, 4),
+            # A lone point stands below the curve it came from.
+            xytext=(8, 4) if len(points) > 1 else (8, -10),
             textcoords="offset points",
             color=color,
             fontsize=9,
         )
     axes.margins(x=0.06, y=0.12)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel(f"KV cache, share of the dense {dense['kv_bytes_per_token']:,} bytes per token")
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title(title, fontsize=11)
