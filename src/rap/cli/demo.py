@@ -58,7 +58,7 @@ def demo_command(
         return
     dense = results["rows"][0]
     print_table(
-        "Bundled Llama on novels it was not trained on; only the last row was trained after its cut",
+        "Bundled Llama on novels it was not trained on; only the last row was trained",
         ["", "KV bytes/token", "of dense", "attention parameters", "perplexity"],
         [_table_row(row, dense) for row in results["rows"]],
     )
