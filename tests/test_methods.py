@@ -14,14 +14,16 @@ from family_cases import CASES as FAMILIES
 from method_cases import CASES, MethodCase
 from models import random_tokens, tiny_model
 from rap.accumulators import BACKWARD, FORWARD
+from rap.card import model_card
+from rap.cli.inspect import describe_plan
 from rap.errors import PlanError, UnsupportedModelError
 from rap.evaluation.reconstruction import reconstructs
-from rap.methods import METHODS
+from rap.methods import METHODS, apply_plan
 from rap.modeling import model_class
 from rap.plan import Plan
 from rap.recovery.adapters import add_adapters, merge
 from rap.recovery.closed_form import refit_outputs
-from rap.replacement import Replacement
+from rap.replacement import Replacement, load_plan
 
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 80, "layers": 2}
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -126,10 +128,10 @@ def test_saved_and_loaded_is_the_same(case: MethodCase, calibrated: tuple, tmp_p
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, pruned(ids).logits)
     plan.save(tmp_path / "plan")
-    again = type(plan).load(tmp_path / "plan")
+    again = load_plan(tmp_path / "plan")
     assert again.kept_fraction == plan.kept_fraction
-    made = case.method(0.6).apply(model, again)
-    assert rap.fingerprint_model(made) == rap.fingerprint_model(pruned)
+    assert rap.fingerprint_model(apply_plan(model, again)) == rap.fingerprint_model(pruned)
+    assert len(describe_plan(again)["layers"]) == SIZES["layers"]
 
 
 @every_case
@@ -160,6 +162,23 @@ def test_the_output_can_be_refitted(name: str, calibrated: tuple) -> None:
     found = refit_outputs(pruned, model, windows)
     assert [layer.layer for layer in found] == [0, 1]
     assert all(layer.kept for layer in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "not_so"),
+    [
+        ("rap", "Nothing is reconstructed", "method `"),
+        ("palu", "Keys are rebuilt from the cache", "trust_remote_code"),
+        ("heads", "made by method `heads`", "RoPE-Aligned"),
+    ],
+)
+def test_the_card_says_what_the_method_did(name: str, says: str, not_so: str) -> None:
+    figures = {"kv_bytes_per_token": 4, "attention_parameters": 2, "parameters": 3}
+    report = {"source": "a/b", "model_type": "llama", "kept_fraction": 0.5, "calibration": "text"}
+    report |= {"method": {"name": name}, "dense": figures, "pruned": figures}
+    card = " ".join(model_card(report, "title").split())
+    assert says in card
+    assert not_so not in card
 
 
 def test_a_plan_of_another_model_is_refused(calibrated: tuple, tmp_path: Path) -> None:

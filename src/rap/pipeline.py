@@ -33,6 +33,7 @@ from .plan import Plan
 from .provenance import provenance
 from .recovery.runs import finish
 from .recovery.stages import check_recovery, recover_stage, work_folder
+from .replacement import Replacement
 from .specs import WRAPPERS
 
 REPORT_FILE = "rap_report.json"
@@ -43,7 +44,7 @@ EVALUATION_WINDOWS = 16
 class Decision:
     """A plan, with the dense model and tokenizer it was made for."""
 
-    plan: Plan
+    plan: Plan | Replacement
     model: Any
     tokenizer: Any
 
@@ -53,7 +54,7 @@ class Compression:
     """What `compress` returns: the pruned model, its plan, and JSON-able measurements."""
 
     model: Any
-    plan: Plan
+    plan: Plan | Replacement
     report: dict[str, Any]
 
 
@@ -181,7 +182,7 @@ def evaluation_tokens(text: str, tokenizer: Any) -> Tensor:
 
 def save(
     small: Any,
-    plan: Plan,
+    plan: Plan | Replacement,
     output: str | Path,
     tokenizer: Any = None,
     *,

@@ -131,6 +131,16 @@ class Replacement:
         return cls(tuple(layers), shapes, **{key: about[key] for key in kept})
 
 
+def load_plan(path: str | Path) -> Plan | Replacement:
+    """A plan file of any method; PlanError if it is none."""
+    try:
+        with safe_open(path, "pt") as file:
+            other = (file.metadata() or {}).get("format") == FORMAT
+    except (OSError, SafetensorError) as error:
+        raise PlanError(f"cannot read a plan from {path}: {error}") from error
+    return Replacement.load(path) if other else Plan.load(path)
+
+
 def replace(model: Any, replacement: Replacement) -> Any:
     """A new Rap<Family>ForCausalLM with the attention of `replacement`; `model` stays untouched.
 

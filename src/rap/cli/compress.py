@@ -8,11 +8,13 @@ import typer
 
 from ..card import comparison
 from ..checkpoint import check_output, check_output_file, load_config, load_dense, whole_file
-from ..construction import apply
+from ..errors import RapError
+from ..methods import apply_plan
 from ..pipeline import compress, decide, resolve_source, save
 from ..plan import Plan
 from ..provenance import provenance
 from ..recovery.stages import RECOVERIES
+from ..replacement import Replacement, load_plan
 from ..streaming import apply_streamed
 from . import options
 from .options import build_method, console, for_target, print_json, print_table
@@ -169,20 +171,23 @@ def apply_command(
 ) -> None:
     """Cut MODEL as PLAN says and write the smaller checkpoint."""
     check_output(output, force=force)
-    decision = Plan.load(plan)
+    decision = load_plan(plan)
     source = resolve_source(model)
-    if stream:
+    if not stream:
+        small = apply_plan(load_dense(source, dtype=dtype), decision)
+        save(small, decision, output, source=source, force=force)
+    elif isinstance(decision, Plan):
         apply_streamed(source, decision, output, force=force, progress=True)
     else:
-        small = apply(load_dense(source, dtype=dtype), decision)
-        save(small, decision, output, source=source, force=force)
-    fingerprint = load_config(output).rap["fingerprint"]
+        raise RapError("only plans that cut weights stream: apply this one without --stream")
+    # Whole heads leave a stock checkpoint, which has no such section.
+    fingerprint = (getattr(load_config(output), "rap", None) or {}).get("fingerprint", "")
     settings: dict[str, Any] = {"plan_file": str(plan), "stream": stream, "dtype": dtype}
     _say_plan(decision, output, as_json, fingerprint=fingerprint, model=model, **settings)
 
 
 def _say_plan(
-    plan: Plan, output: Path, as_json: bool, fingerprint: str = "", **settings: Any
+    plan: Plan | Replacement, output: Path, as_json: bool, fingerprint: str = "", **settings: Any
 ) -> None:
     data: dict[str, Any] = {
         "output": str(output),

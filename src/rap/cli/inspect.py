@@ -15,6 +15,7 @@ from ..methods import Rap
 from ..modeling import auto_class
 from ..pipeline import resolve_source
 from ..plan import Plan
+from ..replacement import Replacement, load_plan
 from ..rope import AttentionShape
 from ..scoring import LayerScores
 from . import options
@@ -38,7 +39,7 @@ def inspect_command(
     if target == "plan":
         if path is None:
             raise RapError("name the plan file: rap inspect plan FILE")
-        report = describe_plan(Plan.load(path / PLAN_FILE if path.is_dir() else path))
+        report = describe_plan(load_plan(path / PLAN_FILE if path.is_dir() else path))
     elif path is not None:
         raise RapError(f"one target at a time: what is {path}? (plans: rap inspect plan FILE)")
     else:
@@ -111,8 +112,35 @@ def _projected_bytes(shapes: list[AttentionShape], retain: float, element: int) 
     return sum(count * width for count, width in zip(heads, widths, strict=True)) * element
 
 
-def describe_plan(plan: Plan) -> dict[str, Any]:
+def describe_plan(plan: Plan | Replacement) -> dict[str, Any]:
     """What a plan keeps, layer by layer, with the kept pairs of every head as ranges."""
+    return {
+        "title": (
+            f"Plan for {plan.model_type} ({plan.dense_fingerprint[:12]}): asked {plan.retain}, "
+            f"keeps {plan.kept_fraction:.4f}; {plan.method}"
+        ),
+        "model_type": plan.model_type,
+        "dense_fingerprint": plan.dense_fingerprint,
+        "retain": plan.retain,
+        "kept_fraction": plan.kept_fraction,
+        "method": plan.method,
+        "layers": _kept_rows(plan) if isinstance(plan, Plan) else _replaced_rows(plan),
+    }
+
+
+def _replaced_rows(plan: Replacement) -> list[dict[str, Any]]:
+    """The sizes of every layer's new attention, and what its cache holds of a token."""
+    rows = []
+    for index, layer in enumerate(plan.layers):
+        sizes = {} if layer is None else dict(layer.widths)
+        kind = sizes.pop("kind", "dense" if layer is None else "narrow heads")
+        shown = ", ".join(f"{k} {v}" for k, v in sizes.items() if k != "frequencies")
+        cached = "-" if layer is None else layer.cached
+        rows.append({"layer": index, "attention": kind, "sizes": shown, "cached_elements": cached})
+    return rows
+
+
+def _kept_rows(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for index, (layer, shape) in enumerate(zip(plan.layers, plan.shapes, strict=True)):
         if layer is None or shape is None:
@@ -127,18 +155,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
                 "kept_pairs": "\n".join(f"head {g}: {text}" for g, text in enumerate(heads)),
             }
         )
-    return {
-        "title": (
-            f"Plan for {plan.model_type} ({plan.dense_fingerprint[:12]}): asked {plan.retain}, "
-            f"keeps {plan.kept_fraction:.4f}; {plan.method}"
-        ),
-        "model_type": plan.model_type,
-        "dense_fingerprint": plan.dense_fingerprint,
-        "retain": plan.retain,
-        "kept_fraction": plan.kept_fraction,
-        "method": plan.method,
-        "layers": rows,
-    }
+    return rows
 
 
 def ranges(indices: list[int]) -> str:

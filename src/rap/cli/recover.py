@@ -23,6 +23,7 @@ from ..provenance import provenance
 from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.runs import finish, processes
 from ..recovery.stages import recover_stage, work_folder
+from ..replacement import Replacement, load_plan
 from . import options
 from .options import console, print_json, print_table
 
@@ -132,16 +133,16 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _read(pruned: Path) -> tuple[Plan, dict[str, Any]]:
+def _read(pruned: Path) -> tuple[Plan | Replacement, dict[str, Any]]:
     """The plan and report beside a pruned checkpoint; the report may be missing."""
     if not is_pruned(load_config(pruned)):
         raise RapError(f"{pruned} is not a pruned checkpoint: run `rap compress` first")
     report = pruned / REPORT_FILE
     stored = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
-    return Plan.load(pruned / PLAN_FILE), stored
+    return load_plan(pruned / PLAN_FILE), stored
 
 
-def _described(plan: Plan, teacher: str) -> dict[str, Any]:
+def _described(plan: Plan | Replacement, teacher: str) -> dict[str, Any]:
     """What `rap compress` would have written of a checkpoint that `rap apply` made."""
     return {
         "source": teacher,

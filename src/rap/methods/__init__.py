@@ -1,5 +1,10 @@
 """The methods a budget can be spent with: one file each, all with the same contract."""
 
+from typing import Any
+
+from ..construction import apply
+from ..plan import Plan
+from ..replacement import Replacement
 from .a3 import A3
 from .base import Method, PairPruning
 from .elitekv import EliteKv
@@ -29,4 +34,13 @@ METHODS: dict[str, type[Method]] = {
     )
 }
 
-__all__ = ["METHODS", "Method", "PairPruning", "Rap"]
+
+def apply_plan(model: Any, plan: Plan | Replacement) -> Any:
+    """The model that a plan of any method makes of the dense one."""
+    if isinstance(plan, Plan):
+        return apply(model, plan)
+    settings = dict(plan.method)
+    return METHODS[settings.pop("name")](**settings).apply(model, plan)
+
+
+__all__ = ["METHODS", "Method", "PairPruning", "Rap", "apply_plan"]
