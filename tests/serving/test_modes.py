@@ -1,0 +1,35 @@
+"""Modes of the engine that change numerics: compiled, bfloat16, and a cache in eight bits."""
+
+import pytest
+
+from rap import assets
+from rap.serving.agreement import agreement
+from rap.serving.engine import Round, run_vllm
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
+
+
+def run(path, prompts, **engine):
+    rounds = [Round(prompts, max_tokens=8, prompt_logprobs=True)]
+    return run_vllm(path, rounds, max_model_len=512, **engine).rounds[0]
+
+
+def test_compiled(aligned, prompts):
+    found = agreement(aligned.reference, run(aligned.path, prompts, enforce_eager=False))
+    print(f"compiled: max |delta logprob| {found.max_logprob_error:.2e}")
+    assert found.mismatched_tokens == 0
+    assert found.max_logprob_error <= 5e-5
+
+
+# Both lose precision that the reference has; the pruned model may lose what the dense one loses,
+# and half as much again, for the largest of some thousand errors is a noisy figure.
+@pytest.mark.parametrize(
+    "engine",
+    [{"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}],
+    ids=["bfloat16", "fp8 cache"],
+)
+def test_rounding_costs_no_more_than_it_costs_the_dense_model(aligned, prompts, engine):
+    pruned = agreement(aligned.reference, run(aligned.path, prompts, **engine))
+    dense = agreement(aligned.dense, run(assets.reference_path(), prompts, **engine))
+    print(f"{engine}: {pruned.max_logprob_error:.3f} against {dense.max_logprob_error:.3f} dense")
+    assert 1e-4 < pruned.max_logprob_error <= 1.5 * dense.max_logprob_error
