@@ -16,7 +16,7 @@ from speed import clock_note, clock_of, dtype_of, figure, is_cuda, parser, write
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from rap.evaluation.latency import interleaved, synchronize
+from rap.evaluation.latency import captured, interleaved, synchronize
 from rap.kernels.decode_attention import decode_attention
 
 WIDTHS = [80, 84, 88, 90, 92, 96, 104, 112, 128]
@@ -54,18 +54,21 @@ def main() -> None:
     device = torch.device(arguments.device)
 
     def waited(call: Callable[[], Any]) -> Callable[[], None]:
+        # A graph, as in a decode step: Python would take longer than the kernels.
+        launch = captured(call) if kind == "cuda" else call
+
         def run() -> None:
-            call()
+            launch()
             synchronize(device)
 
         return run
 
-    every = {
-        (way, width): waited(call)
-        for width in WIDTHS
-        for way, call in calls(width, arguments, flex).items()
-    }
     with torch.no_grad():
+        every = {
+            (way, width): waited(call)
+            for width in WIDTHS
+            for way, call in calls(width, arguments, flex).items()
+        }
         seconds = interleaved(every, arguments.rounds, clock=clock_of(arguments))
     ways = list(dict.fromkeys(way for way, _ in every))
     widest = WIDTHS[-1]

@@ -1,6 +1,7 @@
 """Timing of decode steps, stand-ins of a shape, and `rap bench`."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from plans import random_plan
 from rap.cli.bench import conclusion
 from rap.construction import apply
 from rap.errors import RapError
+from rap.evaluation import latency
 from rap.evaluation.footprint import footprint
 from rap.evaluation.latency import (
     CPU_VARIANTS,
@@ -111,6 +113,25 @@ def test_a_point_holds_every_model_in_every_variant():
     assert all(len(rounds) == 2 for found in point.seconds.values() for rounds in found.values())
     assert point.kv_bytes["pruned"] == point.kv_bytes["dense"] / 2
     assert point.roofline("pruned") > 1
+
+
+@pytest.mark.parametrize(("room", "measured"), [(1, True), (0, False)])
+def test_models_take_turns_one_by_one_where_memory_is_short(monkeypatch, room, measured):
+    """With room for one cache, each is measured alone; where not even that fits, it has no time."""
+    alive = weakref.WeakSet()
+
+    class Step(DecodeStep):
+        def __init__(self, *args, **kwargs):
+            if len(alive) >= room:
+                raise torch.OutOfMemoryError
+            alive.add(self)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(latency, "DecodeStep", Step)
+    dense = tiny_model(**SHAPE)
+    point = measure_point({"dense": dense}, batch=1, context=9, rounds=1, variants=CPU_VARIANTS)
+    assert [rounds is not None for rounds in point.seconds["dense"].values()] == 2 * [measured]
+    assert (point.median("dense") is not None) == measured
 
 
 @pytest.mark.parametrize(

@@ -65,17 +65,18 @@ class DecodeStep:
         self.cache = _empty_cache(variant, model.config, context + steps + 8)
         self.kv_bytes = fill_cache(model, self.cache, batch, context)
         self.logits: torch.Tensor | None = None
-        self._run: Callable[[], None] = self._forward
+        self._forward: Callable[..., Any] = model
+        # No reference to a method of its own: a cycle would keep the cache until collected.
+        self._graph: Callable[[], None] | None = None
         self.choose()
         before = _allocated(self.device)
-        if variant.launch == "graph":
-            self._run = _captured(self._forward)
-        elif variant.launch == "compile":
-            compiled = torch.compile(
+        if variant.launch == "compile":
+            self._forward = torch.compile(
                 model.forward, mode="reduce-overhead", fullgraph=True, dynamic=False
             )
-            self._run = lambda: self._forward(compiled)
-        self._run()
+        elif variant.launch == "graph":
+            self._graph = captured(self._decode)
+        self._decode()
         synchronize(self.device)
         # A graph keeps what its capture allocated, so that comes before the first replay.
         self.transient_bytes = _allocated(self.device, peak=True) - before
@@ -89,13 +90,15 @@ class DecodeStep:
         """Decode one token per sequence and wait for the device."""
         assert self.left > 0, "no room was made for more steps"
         self.left -= 1
-        self._run()
+        self._decode()
         synchronize(self.device)
 
     @torch.no_grad()
-    def _forward(self, forward: Callable[..., Any] | None = None) -> None:
-        forward = self.model if forward is None else forward
-        found = forward(input_ids=self.ids_B1, past_key_values=self.cache, use_cache=True)
+    def _decode(self) -> None:
+        if self._graph is not None:
+            self._graph()
+            return
+        found = self._forward(input_ids=self.ids_B1, past_key_values=self.cache, use_cache=True)
         self.logits = found.logits
 
 
@@ -128,8 +131,8 @@ def fill_cache(model: Any, cache: Any, batch: int, context: int) -> int:
     return total
 
 
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph, captured after a few runs on a stream beside, as PyTorch asks."""
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A step as a CUDA graph, captured after a few runs on a stream beside, as PyTorch asks."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -251,16 +254,14 @@ def measure_point(
             transient[name][variant.name] = step.transient_bytes
         return interleaved(steps, rounds, lambda key: steps[key].choose(), clock)
 
-    found: dict[tuple[str, Variant], list[float] | None] = {}
-    try:
-        found |= build(names)
-    except torch.OutOfMemoryError:
+    found: dict[tuple[str, Variant], list[float] | None] = dict.fromkeys(names)
+    together = _if_it_fits(build, names)
+    if together is not None:
+        found |= together
+    else:
         for key in names:
             torch.cuda.empty_cache()
-            try:
-                found |= build([key])
-            except torch.OutOfMemoryError:
-                found[key] = None
+            found |= _if_it_fits(build, [key]) or {}
     return Point(
         batch=batch,
         context=context,
@@ -271,6 +272,18 @@ def measure_point(
         kv_bytes=kv_bytes,
         read_bytes={name: weight_bytes(models[name]) + kv_bytes[name] for name in kv_bytes},
     )
+
+
+def _if_it_fits(
+    build: Callable[..., dict[tuple[str, Variant], list[float]]],
+    keys: Sequence[tuple[str, Variant]],
+) -> dict[tuple[str, Variant], list[float]] | None:
+    """What `build` measures, or None if memory did not suffice."""
+    try:
+        return build(keys)
+    except torch.OutOfMemoryError:
+        # The error holds on to what was built, so the next attempt must wait until it is gone.
+        return None
 
 
 def weight_bytes(model: Any) -> int:
