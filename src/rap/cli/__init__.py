@@ -9,7 +9,19 @@ from typer.exceptions import TyperException
 
 from .._version import __version__
 from ..errors import RapError
-from . import bench, compare, compress, demo, doctor, evaluate, inspect, recover, report, serving
+from . import (
+    analyze,
+    bench,
+    compare,
+    compress,
+    demo,
+    doctor,
+    evaluate,
+    inspect,
+    recover,
+    report,
+    serving,
+)
 from .options import console
 
 app = typer.Typer(
@@ -25,6 +37,7 @@ inspect.add_commands(app)
 recover.add_commands(app)
 evaluate.add_commands(app)
 compare.add_commands(app)
+analyze.add_commands(app)
 demo.add_commands(app)
 serving.add_commands(app)
 bench.add_commands(app)

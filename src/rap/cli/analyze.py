@@ -1,0 +1,119 @@
+"""`rap analyze`: one question about a dense model, answered with a table, a figure and a file."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..analysis.registry import ANALYSES
+from ..analysis.study import Analysis, Study, figure_of
+from ..calibration import check_windows
+from ..checkpoint import check_output, load_dense, load_tokenizer, whole_file, write_json
+from ..corpus import load_windows
+from ..errors import RapError
+from ..fingerprint import fingerprint_model
+from ..pipeline import evaluation_tokens, resolve_source
+from ..provenance import provenance
+from . import options
+from .options import console, print_json, print_table
+
+ALL = "all"
+FORMATS = ("png", "svg")
+# What decides the numbers, and so belongs into a result.
+SETTINGS = ["model", "calibration", "windows", "window", "evaluate", "max_windows", "dtype", "seed"]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register this module's commands."""
+    app.command("analyze")(analyze_command)
+
+
+def analyze_command(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(ANALYSES)}; or {ALL}.")],
+    model: Annotated[str, typer.Argument(help="Dense checkpoint or hub name.")] = "bundled",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of the result files and figures.")
+    ] = Path("runs/analysis"),
+    figure: Annotated[str, typer.Option(help="Kind of figure: png or svg.")] = "png",
+    calibration: options.Calibration = "bundled",
+    windows: options.NumWindows = 32,
+    window: options.Window = 512,
+    evaluate: Annotated[str, typer.Option(help="Held-out text for perplexity.")] = "bundled",
+    max_windows: Annotated[
+        int, typer.Option(help="Windows of the held-out text, as long as those of calibration.")
+    ] = 24,
+    dtype: options.Dtype = "float32",
+    device_map: options.DeviceMap = None,
+    seed: options.Seed = 0,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Answer one question about MODEL: which pairs, which layers, which scores, at what cost.
+
+    Writes analysis-NAME.json, which `rap report` shows, and a figure beside it.
+    """
+    settings = {key: value for key, value in locals().items() if key in SETTINGS}
+    if name != ALL and name not in ANALYSES:
+        raise RapError(f"unknown analysis {name!r}: use one of {', '.join(ANALYSES)} or {ALL}")
+    if figure not in FORMATS:
+        raise RapError(f"cannot draw a {figure!r} figure: use {' or '.join(FORMATS)}")
+    check_output(output, force=True)
+    study = _study(device_map=device_map, **settings)
+    made = {
+        "model": model,
+        "fingerprint": fingerprint_model(study.model),
+        "provenance": provenance(**settings),
+    }
+    chosen = ANALYSES.values() if name == ALL else [ANALYSES[name]]
+    results = [_answer(analysis, study, output, figure, made) for analysis in chosen]
+    if as_json:
+        print_json(results if name == ALL else results[0])
+        return
+    for table in (result["table"] for result in results):
+        print_table(table["title"], table["header"], table["rows"])
+        console.print(table["note"], highlight=False)
+
+
+def _study(
+    *,
+    model: str,
+    calibration: str,
+    windows: int,
+    window: int,
+    evaluate: str,
+    max_windows: int,
+    dtype: str,
+    device_map: str | None,
+    seed: int,
+) -> Study:
+    """The dense model with its texts, all of them checked before the first measurement."""
+    source = resolve_source(model)
+    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+    dense, tokenizer = load_dense(source, dtype=dtype, **placement), load_tokenizer(source)
+    read = load_windows(calibration, tokenizer, num_windows=windows, window=window, seed=seed)
+    check_windows(dense, read)
+    tokens = evaluation_tokens(evaluate, tokenizer)
+    return Study(dense, read, tokens, window=window, num_windows=max_windows)
+
+
+def _answer(
+    analysis: Analysis, study: Study, output: Path, figure: str, made: dict[str, Any]
+) -> dict[str, Any]:
+    """Measure, write the result and its figure, and say where they are."""
+    data = analysis.measure(study)
+    command = made["provenance"]["command"] or f"rap analyze {analysis.name} {made['model']}"
+    result = {
+        "analysis": analysis.name,
+        "question": analysis.question,
+        "table": analysis.table(data),
+        "data": data,
+        "command": command,
+        **made,
+    }
+    path = output / f"analysis-{analysis.name}.json"
+    write_json(path, result)
+    drawn = path.with_suffix(f".{figure}")
+    with whole_file(drawn) as partial:
+        figure_of(analysis, data).savefig(partial, format=figure, dpi=160)
+    console.print(f"wrote {path} and {drawn}")
+    return result
