@@ -10,7 +10,7 @@ from textwrap import fill
 from .specs import FAMILIES, NORM_MODES, REASONS, WRAPPERS, AttentionSpec
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
-TESTED = ("5.16", "5.19")
+TESTED = ("5.16.1", "5.19.0")
 _HEADER = f"""# Models
 
 Written by `python -m rap.documentation docs/models.md` from the table in `src/rap/specs.py`; a test
@@ -18,12 +18,14 @@ keeps it up to date. Every family here is tested against its own attention in tr
 {" and ".join(TESTED)}: attention, logits, cached decoding, left-padded generation, saving, loading.
 
 What a head keeps: where channels rotate, whole pairs; where they do not (partial rotation, layers
-without rotation), single channels, the same fraction of each. Values keep channels or a subspace;
-behind a gate, channels. Layers without softmax attention (linear attention, convolution) are left
+without rotation), single channels, the same fraction of each. Slow pairs can be folded and the
+other channels kept as a subspace, unless a norm or a clamp works on single ones (`rap inspect` says
+so). Values keep channels or a subspace; behind a gate or a clamp, channels. Layers without softmax attention (linear attention, convolution) are left
 as they are and `rap inspect` names them.
 
 With QK-norm a head's channels are divided by their root mean square before they are cut, so what
-remains must still be divided by that of the whole head. `qk_norm` of a plan says how:
+remains must still be divided by that of the whole head. `qk_norm` of a plan says how (measured in
+docs/results.md):
 
 | mode | what it keeps | saves | error |
 |---|---|---|---|
@@ -35,7 +37,7 @@ remains must still be divided by that of the whole head. `qk_norm` of a plan say
 |---|---|---|---|---|
 """
 _FOOTER = """
-Partial rotation, rope scaling (linear, dynamic, yarn, longrope, llama3), biases, softmax scales,
+Partial rotation, rope scaling (linear, dynamic, yarn, longrope, llama3, proportional), biases, softmax scales,
 grouped queries and mixtures of experts need no row: they are read off the model.
 
 ## Multimodal
