@@ -1,5 +1,6 @@
 """The HTML page: whole in itself, true to its result files, and drawn in themed colours."""
 
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -67,13 +68,14 @@ def folder(tmp_path) -> Path:
     (tmp_path / "compare.json").write_text(json.dumps(result), encoding="utf-8")
     plain = {"table": {"title": "Plain", "header": ["a", "b"], "rows": [["x", 1]]}}
     (tmp_path / "plain.json").write_text(json.dumps(plain), encoding="utf-8")
+    (tmp_path / "plain.png").write_bytes(b"a picture")
     return tmp_path
 
 
 class _Balance(HTMLParser):
     """Counts tags that close what is not open, and collects links and text."""
 
-    VOID = ("meta", "wbr", "path")
+    VOID = ("meta", "wbr", "path", "img")
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +103,8 @@ def test_the_page_is_whole_and_needs_nothing_else(folder):
     parsed = _Balance()
     parsed.feed(page)
     assert parsed.open == []
-    assert parsed.links == ["#r0", "#r1"]
+    picture = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
+    assert parsed.links == ["#r0", "#r1", picture]
     assert not re.search(r"https?:|url\(|@import|<script", page)
 
 

@@ -1,5 +1,6 @@
 """One self-contained HTML page of result files: tables, figures, and where every number is from."""
 
+import base64
 import json
 from collections.abc import Callable, Sequence
 from html import escape
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .charts import Series, legend, line_chart
-from .report import SHORT, read_results, source_parts, tables_of
+from .report import PICTURES, SHORT, read_results, source_parts, tables_of
 
 Record = dict[str, Any]
 
@@ -49,10 +50,21 @@ def _section(number: int, name: str, result: Record) -> str:
     cells = result.get("cells") or []
     command = f"<pre>{escape(result['command'])}</pre>" if result.get("command") else ""
     made = ", ".join(source_parts(result))
+    figures = _figures(cells) + _picture(name, result)
     return (
-        f'<section id="r{number}"><h2>{escape(name)}</h2>{_figures(cells)}{shown}'
+        f'<section id="r{number}"><h2>{escape(name)}</h2>{figures}{shown}'
         f'<div class="source">{command}<p>{escape(made)}</p></div>{_origins(result)}</section>\n'
     )
+
+
+def _picture(name: str, result: Record) -> str:
+    """The picture beside a result file, inside the page."""
+    if "picture" not in result:
+        return ""
+    path = result["picture"]
+    data = base64.b64encode(path.read_bytes()).decode()
+    source = f"data:{PICTURES[path.suffix]};base64,{data}"
+    return f'<img alt="{escape(name, quote=True)}" src="{source}">'
 
 
 def _table(table: Record, *, several: bool) -> str:

@@ -2,7 +2,8 @@
 
 A result file is JSON with a `table` (title, header, rows, and a note if it needs one), or several
 `tables` under one `title`, and beside them the `command` and `provenance`. A comparison also has
-its `cells`, one record each. Files without a table are left to whoever wrote them.
+its `cells`, one record each. A picture of the same name stands beside the file. Files without a
+table are left to whoever wrote them.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 from ..errors import RapError
 
+PICTURES = {".svg": "image/svg+xml", ".png": "image/png"}
 SHORT = 12  # digits of a fingerprint that are shown
 
 
@@ -62,7 +64,11 @@ def _read(path: Path) -> dict[str, Any] | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise RapError(f"{path} is not JSON ({error}): run what writes it again") from error
-    return found if isinstance(found, dict) and {"table", "tables"} & found.keys() else None
+    if not isinstance(found, dict) or not {"table", "tables"} & found.keys():
+        return None
+    pictures = [path.with_suffix(suffix) for suffix in PICTURES]
+    drawn = next((picture for picture in pictures if picture.is_file()), None)
+    return found | ({"picture": drawn} if drawn else {})
 
 
 def _section(result: dict[str, Any]) -> str:
