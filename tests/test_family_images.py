@@ -5,14 +5,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from family_cases import CASES, Case, masked_by_hooks, random_case_plan
 from models import random_tokens
+from published import PUBLISHED
 from rap.calibration import calibrate
 from rap.checkpoint import load
+from rap.cli.inspect import describe_config
 from rap.construction import apply
 from rap.evaluation.footprint import footprint
+from rap.evaluation.logits import decoder_of, head_logits
 from rap.evaluation.perplexity import perplexity
 from rap.methods import Rap
 from rap.pipeline import save
@@ -85,6 +89,32 @@ def test_the_whole_way_from_text_to_a_smaller_cache(case: Case):
     before, after = footprint(model), footprint(small)
     assert after.kv_bytes_per_token == 0.5 * before.kv_bytes_per_token
     assert perplexity(small, random_tokens(1, 64).flatten(), window=32).value > 1
+
+
+@pytest.mark.parametrize("name", [*(case.name for case in MULTIMODAL), "mixtral"])
+@torch.no_grad()
+def test_logits_of_hidden_states_alone_are_those_of_the_model(name: str):
+    """Recovery hands a head hidden states and nothing else; some pass on more than they get."""
+    model = next(case for case in CASES if case.name == name).model(dtype=torch.float32)
+    tokens = random_tokens(1, 9)
+    child, decoder = decoder_of(model)
+    hidden = decoder(input_ids=tokens, use_cache=False)[0]
+    found = head_logits(model, child, BaseModelOutputWithPast(last_hidden_state=hidden))
+    torch.testing.assert_close(found, model(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["Gemma-3", "Mistral-Small-3.2", "Llama-4-Scout"])
+def test_inspect_is_that_of_the_text_model_inside(name: str):
+    model_type, fields = PUBLISHED[name]
+    alone = describe_config(AutoConfig.for_model(model_type, **fields), name)
+    outer = {"gemma3_text": "gemma3", "mistral": "mistral3", "llama4_text": "llama4"}[model_type]
+    text = {"model_type": model_type, **fields}
+    whole = describe_config(AutoConfig.for_model(outer, text_config=text), name)
+    differing = {"title", "model_type"}
+    assert {k: v for k, v in whole.items() if k not in differing} == {
+        k: v for k, v in alone.items() if k not in differing
+    }
+    assert whole["model_type"] == outer
 
 
 def test_the_processor_of_images_is_carried_along(tmp_path):

@@ -65,11 +65,12 @@ def describe_model(target: str, retain: float = 0.7) -> dict[str, Any]:
 def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, Any]:
     """As `describe_model`, of a config."""
     attention_spec(config)
+    text = text_config(config)
+    # Read first: building a model writes the dtype it was built in.
+    element = (config.dtype or text.dtype or torch.float32).itemsize
     # A config of a pruned model states widths; of a dense one, the same numbers follow from it.
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
-    text = text_config(config)
-    element = (config.dtype or text.dtype or torch.float32).itemsize
     found = attention_layers(model)
     layers = [_describe_layer(layer, config, element) for layer in found]
     shapes = [layer.shape for layer in found if layer.shape is not None]

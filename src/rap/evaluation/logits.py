@@ -36,7 +36,7 @@ def head_logits(model: Any, name: str, output: Any) -> Tensor:
     """
     model = _headed(model)
     view = copy.copy(model)
-    view._modules = {**model._modules, name: _Constant(output)}
+    view._modules = {**model._modules, name: _Constant(_Complete(output))}
     return type(model).forward(view, input_ids=None, use_cache=False).logits
 
 
@@ -47,6 +47,19 @@ def _headed(model: Any) -> Any:
         if hasattr(child, "get_decoder") and any(part is head for part in child.modules()):
             return child
     return model
+
+
+class _Complete:
+    """Decoder outputs with None for what they lack: heads of some families pass more on."""
+
+    def __init__(self, output: Any):
+        self._output = output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name, None)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._output[index]
 
 
 class _Constant(nn.Module):
