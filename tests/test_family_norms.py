@@ -16,7 +16,9 @@ from rap.denominators import with_denominators
 from rap.errors import RapError
 from rap.families import attention_layers
 from rap.methods import Rap
+from rap.methods.base import dense_layers
 from rap.plan import Plan
+from rap.scoring import score_layers
 
 TOKENS = random_tokens(2, 11)
 # One norm per head, over all heads, LayerNorm, after the rotation, fused, shared by q and k.
@@ -126,3 +128,26 @@ def test_importance_is_that_of_normalised_keys(name: str):
             states = states.transpose(1, 2)
         expected = states.reshape(3 * 16, -1, HEAD_DIM).square().mean(0)[:, order]
         torch.testing.assert_close(found[f"energy_{role}"], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2", "phi:norm"])
+@torch.no_grad()
+def test_magnitude_is_that_of_normalised_keys(name: str):
+    """Whatever a key's row is multiplied by before the norm, its weight after it decides."""
+    model = _case(name).model(dtype=torch.float32)
+    attention = model.model.layers[1].self_attn
+    norm = getattr(attention, _case(name).norms[1])
+
+    def score() -> Tensor:
+        dense = dense_layers(model)
+        return score_layers("magnitude", [None] * 3, dense.weights, dense.shapes)[1].pairs_GP
+
+    before = score()
+    attention.k_proj.weight.mul_(3.0)
+    torch.testing.assert_close(score(), before)
+    # Pair 2: half of the 16 channels rotate in phi, so that it is (2, 6) there.
+    second = 6 if name == "phi:norm" else 10
+    norm.weight.view(-1, HEAD_DIM)[:, [2, second]] = 0
+    expected = before.clone()
+    expected[:, 2] = 0
+    torch.testing.assert_close(score(), expected)

@@ -39,6 +39,15 @@ def shares(states_BTHD: Tensor, norm: QKNorm | None) -> Tensor:
     return squares / mean.clamp_min(torch.finfo(squares.dtype).tiny)
 
 
+def row_sizes(w_k: Tensor, shape: AttentionShape, norm: QKNorm, weight_GD: Tensor) -> Tensor:
+    """Root mean squares [G, D] of normalised keys whose inputs are white, from W_k alone."""
+    rows_EGD = w_k.detach().float().T.unflatten(1, (shape.num_kv_heads, shape.head_dim))
+    rows_EGD = centred(rows_EGD, norm)
+    sizes_GD = rows_EGD.square().sum(0).sqrt()
+    over = (-2, -1) if norm.over == "all" else (-1,)
+    return weight_GD.abs() * sizes_GD / sizes_GD.square().mean(over, keepdim=True).sqrt()
+
+
 class NormMoment(ForwardStatistic):
     """Second moments [H, D, D] of what every head's norm divides, for queries and for keys."""
 

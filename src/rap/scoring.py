@@ -87,11 +87,16 @@ def weighted_fisher(
 
 
 def magnitude(statistics: Named, weights: Named, shape: AttentionShape, seed: int) -> LayerScores:
-    """Sum over a pair's channels of the L2 norm of the channel's row of W_k (W_v for values)."""
+    """Sum over a pair's channels of the L2 norm of the channel's row of W_k (W_v for values).
+
+    Where keys are normalised, the size of the normalised channel instead (`key_sizes`).
+    """
     norm_k, norm_v = (
         weights[role].detach().float().cpu().norm(dim=1).view(shape.num_kv_heads, shape.head_dim)
         for role in ("k", "v")
     )
+    if "key_sizes" in weights:
+        norm_k = weights["key_sizes"].detach().float().cpu()
     return _per_channel(norm_k[:, shape.geometry.canonical_order()], norm_v, shape)
 
 

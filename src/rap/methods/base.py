@@ -9,13 +9,15 @@ from torch import Tensor
 
 from ..allocation import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
 from ..construction import apply
-from ..denominators import NORM_ROWS, with_denominators
+from ..denominators import NORM_ROWS, row_sizes, with_denominators
 from ..errors import RapError
 from ..families import (
+    AttentionLayer,
     attention_layers,
     attention_spec,
     base_model_type,
     layer_frequencies,
+    norm_weights,
     projections,
     refuse_pruned,
     trained_length,
@@ -25,7 +27,7 @@ from ..limits import key_limit, value_limit
 from ..plan import LayerPlan, Plan
 from ..rope import AttentionShape
 from ..scoring import LayerScores, Named
-from ..specs import NORM_MODES
+from ..specs import NORM_MODES, AttentionSpec
 from ..statistics import Statistics
 
 # Kernels of attention and matrix products lose their fast paths at widths that are no multiple of
@@ -39,7 +41,8 @@ UNKNOWN_CONTEXT = 8192
 class DenseLayers:
     """What a method may look at beside statistics, per layer (None: no attention).
 
-    `weights` maps the roles q, k, v, o to matrices as in nn.Linear. `frequencies` are float64 [P],
+    `weights` maps the roles q, k, v, o to matrices as in nn.Linear, and where keys are normalised
+    `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64 [P],
     a layer's own: local and global layers may rotate differently.
     `mixes_keys` and `mixes_values` are false where something works on single channels (`limits`).
     """
@@ -210,12 +213,7 @@ def dense_layers(model: Any) -> DenseLayers:
     layers = attention_layers(model)
     return DenseLayers(
         shapes=[layer.shape for layer in layers],
-        weights=[
-            {role: linear.weight for role, linear in projections(layer, spec).items()}
-            if layer.shape is not None
-            else None
-            for layer in layers
-        ],
+        weights=[_weights(layer, spec) if layer.shape is not None else None for layer in layers],
         frequencies=[
             layer_frequencies(model, layer) if layer.shape is not None else None for layer in layers
         ],
@@ -223,3 +221,12 @@ def dense_layers(model: Any) -> DenseLayers:
         context=trained_length(model.config) or UNKNOWN_CONTEXT,
         mixes_values=[not value_limit(model.config) for _ in layers],
     )
+
+
+def _weights(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Tensor]:
+    assert layer.shape is not None
+    found = {role: linear.weight for role, linear in projections(layer, spec).items()}
+    if layer.norm is not None:
+        weight = norm_weights(layer)[1].to(found["k"].device)
+        found["key_sizes"] = row_sizes(found["k"], layer.shape, layer.norm, weight)
+    return found
