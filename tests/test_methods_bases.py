@@ -10,6 +10,8 @@ from torch import Tensor
 
 import rap
 from models import random_tokens, tiny_model
+from rap.activations import SAMPLES_PER_WINDOW
+from rap.memory import estimate_memory
 from rap.methods import METHODS
 from rap.methods.elitekv import elite_pairs
 from rap.methods.replacing import DenseLayer
@@ -65,6 +67,17 @@ def test_sampled_products_hold_the_dense_logits(calibrated: tuple) -> None:
     # The grid above has a tenth of all pairs of positions, 256 of them were sampled.
     assert len(matched) > 5
     assert sum(matched) >= 0.8 * len(matched)
+
+
+@pytest.mark.parametrize("need", ["inputs", "rotated", "logits"])
+def test_the_memory_estimate_counts_them(calibrated: tuple, need: str) -> None:
+    model, windows, _ = calibrated
+    found = rap.calibrate(model, windows, {need})
+    held = sum(tensor.nbytes for layer in found.layers for tensor in layer.values())
+    # What `result` drops: the keys' mean, and four of a distance's eight bytes.
+    dropped = {"rotated": GROUPS * DIM, "logits": 4 * SAMPLES_PER_WINDOW, "inputs": 0}
+    held += len(found.layers) * 4 * dropped[need]
+    assert estimate_memory(model, windows, {need})["accumulators"] == held
 
 
 def test_elite_pairs_are_the_greedy_choice(calibrated: tuple) -> None:

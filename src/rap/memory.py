@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .accumulators import BACKWARD, FORWARD, GRADIENT, check_needs, watched_layers
+from .activations import SAMPLES_PER_WINDOW
 from .families import text_config
 from .rope import AttentionShape
 
@@ -35,7 +36,7 @@ def estimate_memory(
     activations = [tokens * size * (kept * len(layers) + inner)] if backward else [0]
     estimate = {
         "accumulators": 4 * sum(weight.numel() for weight in weights) * ("fisher" in needs)
-        + sum(_moments(layer.shape, needs) for layer in layers),
+        + sum(_moments(layer.shape, needs, len(windows)) for layer in layers),
         "gradients": max((w.numel() * size for w in weights), default=0) if backward else 0,
         "logits": tokens * config.vocab_size * (12 + 2 * size) if backward else 0,
         "activations": max(*activations, batch * tokens * size * inner),
@@ -43,16 +44,21 @@ def estimate_memory(
     return estimate | {"total": sum(estimate.values())}
 
 
-def _moments(shape: AttentionShape, needs: Collection[str]) -> int:
+def _moments(shape: AttentionShape, needs: Collection[str], num_windows: int) -> int:
     """Float32 second moments of a layer: real [G, D, D] of values, complex [G, P, P] of q, k.
 
     Those of q and k also have [G, F, F] of channels that never rotate. Gradients are one of each.
+    The baselines' are [E, E] of inputs, two of [G, D, D] with means, and sampled complex products.
     """
     geometry, heads = shape.geometry, shape.num_kv_heads
     values, pairs = heads * shape.head_dim**2, 2 * heads * geometry.num_pairs**2
     pairs += heads * geometry.num_free**2
     forward = values * ("values" in needs) + 2 * pairs * ("pairs" in needs)
     forward += (heads + shape.num_heads) * shape.head_dim**2 * ("norms" in needs)
+    forward += shape.hidden_size**2 * ("inputs" in needs)
+    forward += 2 * (values + heads * shape.head_dim) * ("rotated" in needs)
+    products = 2 * shape.num_heads * geometry.num_pairs + 2  # and a distance in 8 bytes
+    forward += num_windows * SAMPLES_PER_WINDOW * products * ("logits" in needs)
     backward = (values + pairs) * ("gradients" in needs)
     return 4 * (forward + backward)
 
