@@ -2,7 +2,7 @@
 
 https://arxiv.org/abs/2407.21118. Its code caches reconstructed keys and values; here the latents
 are what is cached. Fisher gradients are of the model's own loss (its code shifts labels twice), and
-leftover ranks go to the projections with the largest remainder.
+ranks are shared out by `allocation.allocate`: capped, in proportion to the score, to the last one.
 """
 
 from collections.abc import Sequence
