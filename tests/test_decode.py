@@ -1,5 +1,7 @@
 """Decode steps: compiled without breaks, by the fused kernel, with a cache that grows in place."""
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -11,6 +13,7 @@ from plans import random_plan
 from rap import GrowingCache
 from rap.construction import apply
 from rap.kernels import decode_attention, interface
+from rap.rope import gather_pairs, rotate_pairs, rotate_step, step_index
 
 WIDTHS = [(3, 5), None, (5, 9)]
 SHAPE = {"heads": 6, "kv_heads": 2, "hidden": 36, "layers": 3}
@@ -201,3 +204,45 @@ def test_growing_cache_moves_rarely_and_not_at_all_with_capacity():
             assert torch.equal(keys[:, :, -1:], states[0].double())
         assert moves <= allowed
         assert cache.layers[0].get_seq_length() == 300
+
+
+@pytest.mark.parametrize("tables", [1, 3])
+@pytest.mark.parametrize(("free", "clockwise"), [(0, False), (3, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_token_is_rotated_as_many_are(tables, free, clockwise, dtype):
+    """Bit for bit, with an index that repeats and tables that are views."""
+    generator = torch.Generator().manual_seed(0)
+    index = torch.tensor([[0, 0, 3], [1, 4, 5]], dtype=torch.int32)
+    q = torch.randn(3, 1, 4, 6 + free, generator=generator).to(dtype).transpose(1, 2)
+    k = torch.randn(3, 2, 1, 6 + free, generator=generator).to(dtype)
+    angle = torch.randn(tables, 1, 12, generator=generator)
+    cos, sin = (table.to(dtype)[..., ::2] for table in (angle.cos(), angle.sin()))
+    found = rotate_step(q, k, cos, sin, step_index(index, 6, clockwise=clockwise))
+    picked = gather_pairs(cos, index), gather_pairs(-sin if clockwise else sin, index)
+    for one, states in zip(found, (q, k), strict=True):
+        assert torch.equal(one, rotate_pairs(states, *picked))
+
+
+@torch.no_grad()
+def test_a_step_follows_a_frequency_index_that_changes():
+    """What a layer keeps for its steps must not outlive the index it was made from."""
+    small, dense = _pruned(), tiny_model(dtype=torch.float64, **SHAPE)
+    tables = small.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.tensor([[9]]))
+    pair = tuple(torch.cat([table, table], dim=1) for table in tables)
+    states = [torch.randn(2, heads, 1, 6, dtype=torch.float64) for heads in (6, 2)]
+
+    def check(model, seen=[]):  # noqa: B006 - all results so far, which must differ
+        attention = model.model.layers[0].self_attn
+        one = attention.rotate(*states, tables)
+        two = attention.rotate(*(torch.cat([x, x], dim=2) for x in states), pair)
+        assert all(torch.equal(a, b[:, :, :1]) for a, b in zip(one, two, strict=True))
+        assert not any(torch.equal(one[0], other) for other in seen)
+        seen.append(one[0])
+
+    check(small)
+    copied = copy.deepcopy(small)
+    small.load_state_dict(apply(dense, random_plan(dense, WIDTHS, seed=5)).state_dict())
+    check(small)
+    attention = copied.model.layers[0].self_attn
+    attention.frequency_index = (attention.frequency_index + 1) % 8
+    check(copied)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .errors import UnsupportedModelError
 from .families import sliding_window
 from .norms import KeptNorm, normalise_dense, select_channels
-from .rope import gather_pairs, pair_table, rotate_pairs
+from .rope import gather_pairs, pair_table, rotate_pairs, rotate_step, step_index
 from .specs import AttentionSpec, QKNorm
 
 # What some families, in some releases of transformers, call the cache.
@@ -70,6 +70,7 @@ class RapAttention(nn.Module):
         # Kept here, because a decode step feels what is looked up in every layer.
         self.inputs = [item for item in spec.linears().items() if item[1] != ("o",)]
         self.clip_bound = getattr(self.config, "clip_qkv", None)
+        self.kept_step_index: tuple[tuple, Tensor] | None = None
         _take_norms(self, dense)
         device = getattr(dense, spec.projections[3]).weight.device
         slots = torch.arange(self.num_slots, dtype=torch.int32, device=device)
@@ -92,8 +93,10 @@ class RapAttention(nn.Module):
         for name in CACHE_ARGUMENTS:
             past_key_values = kwargs.pop(name, past_key_values)
         q, k, v, gate = self.project(hidden_states)
-        weights = None
-        output = self._fused_step((q, k, v), position_embeddings, past_key_values, attention_mask)
+        weights, attend = None, self._implementation()
+        output = self._fused_step(
+            attend, (q, k, v), position_embeddings, past_key_values, attention_mask
+        )
         if output is None:
             q, k = self.position(q, k, position_embeddings)
             if self.spec.query_scale is not None:
@@ -104,7 +107,7 @@ class RapAttention(nn.Module):
                 k, v = past_key_values.update(k, v, self.layer_idx)
             if self.sliding_window is not None:
                 kwargs["sliding_window"] = self.sliding_window
-            output, weights = self._implementation()(
+            output, weights = attend(
                 self,
                 q,
                 k,
@@ -119,8 +122,9 @@ class RapAttention(nn.Module):
         if gate is not None:
             output = output * torch.sigmoid(gate)
         output = getattr(self, self.spec.projections[3])(output)
-        residual_dropout = getattr(self, "residual_dropout", 0.0)
-        return nn.functional.dropout(output, residual_dropout, self.training), weights
+        if self.training:
+            output = nn.functional.dropout(output, getattr(self, "residual_dropout", 0.0))
+        return output, weights
 
     def _implementation(self) -> Any:
         return ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -131,19 +135,24 @@ class RapAttention(nn.Module):
         return {argument: getattr(self, attribute) for argument, attribute in self.spec.arguments}
 
     def _fused_step(
-        self, states: tuple[Tensor, Tensor, Tensor], tables: Any, cache: Any, mask: Tensor | None
+        self,
+        attend: Any,
+        states: tuple[Tensor, Tensor, Tensor],
+        tables: Any,
+        cache: Any,
+        mask: Tensor | None,
     ) -> Tensor | None:
         """Rotation, cache and attention in one call, if the implementation offers that here."""
-        if states[0].shape[2] != 1:
-            return None
-        step = getattr(self._implementation(), "decode_step", None)
+        fuses = getattr(attend, "fuses", None)
         changed = self.norm is not None or self.spec.query_scale is not None
-        if step is None or changed or self.num_slots == 0:
+        if fuses is None or changed or self.num_slots == 0:
+            return None
+        if not fuses(self, states, cache, mask):
             return None
         q, k, v = self._clip(states[0]), self._clip(states[1]), states[2]
         cos, sin = self._pair_tables(tables)
         arguments = self._arguments()
-        found: Tensor | None = step(
+        found: Tensor = attend.decode_step(
             self, (q, k, v), (cos, sin), cache, mask, clockwise=self.spec.clockwise, **arguments
         )
         return found
@@ -208,21 +217,32 @@ class RapAttention(nn.Module):
         self, q: Tensor, k: Tensor, tables: Any, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Rotate [B, H, T, W] and [B, G, T, W] by every slot's own dense frequency."""
-        index = self.frequency_index if index is None else index
+        own, index = index is None, self.frequency_index if index is None else index
         cos, sin = self._pair_tables(tables)
-        kernel = getattr(self._implementation(), "rotate", None)
+        kernel = getattr(self._implementation(), "rotate", None) if q.is_cuda else None
         if kernel is not None:
             rotated = kernel(q, k, cos, sin, index, clockwise=self.spec.clockwise)
             if rotated is not None:
                 return rotated
-        cos, sin = (gather_pairs(table, index) for table in (cos, sin))
-        sin = -sin if self.spec.clockwise else sin
         # Tables may be wider than the states (float32 beside bfloat16): cast back, as the families.
         q_in, k_in = (q.float(), k.float()) if self.spec.rope_in_float32 else (q, k)
-        return (
-            rotate_pairs(q_in, cos, sin).to(q.dtype),
-            rotate_pairs(k_in, cos, sin).to(k.dtype),
-        )
+        if own and q.shape[2] == 1 and not torch.compiler.is_compiling():
+            q_out, k_out = rotate_step(q_in, k_in, cos, sin, self._step_index(index))
+        else:
+            cos, sin = (gather_pairs(table, index) for table in (cos, sin))
+            sin = -sin if self.spec.clockwise else sin
+            q_out, k_out = rotate_pairs(q_in, cos, sin), rotate_pairs(k_in, cos, sin)
+        return q_out.to(q.dtype), k_out.to(k.dtype)
+
+    def _step_index(self, index: Tensor) -> Tensor:
+        """`step_index` of the frequency index, kept until that is another tensor or written to."""
+        version = 0 if index.is_inference() else index._version
+        state = (index.data_ptr(), index.device, version)
+        if self.kept_step_index is None or self.kept_step_index[0] != state:
+            pairs = self.dense_shape.geometry.num_pairs
+            made = step_index(index, pairs, clockwise=self.spec.clockwise)
+            self.kept_step_index = (state, made)
+        return self.kept_step_index[1]
 
     def _pair_tables(self, tables: Any) -> tuple[Tensor, Tensor]:
         """cos and sin [1|B, T, P] of the dense pairs, views of the model's own."""

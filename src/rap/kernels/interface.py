@@ -80,6 +80,26 @@ class RapAttentionInterface:
         )
         return output.transpose(1, 2), None
 
+    def fuses(
+        self,
+        module: Any,
+        states: tuple[Tensor, Tensor, Tensor],
+        cache: Any,
+        attention_mask: Tensor | None,
+    ) -> bool:
+        """Whether `decode_step` runs here.
+
+        It does for one token per sequence on CUDA, without a gradient, on an initialised
+        `StaticLayer` of full length.
+        """
+        return (
+            takes_triton(states[0])
+            and states[0].shape[2] == 1
+            and _static_layer(cache, module.layer_idx) is not None
+            and _is_shared(attention_mask)
+            and not _needs_grad(*states)
+        )
+
     def decode_step(
         self,
         module: Any,
@@ -91,22 +111,13 @@ class RapAttentionInterface:
         clockwise: bool,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
-    ) -> Tensor | None:
-        """Rotation, cache write and attention in one, [B, 1, H, C]; None where that cannot be.
+    ) -> Tensor:
+        """Rotation, cache write and attention in one, [B, 1, H, C], where `fuses` says so.
 
-        It can for one token per sequence on CUDA, without a gradient, on an initialised
-        `StaticLayer` of full length. Advances the cache as its `update` would.
+        Advances the cache as its `update` would.
         """
         q, k, v = states
-        layer = _static_layer(cache, module.layer_idx)
-        if (
-            layer is None
-            or q.shape[2] != 1
-            or not takes_triton(q)
-            or not _is_shared(attention_mask)
-            or _needs_grad(q, k, v)
-        ):
-            return None
+        layer = cache.layers[module.layer_idx]
         output = decode_step(
             (q[:, :, 0], k[:, :, 0], v[:, :, 0]),
             tables,
