@@ -7,7 +7,7 @@ was made for training afterwards. Reconstruction stays online here; the original
 W_q and W_o, which changes no output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,9 +46,9 @@ class EliteKv(Replacing):
         """Sampled logits, and the inputs' second moment to whiten by."""
         return frozenset({"logits"} | ({"inputs"} if self.whiten else set()))
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
         """Elite pairs by greedy search, then the best latent that the rest of the budget holds."""
-        return [self._layer(layer) for layer in layers]
+        return (self._layer(layer) for layer in layers)
 
     def _sizes(self, layer: DenseLayer) -> tuple[int, int]:
         """Elite pairs of a head, and the rank that the rest of the budget leaves."""

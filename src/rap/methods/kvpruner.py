@@ -5,7 +5,7 @@ the channel as the unit instead of the pair, so that the difference is the unit 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -45,7 +45,7 @@ class _Channels(Replacing):
         """Gradients of W_k and W_v."""
         return frozenset({"fisher"})
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
         """As many channels as RAP's budget has, the best by root-Fisher."""
         shapes = [layer.shape for layer in layers]
         scores = score_layers(
@@ -58,13 +58,11 @@ class _Channels(Replacing):
             key_share=self.key_share,
             align=aligned(self.align, shapes),
         )
-        made = []
         for layer, budget in zip(layers, budgets, strict=True):
             assert budget is not None
             keys = _best(layer.found["root_fisher_k"], 2 * budget.pairs + budget.free)
             values = _best(layer.found["root_fisher_v"], budget.values)
-            made.append(self._layer(layer, model, keys, values))
-        return made
+            yield self._layer(layer, model, keys, values)
 
     def _layer(
         self, layer: DenseLayer, model: Any, keys_GW: Tensor, values_GC: Tensor

@@ -6,7 +6,7 @@ method: projections stay whole and every token is multiplied with the bases. Its
 the bases alone, is the recovery `projections`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,9 +29,9 @@ class Matryoshka(Replacing):
         """Covariances of rotated keys and of values."""
         return frozenset({"rotated"})
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
         """The leading eigenvectors of every head."""
-        return [self._layer(layer) for layer in layers]
+        return (self._layer(layer) for layer in layers)
 
     def _layer(self, layer: DenseLayer) -> ReplacedLayer:
         shape, found = layer.shape, layer.found

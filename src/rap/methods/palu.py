@@ -5,7 +5,7 @@ are what is cached. Fisher gradients are of the model's own loss (its code shift
 ranks are shared out by `allocation.allocate`: capped, in proportion to the score, to the last one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -52,10 +52,10 @@ class Palu(Replacing):
         """The second moment of what the projections read, and gradients for Fisher ranks."""
         return frozenset({"inputs"} | ({"fisher"} if self.ranks == "fisher" else set()))
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
         """A latent of every group for keys, and one for values that the output reads."""
         ranks = self._ranks(layers)
-        return [self._layer(layer, *ranks[i]) for i, layer in enumerate(layers)]
+        return (self._layer(layer, *ranks[i]) for i, layer in enumerate(layers))
 
     def _ranks(self, layers: Sequence[DenseLayer]) -> list[tuple[int, int]]:
         sizes = [self._group(layer) * layer.shape.head_dim for layer in layers]

@@ -1,8 +1,9 @@
 """Methods that give every layer another attention, instead of cutting the one it has."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from typing import Any
 
 import torch
@@ -80,19 +81,21 @@ class Replacing(Method):
     """A method that says, layer by layer, which attention takes the dense one's place."""
 
     @abstractmethod
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
-        """The new attention of each of these layers."""
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterable[ReplacedLayer]:
+        """The new attention of each of these layers, best one at a time: they come in float64."""
 
     def plan(self, model: Any, statistics: Statistics) -> Replacement:
         """Replace every layer with attention. The model is not changed."""
         fingerprint = self.check(model, statistics)
         check_plain(model, attention_layers(model), self.name)
         layers = _layers(model, statistics)
-        made = iter(self.replaced(layers, model))
-        present = {layer.index for layer in layers}
+        made = {
+            layer.index: _as_stored(layer, new)
+            for layer, new in zip(layers, self.replaced(layers, model), strict=True)
+        }
         shapes = tuple(layer.shape for layer in attention_layers(model))
         return Replacement(
-            layers=tuple(next(made) if i in present else None for i in range(len(shapes))),
+            layers=tuple(made.get(index) for index in range(len(shapes))),
             shapes=shapes,
             model_type=base_model_type(model.config),
             retain=self.retain,
@@ -103,6 +106,13 @@ class Replacing(Method):
     def apply(self, model: Any, plan: Replacement) -> Any:
         """The model with its new attention; `model` is left untouched."""
         return replace(model, plan)
+
+
+def _as_stored(layer: DenseLayer, new: ReplacedLayer) -> ReplacedLayer:
+    """The new attention in the precision of the dense weights."""
+    dtype = layer.linears["k"].weight.dtype
+    tensors = {n: x.to(dtype) if x.is_floating_point() else x for n, x in new.tensors.items()}
+    return changed(new, tensors=tensors)
 
 
 def _layers(model: Any, statistics: Statistics) -> list[DenseLayer]:

@@ -5,7 +5,7 @@ channels (the original's rank counts parameters and spans every linear). Both fa
 keys and values are reconstructed at every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,9 +33,9 @@ class SvdLlm(Replacing):
         """The second moment of what the projections read."""
         return frozenset({"inputs"})
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
         """A latent of all KV heads for keys and one for values, nothing folded."""
-        return [self._layer(layer) for layer in layers]
+        return (self._layer(layer) for layer in layers)
 
     def _layer(self, layer: DenseLayer) -> ReplacedLayer:
         size = layer.shape.num_kv_heads * layer.shape.head_dim
