@@ -11,11 +11,13 @@ from torch import Tensor
 import rap
 from models import random_tokens, tiny_model
 from rap.activations import SAMPLES_PER_WINDOW
+from rap.assets import reference_tokenizer
 from rap.memory import estimate_memory
 from rap.methods import METHODS
 from rap.methods.elitekv import elite_pairs
 from rap.methods.replacing import DenseLayer
 from rap.recovery.projections import SETTINGS, train_projections
+from rap.recovery.stages import recover_stage
 
 HEADS, GROUPS, DIM, PAIRS = 4, 2, 16, 8
 NEEDS = {"logits", "rotated", "inputs"}
@@ -236,6 +238,27 @@ def test_training_starts_at_the_bases_it_is_given(projected: tuple) -> None:
     ids = random_tokens(1, 20)
     with torch.no_grad():
         torch.testing.assert_close(same(ids).logits, small(ids).logits, rtol=0, atol=1e-3)
+
+
+def test_the_stage_trains_them_and_keeps_the_better() -> None:
+    model = tiny_model(dtype=torch.float32, vocab_size=4096, hidden=48, layers=1)
+    method = METHODS["matryoshka"](retain=0.25)
+    statistics = rap.calibrate(model, random_tokens(4, 32), method.needs)
+    small = method.apply(model, method.plan(model, statistics))
+    sizes = {"window": 32, "num_windows": 8, "validation_windows": 4}
+    kept_as_it_was = []
+    # A rate that helps this random model, and one that throws its bases about.
+    for steps, rate in ((4, 1e-2), (6, 1e-1)):
+        settings = replace(SETTINGS, steps=steps, warmup_steps=1, learning_rate=rate, **sizes)
+        found, report = recover_stage(
+            small, model, reference_tokenizer(), "projections", config=settings
+        )
+        figures = [report["perplexity_before"], report["perplexity_trained"]]
+        assert report["perplexity_after"] == min(figures)
+        assert (found is small) == (figures[0] <= figures[1])
+        kept_as_it_was.append(found is small)
+        assert "perplexity_refitted" not in report
+    assert kept_as_it_was == [False, True]
 
 
 def test_projections_are_a_recovery_of_their_method_alone(projected: tuple) -> None:
