@@ -15,6 +15,7 @@ from models import random_tokens, tiny_model
 from plans import random_plan
 from rap import RapError, apply, load, recover
 from rap.fingerprint import fingerprint_model
+from rap.quantization import quantize_weights
 from rap.recovery import distillation, runs, trainer
 from rap.recovery.adapters import add_adapters, merge
 from rap.recovery.config import RecoveryConfig
@@ -216,6 +217,17 @@ def test_without_validation_the_last_tenth_is_held_out(models):
     assert (found.report["windows"], found.report["validation_windows"]) == ([29, 24], [3, 24])
     same = recover(small, dense, WINDOWS, config)
     assert fingerprint_model(same) == fingerprint_model(found.model)
+
+
+def test_a_teacher_in_eight_bits_teaches_nearly_the_same(models, recovered):
+    """Its own rounding is in what the student learns, and no more than that."""
+    dense, small = models
+    teacher = quantize_weights(copy.deepcopy(dense), "int8")
+    found = distill(small, teacher, WINDOWS, CONFIG, validation=VALIDATION)
+    before, after = (recovered.report[f"perplexity_{when}"] for when in ("before", "after"))
+    assert found.report["teacher_fingerprint"] != recovered.report["teacher_fingerprint"]
+    assert found.report["perplexity_after"] != after
+    assert abs(found.report["perplexity_after"] - after) < 0.2 * (before - after)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(models):

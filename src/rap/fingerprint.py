@@ -22,6 +22,8 @@ class Fingerprint:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Hash one tensor in chunks, on the CPU, floats as float32."""
+        if type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "dequantize"):
+            tensor = tensor.dequantize()  # packed weights are what they stand for
         digest = hashlib.sha256(str(tuple(tensor.shape)).encode())
         for part in tensor.detach().reshape(-1).split(_CHUNK):
             values = part.float() if part.is_floating_point() else part

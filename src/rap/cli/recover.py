@@ -20,6 +20,7 @@ from ..errors import RapError
 from ..pipeline import REPORT_FILE, evaluation_tokens, measure, resolve_source, save
 from ..plan import Plan
 from ..provenance import provenance
+from ..quantization import KINDS, quantize_weights
 from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.runs import finish, processes
 from ..recovery.stages import recover_stage, work_folder
@@ -37,6 +38,9 @@ Changes = Annotated[
     typer.Option("--set", help="Setting of the preset to change, such as steps=100; repeat."),
 ]
 
+TeacherDtype = Annotated[
+    str, typer.Option(help=f"As --dtype, for the teacher, or its weights in {', '.join(KINDS)}.")
+]
 TeacherMap = Annotated[
     str | None, typer.Option("--device-map", help="Placement of a large teacher, such as auto.")
 ]
@@ -56,7 +60,7 @@ def recover_command(
     changes: Changes = None,
     evaluate: options.Evaluate = "bundled",
     dtype: options.Dtype = "auto",
-    teacher_dtype: Annotated[str, typer.Option(help="As --dtype, for the teacher.")] = "auto",
+    teacher_dtype: TeacherDtype = "auto",
     device_map: TeacherMap = None,
     seed: options.Seed = 0,
     force: options.Force = False,
@@ -69,7 +73,7 @@ def recover_command(
     plan, old_report = _read(pruned)
     tokenizer = load_tokenizer(pruned)
     small = load(pruned, dtype=dtype, **_placement(None))
-    dense = load_dense(resolve_source(teacher), dtype=teacher_dtype, **_placement(device_map))
+    dense = _teacher(teacher, teacher_dtype, device_map)
     shown = None if evaluate == "none" else evaluate
     held_out = evaluation_tokens(shown, tokenizer) if shown is not None else None
     recovered, recovery = recover_stage(
@@ -103,6 +107,13 @@ def recover_command(
     save(recovered, plan, output, tokenizer, report=report, force=force)
     finish(work_folder(output))
     _say(report, output, as_json)
+
+
+def _teacher(source: str, dtype: str, device_map: str | None) -> Any:
+    """The dense model in a dtype, or with quantized weights: it is only read."""
+    kept = "auto" if dtype in KINDS else dtype
+    dense = load_dense(resolve_source(source), dtype=kept, **_placement(device_map))
+    return quantize_weights(dense, dtype) if dtype in KINDS else dense
 
 
 def _placement(device_map: str | None) -> dict[str, Any]:
