@@ -1,6 +1,7 @@
 """`rap bench`: from which context on a pruned checkpoint decodes faster than its dense model."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,52 +58,56 @@ def bench_command(
     Dense and pruned are each timed with SDPA and with this package's attention and judged by the
     faster one. Time does not depend on weights, so the dense model needs no checkpoint.
     """
-    if output is not None:
-        check_output_file(output, force=True)
-    if rounds < 1 or batch < 1 or min(contexts) < 1:
-        raise RapError("--rounds, --batch and --context must be at least 1")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise RapError("there is no CUDA device: use --device cpu")
+    settings = {"rounds": rounds, "dtype": dtype, "device": device, "cpu_time": cpu_time}
+    _check(output, device, (rounds, batch, *contexts))
     models = _models(resolve_source(model), dense, retain, dtype, device)
-    points = [
-        measure_point(
-            models,
-            batch=batch,
-            context=context,
-            rounds=rounds,
-            variants=default_variants(device),
-            clock=time.process_time if cpu_time else time.perf_counter,
+    rows = [
+        _row(
+            measure_point(
+                models,
+                batch=batch,
+                context=context,
+                rounds=rounds,
+                variants=default_variants(device),
+                clock=time.process_time if cpu_time else time.perf_counter,
+            )
         )
         for context in track(sorted(contexts), "timing", console=console, disable=as_json)
     ]
-    rows = [_row(point) for point in points]
     verdict = conclusion([(row["context"], row["ratio"]) for row in rows])
-    result = {
-        "model": model,
-        "batch": batch,
-        "points": rows,
-        "verdict": verdict,
-        "provenance": provenance(rounds=rounds, dtype=dtype, device=device, cpu_time=cpu_time),
-    }
+    result = {"model": model, "batch": batch, "points": rows, "verdict": verdict}
+    result["provenance"] = provenance(**settings)
     if output is not None:
         write_result(output, result)
     if as_json:
         print_json(result)
-        return
-    print_table(
-        f"Decode step of {model}, batch {batch}",
-        ["context", "dense ms", "pruned ms", "dense / pruned", "if only bytes counted"],
+    else:
+        _print(f"Decode step of {model}, batch {batch}", rows)
+        console.print(verdict)
+
+
+def _check(output: Path | None, device: str, counts: Sequence[int]) -> None:
+    """Raise RapError for what cannot be measured, before a model is loaded."""
+    if output is not None:
+        check_output_file(output, force=True)
+    if min(counts) < 1:
+        raise RapError("--rounds, --batch and --context must be at least 1")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise RapError("there is no CUDA device: use --device cpu")
+
+
+def _print(title: str, rows: list[dict[str, Any]]) -> None:
+    cells = [
         [
-            [
-                f"{row['context']:,}",
-                *(f"{1e3 * row[name]:.2f}" if row[name] else "-" for name in ("dense", "pruned")),
-                f"{row['ratio']:.2f}x" if row["ratio"] else "-",
-                f"{row['roofline']:.2f}x",
-            ]
-            for row in rows
-        ],
-    )
-    console.print(verdict)
+            f"{row['context']:,}",
+            *(f"{1e3 * row[name]:.2f}" if row[name] else "-" for name in ("dense", "pruned")),
+            f"{row['ratio']:.2f}x" if row["ratio"] else "-",
+            f"{row['roofline']:.2f}x",
+        ]
+        for row in rows
+    ]
+    header = ["context", "dense ms", "pruned ms", "dense / pruned", "if only bytes counted"]
+    print_table(title, header, cells)
 
 
 def conclusion(ratios: list[tuple[int, float | None]]) -> str:
