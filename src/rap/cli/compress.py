@@ -57,19 +57,9 @@ def compress_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Compress MODEL to a fraction of its KV cache and write a checkpoint that loads anywhere."""
-    wanted: dict[str, Any] = {
-        "retain": retain,
-        "score": score,
-        "budget": budget,
-        "metric": metric,
-        "keys": keys,
-        "values": values,
-        "key_share": key_share,
-        "align": align,
-        "context": context,
-        "profile": profile,
-        "seed": seed,
-    }
+    wanted: dict[str, Any] = {"retain": retain, "seed": seed, "score": score, "metric": metric}
+    wanted |= {"budget": budget, "keys": keys, "values": values, "key_share": key_share}
+    wanted |= {"align": align, "context": context, "profile": profile}
     wanted = for_target(target, resolve_source(model), wanted)
     result = compress(
         model,
@@ -120,19 +110,9 @@ def plan_command(
 ) -> None:
     """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
     check_output_file(output, force=force)
-    wanted: dict[str, Any] = {
-        "retain": retain,
-        "score": score,
-        "budget": budget,
-        "metric": metric,
-        "keys": keys,
-        "values": values,
-        "key_share": key_share,
-        "align": align,
-        "context": context,
-        "profile": profile,
-        "seed": seed,
-    }
+    wanted: dict[str, Any] = {"retain": retain, "seed": seed, "score": score, "metric": metric}
+    wanted |= {"budget": budget, "keys": keys, "values": values, "key_share": key_share}
+    wanted |= {"align": align, "context": context, "profile": profile}
     chosen = build_method(method, **for_target(target, resolve_source(model), wanted))
     decision = decide(
         model,
