@@ -64,7 +64,7 @@ ORDER = [
     *("surgery", "norms", "attention", "modeling", "checkpoint", "construction"),
     *("conversions", "streaming"),
     "cache",
-    *("replacement", "lowrank", "elite", "channelwise", "projected"),
+    *("replacement", "lowrank", "elite", "channelwise", "projected", "quantization"),
     *("methods", "evaluation", "recovery", "analysis"),
     *("card", "pipeline", "comparison", "serving", "cli", "__main__"),
 ]

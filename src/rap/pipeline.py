@@ -38,6 +38,7 @@ from .specs import WRAPPERS
 
 REPORT_FILE = "rap_report.json"
 EVALUATION_WINDOWS = 16
+STREAMED_CHARACTERS = 4_000_000  # about a million tokens, 450 windows of 2048
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,14 @@ def measure(
 
 
 def evaluation_tokens(text: str, tokenizer: Any) -> Tensor:
-    """Token ids [N] of a held-out text: `bundled` test novels, a file, or a dataset name."""
-    found = assets.reference_text("test") if text == "bundled" else read_text(text)
+    """Token ids [N] of a held-out text: `bundled` test novels, a file, or a dataset name.
+
+    Of a streamed dataset (C4) the first four million characters are read.
+    """
+    if text == "bundled":
+        found = assets.reference_text("test")
+    else:
+        found = read_text(text, max_characters=STREAMED_CHARACTERS)
     if not found.strip():
         raise RapError("the evaluation text is empty: give a text with some words in it")
     # verbose=False: the text is longer than the model's window on purpose.
