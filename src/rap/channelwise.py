@@ -56,10 +56,15 @@ class ReindexedAttention(RapAttention):
         return super().forward(hidden_states, tables, attention_mask, past_key_values, **kwargs)
 
     def _tables(self, like: Tensor, cached: int) -> Any:
-        """cos and sin [1, T, M] in the family's layout, in float32 as transformers makes them."""
+        """cos and sin in the family's layout, made in float32 as transformers makes them.
+
+        As wide as the dense head's, which rotation counts on; no slot reads beyond column M.
+        """
         exact: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
         positions = torch.arange(cached, cached + like.shape[1], **exact)
         angles = (positions[:, None] * torch.tensor(self.frequencies, **exact))[None]
+        more = self.dense_shape.geometry.num_pairs - angles.shape[-1]
+        angles = nn.functional.pad(angles, (0, more))
         cos, sin = angles.cos() * self.rotary_scaling, angles.sin() * self.rotary_scaling
         if self.spec.table == "complex":
             return torch.complex(cos, sin)
@@ -98,6 +103,9 @@ class IndexedAttention(RapAttention):
         )
         self.register_buffer("frequency_index", index)
         self.register_buffer("kept_channels", index.clone())
+
+    def _fused_step(self, *args: Any) -> None:
+        """None: kernels that rotate, cache and attend at once know whole pairs only."""
 
     def rotate(
         self, q: Tensor, k: Tensor, tables: Any, index: Tensor | None = None

@@ -56,8 +56,10 @@ class EliteAttention(ReconstructingAttention):
 
     def position(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
         """Elite pairs rotated; keys as [B, 1, T, G 2r], like the latent beside them."""
-        q, k = self.rotate(q, k, tables)
-        return q, k.transpose(1, 2).flatten(2)[:, None]
+        # Rotation takes both at one width.
+        elite = k.shape[-1]
+        q, k = self.rotate(q, nn.functional.pad(k, (0, self.key_width - elite)), tables)
+        return q, k[..., :elite].transpose(1, 2).flatten(2)[:, None]
 
     def expand(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Keys [B, G, S, D], elite channels first, and values [B, G, S, D]."""

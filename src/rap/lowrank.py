@@ -71,6 +71,9 @@ class ReconstructingAttention(RapAttention):
         tables = self.tables(hidden_states, cache.get_seq_length(), position_embeddings)
         return super().forward(hidden_states, tables, attention_mask, cache, **kwargs)
 
+    def _fused_step(self, *args: Any) -> None:
+        """None: kernels that rotate, cache and attend at once know whole pairs only."""
+
     def tables(self, hidden_states: Tensor, cached: int, given: Any) -> Any:
         """cos and sin for the queries, in the family's layout."""
         return given

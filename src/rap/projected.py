@@ -51,6 +51,9 @@ class ProjectedAttention(RapAttention):
             "v": tuple(f"value_down.{head}" for head in heads),
         }
 
+    def _fused_step(self, *args: Any) -> None:
+        """None: kernels that rotate, cache and attend at once know whole pairs only."""
+
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As RapAttention, with values in coordinates."""
         q, k, v, gate = super().project(hidden_states)
