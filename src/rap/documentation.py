@@ -20,8 +20,8 @@ keeps it up to date. Every family here is tested against its own attention in tr
 What a head keeps: where channels rotate, whole pairs; where they do not (partial rotation, layers
 without rotation), single channels, the same fraction of each. Slow pairs can be folded and the
 other channels kept as a subspace, unless a norm or a clamp works on single ones (`rap inspect` says
-so). Values keep channels or a subspace; behind a gate or a clamp, channels. Layers without softmax attention (linear attention, convolution) are left
-as they are and `rap inspect` names them.
+so). Values keep channels or a subspace; behind a gate or a clamp, channels. Layers without softmax
+attention (linear attention, convolution) are left as they are and `rap inspect` names them.
 
 With QK-norm a head's channels are divided by their root mean square before they are cut, so what
 remains must still be divided by that of the whole head. `qk_norm` of a plan says how (measured in
@@ -37,8 +37,8 @@ docs/results.md):
 |---|---|---|---|---|
 """
 _FOOTER = """
-Partial rotation, rope scaling (linear, dynamic, yarn, longrope, llama3, proportional), biases, softmax scales,
-grouped queries and mixtures of experts need no row: they are read off the model.
+Partial rotation, rope scaling (linear, dynamic, yarn, longrope, llama3, proportional), biases,
+softmax scales, grouped queries and mixtures of experts need no row: they are read off the model.
 
 ## Multimodal
 
