@@ -221,6 +221,7 @@ def test_without_validation_the_last_tenth_is_held_out(models):
 
 def test_a_teacher_in_eight_bits_teaches_nearly_the_same(models, recovered):
     """Its own rounding is in what the student learns, and no more than that."""
+    pytest.importorskip("torchao")  # where it is installed, importing peft prints its warnings
     dense, small = models
     teacher = quantize_weights(copy.deepcopy(dense), "int8")
     found = distill(small, teacher, WINDOWS, CONFIG, validation=VALIDATION)
