@@ -1,12 +1,11 @@
-"""The paper's design ablations on the bundled model, one command each.
+"""The paper's ablations of the recovery on the bundled model, one command each.
 
-    python benchmarks/ablations.py scorer     # magnitude or Fisher x uniform or adaptive budgets
-    python benchmarks/ablations.py share      # K's share of the budget 0.35, 0.5, 0.65, and pooled
     python benchmarks/ablations.py rank       # LoRA rank 4, 8, 16 of the fast recovery
     python benchmarks/ablations.py corpus     # distilling on novels, or on text of another kind
 
-Every cut is the paper's (whole pairs, value channels, single pairs); `rank` and `corpus` also
-measure what a short distillation makes of it. Writes results/ablation-<name>.json.
+Every cut is the paper's (whole pairs, value channels, single pairs). Ablations that need no
+training are analyses: `rap analyze allocation`, `share` and others. Writes
+results/ablation-<name>.json.
 """
 
 import argparse
@@ -65,20 +64,6 @@ class Bench:
         )
 
 
-def scorer(bench: Bench) -> Iterator[list[str]]:
-    """MU, MA, FU, FA of the paper: pooled K/V budgets at retain 0.7, no recovery."""
-    for letter, score in (("M", "magnitude"), ("F", "fisher")):
-        for other, budget in (("U", "uniform"), ("A", "adaptive")):
-            small = bench.cut(retain=0.7, score=score, budget=budget, key_share="pooled")
-            yield [f"{letter}{other}: {score}, {budget}", bench.value(small)]
-
-
-def share(bench: Bench) -> Iterator[list[str]]:
-    """K's share of the budget at retain 0.5, and K and V in one pool."""
-    for part in (0.35, 0.5, 0.65, "pooled"):
-        yield [f"K share {part}", bench.value(bench.cut(retain=0.5, key_share=part))]
-
-
 def rank(bench: Bench) -> Iterator[list[str]]:
     """LoRA rank of a short distillation at retain 0.5."""
     small, windows = bench.cut(retain=0.5), bench.novels()
@@ -100,8 +85,6 @@ def corpus(bench: Bench) -> Iterator[list[str]]:
 
 
 ABLATIONS = {
-    "scorer": (scorer, "Scorer and layer budget, pooled K/V, retain 0.7"),
-    "share": (share, "K's share of the budget, retain 0.5"),
     "rank": (rank, "LoRA rank of the fast recovery, retain 0.5"),
     "corpus": (corpus, "Corpus of the fast recovery, retain 0.5"),
 }
