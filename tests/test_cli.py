@@ -50,7 +50,7 @@ def plan_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "new" / "p.rap"
     result = run("plan", "bundled", "-o", path, *SMALL, "--keys", "pairs", "--seed", 5)
     assert (result.code, result.out) == (0, "")
-    assert result.err.splitlines()[-1] == f"wrote {path}: keeps 75.0% of the KV cache"
+    assert result.err.splitlines()[-1] == f"wrote {path}: keeps 70.8% of the KV cache"
     return path
 
 
@@ -199,7 +199,9 @@ def test_apply_gives_the_same_tensors_streamed(tmp_path, plan_file):
     one, other = (load_file(folder / "model.safetensors") for folder in (memory, streamed))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert one["model.layers.0.self_attn.k_proj.weight"].shape == (2 * 48, 256)
+    width = 2 * Plan.load(plan_file).layers[0].num_pairs
+    assert width < 64
+    assert one["model.layers.0.self_attn.k_proj.weight"].shape == (2 * width, 256)
     fingerprint = fingerprint_model(rap.load(memory))
     assert [result.json["fingerprint"] for result in results] == [fingerprint] * 2
     assert results[0].json["provenance"]["settings"]["plan_file"] == str(plan_file)
