@@ -41,7 +41,6 @@ ORDER = [
         "kernels",
         "families",
         "limits",
-        "limits",
     ),
     *(
         "corpus",
