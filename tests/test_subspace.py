@@ -37,6 +37,16 @@ def test_error_is_the_eckart_young_bound(dtype: torch.dtype, rank: int) -> None:
     assert bound == pytest.approx(float(product[rank:].sum()), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_factors_have_equal_norms_whatever_the_units(dtype: torch.dtype) -> None:
+    """Moments of gradients are millions of times smaller than those of activations."""
+    inner, outer = moment(1, dtype=dtype), moment(2, dtype=dtype)
+    factors, small = (weighted_subspace(inner, scale * outer, 5) for scale in (1.0, 1e-8))
+    torch.testing.assert_close(factors.down.norm(dim=-1), factors.up.norm(dim=-2))
+    torch.testing.assert_close(small.down.abs(), factors.down.abs(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(small.up @ small.down, factors.up @ factors.down)
+
+
 def test_no_other_projection_is_better() -> None:
     inner, outer = moment(3), moment(4)
     best = weighted_subspace(inner, outer, 3)

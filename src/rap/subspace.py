@@ -32,8 +32,9 @@ def weighted_subspace(inner: Tensor, outer: Tensor, rank: int) -> Factors:
 
     `inner` is the second moment of what is projected, `outer` the Gram matrix of what reads it,
     both [..., n, n], Hermitian, real or complex. The minimum is the sum of the squared singular
-    values beyond the first r. At r = n, P is the identity. The factors are balanced: each carries
-    the square root of a singular value.
+    values beyond the first r. At r = n, P is the identity. The factors are balanced: a direction's
+    row of `down` and column of `up` have the same norm (1 if P is orthogonal), whatever the units
+    of the moments, so that weights and caches keep the range of the dense ones.
     """
     inner_root, outer_root = hermitian_root(inner), hermitian_root(outer)
     u, singular, v_h = torch.linalg.svd(outer_root @ inner_root)
@@ -41,7 +42,10 @@ def weighted_subspace(inner: Tensor, outer: Tensor, rank: int) -> Factors:
     # S^-1/2 U^H B^1/2 = S^1/2 V^H C^-1/2: the same factor without inverting C.
     down = scale[..., :, None] * u[..., :, :rank].mH @ outer_root
     up = inner_root @ v_h[..., :rank, :].mH * scale[..., None, :]
-    return Factors(down, up, singular)
+    norms = down.norm(dim=-1), up.norm(dim=-2)
+    tiny = torch.finfo(torch.float64).tiny
+    balance = (norms[1].clamp_min(tiny) / norms[0].clamp_min(tiny)).sqrt()
+    return Factors(down * balance[..., :, None], up / balance[..., None, :], singular)
 
 
 def hermitian_root(moment: Tensor) -> Tensor:
