@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import library
 
 from kernel_cases import (
     DECODE_CASES,
@@ -121,7 +122,7 @@ def test_operations_are_what_torch_compile_needs():
         (operations.decode_attention, (step[0], *cache, 0.3, None, None, None, None, None)),
         (operations.decode_step, (*step, 0.3, None, None, None, None, False)),
     ]:
-        torch.library.opcheck(operation, arguments, test_utils=kinds)
+        library.opcheck(operation, arguments, test_utils=kinds)
 
 
 @pytest.mark.parametrize("clockwise", [False, True])

@@ -7,8 +7,7 @@ last; `sinks` [H] are logits that join the softmax's sum; `softcap` bounds score
 No call waits for the device, so that a step can be captured in a CUDA graph.
 """
 
-import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from ..availability import takes_triton
 from . import reference
@@ -96,7 +95,7 @@ def decode_step(
     )
 
 
-@torch.library.custom_op("rap::decode_attention", mutates_args=())
+@library.custom_op("rap::decode_attention", mutates_args=())
 def _decode_attention(
     q: Tensor,
     keys: Tensor,
@@ -127,7 +126,7 @@ def _(q, keys, values, scale, lengths, keep, window, softcap, sinks):  # type: i
     return q.new_empty(*q.shape[:2], values.shape[-1])
 
 
-@torch.library.custom_op("rap::decode_step", mutates_args=("keys", "values"))
+@library.custom_op("rap::decode_step", mutates_args=("keys", "values"))
 def _decode_step(
     q: Tensor,
     k: Tensor,

@@ -6,7 +6,7 @@ column per dense pair; `index` says which column each slot reads.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from ..availability import takes_triton
 from . import reference
@@ -54,7 +54,7 @@ def rope_pairs_into_cache(
     return _rope_pairs_into_cache(q, k, v, *tables, index_GM, *cache, position_B, clockwise)
 
 
-@torch.library.custom_op("rap::rope_pairs", mutates_args=())
+@library.custom_op("rap::rope_pairs", mutates_args=())
 def _rope_pairs(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, index: Tensor, clockwise: bool
 ) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def _rotate_back(ctx, q_grad: Tensor, k_grad: Tensor):  # type: ignore[no-untype
 _rope_pairs.register_autograd(_rotate_back, setup_context=_keep_tables)
 
 
-@torch.library.custom_op("rap::rope_pairs_into_cache", mutates_args=("keys", "values"))
+@library.custom_op("rap::rope_pairs_into_cache", mutates_args=("keys", "values"))
 def _rope_pairs_into_cache(
     q: Tensor,
     k: Tensor,
