@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from command import error_violations, run
+from rap.analysis.page import html_report
 from rap.errors import RapError
 from rap.evaluation.documents import ANSWER, FactWriter, evaluation_rng
-from rap.evaluation.needle import heat_map, needle_document, needle_grid
+from rap.evaluation.needle import (
+    NeedleCell,
+    heat_map,
+    heat_maps,
+    needle_document,
+    needle_grid,
+    needle_table,
+)
 
 VOCABULARY = 128
 WORDS = "The rain fell on the old house all night, and nobody came to the door. "
@@ -116,6 +124,29 @@ def test_heat_map_shows_every_cell(text, tmp_path):
     assert len(set(image.flatten())) > 1
 
 
+def test_models_side_by_side_share_one_scale():
+    cells = [NeedleCell(length, d, 4, d, d) for length in (64, 128) for d in (0.0, 0.5)]
+    worse = [dataclasses.replace(cell, accuracy=cell.accuracy / 2) for cell in cells]
+    figure = heat_maps({"a": cells, "b": worse, "c": cells[::-1]})
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in panels] == ["a", "b", "c"]
+    shown = [[text.get_text() for text in axes.texts] for axes in panels]
+    assert shown == [["0%", "0%", "50%", "50%"], ["0%", "0%", "25%", "25%"], shown[0]]
+    assert {axes.images[0].get_clim() for axes in panels} == {(0, 1)}
+    # Two beside each other: the third stands below, and nothing beside it.
+    assert [axes.axison for axes in figure.axes[:4]] == [True, True, True, False]
+
+
+def test_a_table_of_needles_has_a_row_a_depth():
+    cells = [NeedleCell(n, d, 4, d, d) for n in (2048, 64) for d in (0.75, 0.0)]
+    table = needle_table("T", cells)
+    assert table == {
+        "title": "T",
+        "header": ["depth", "64 tokens", "2,048 tokens"],
+        "rows": [["0%", "0%", "0%"], ["75%", "75%", "75%"]],
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -136,10 +167,10 @@ def test_the_bundled_model_finds_needles_twice_alike(tmp_path):
     place = ("--length", 128, "--length", 256, "--depth", 0, "--depth", 1, "--documents", 2)
     text = tmp_path / "text.txt"  # the bundled novels take seconds to tokenize
     text.write_text(WORDS * 40)
-    figure = tmp_path / "map.svg"
+    figure, kept = tmp_path / "map.svg", tmp_path / "map.json"
     results = [
         run("evaluate", "needle", "bundled", "--text", text, *place, "--json", *extra)
-        for extra in (("--figure", figure), ())
+        for extra in (("--figure", figure, "-o", kept), ())
     ]
     assert results[0].code == 0, results[0].err
     first, second = (result.json for result in results)
@@ -149,7 +180,12 @@ def test_the_bundled_model_finds_needles_twice_alike(tmp_path):
     # It was trained to answer just such questions.
     assert [cell["accuracy"] for cell in first["needle"]] == [1.0] * 4
     assert figure.read_text().startswith("<?xml")
-    assert json.loads(json.dumps(first)) == first
+    assert json.loads(kept.read_text()) == first
+    # The report shows its table, and the picture beside it.
+    page = html_report([tmp_path])
+    assert "<h2>Needles found by bundled, one of 4 facts</h2>" in page
+    assert "<th>256 tokens</th>" in page
+    assert 'src="data:image/svg+xml;base64,' in page
 
 
 def test_command_refuses_a_figure_it_cannot_draw(tmp_path):

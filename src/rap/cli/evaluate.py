@@ -11,7 +11,7 @@ import typer
 from ..checkpoint import check_output_file, load, load_tokenizer, whole_file
 from ..errors import RapError
 from ..evaluation.harness import GROUPS, harness_version, mean_score, run_tasks
-from ..evaluation.needle import heat_map, needle_grid
+from ..evaluation.needle import heat_map, needle_grid, needle_table
 from ..evaluation.perplexity import perplexity
 from ..evaluation.recall import copy_loss, recall_grid
 from ..fingerprint import fingerprint_model
@@ -199,7 +199,13 @@ def needle_command(
     device_map: options.DeviceMap = None,
     seed: options.Seed = 0,
     output: ResultFile = None,
-    figure: Annotated[Path | None, typer.Option(help="Heat map to write, .png or .svg.")] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Heat map to write, .png or .svg; `rap report` shows it if only its ending "
+            "differs from the result's."
+        ),
+    ] = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
@@ -217,18 +223,18 @@ def needle_command(
         num_documents=documents,
         seed=seed,
     )
-    grid = {"text": text, "facts": facts, "needle": [asdict(cell) for cell in cells]}
-    _finish({**opened.record, **grid, "provenance": provenance(seed=seed)}, output, as_json)
     title = f"Needles found by {_named(opened)}, one of {facts} facts"
+    table, made = needle_table(title, cells), provenance(seed=seed, documents=documents)
+    grid = {"text": text, "facts": facts, "needle": [asdict(cell) for cell in cells]}
+    shown = {"table": table, "command": made["command"], "provenance": made}
+    _finish({**opened.record, **grid, **shown}, output, as_json)
     if figure is not None:
         with whole_file(figure) as partial:
             kind = figure.suffix[1:]
             heat_map(cells, title).savefig(partial, format=kind, dpi=160)
         console.print(f"wrote {figure}")
     if not as_json:
-        by_place = {(cell.depth, cell.length): f"{cell.accuracy:.0%}" for cell in cells}
-        rows = [[f"{d:.0%}", *(by_place[d, n] for n in lengths)] for d in depths]
-        print_table(title, ["depth", *(f"{n:,} tokens" for n in lengths)], rows)
+        print_table(title, table["header"], table["rows"])
 
 
 @evaluate_app.command("zero-shot")

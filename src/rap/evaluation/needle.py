@@ -4,12 +4,15 @@ The facts and the question are those of documents.py, plain English that any lan
 answer and that the bundled one was trained on.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import PercentFormatter
 
 from ..errors import RapError
@@ -104,16 +107,51 @@ def needle_grid(
     return cells
 
 
+def needle_table(title: str, cells: Sequence[NeedleCell]) -> dict[str, Any]:
+    """Title, header and rows: a row a depth, a column a length, the share that was found."""
+    lengths, depths, found = _grid(cells)
+    return {
+        "title": title,
+        "header": ["depth", *(f"{length:,} tokens" for length in lengths)],
+        "rows": [[f"{d:.0%}", *(f"{found[d, n]:.0%}" for n in lengths)] for d in depths],
+    }
+
+
 def heat_map(cells: Sequence[NeedleCell], title: str) -> Figure:
     """Depth against length, a square a cell, the share that was found written into it."""
+    return heat_maps({title: cells})
+
+
+def heat_maps(found: Mapping[str, Sequence[NeedleCell]]) -> Figure:
+    """One heat map a title, two beside each other, in one scale of colours."""
+    lengths, depths, _ = _grid(next(iter(found.values())))
+    columns = min(2, len(found))
+    rows = math.ceil(len(found) / columns)
+    # A Figure of its own, not pyplot: no global state, no display.
+    size = (0.9 + columns * (0.9 + 0.9 * len(lengths)), rows * (1.6 + 0.55 * len(depths)))
+    figure = Figure(figsize=size)
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (title, cells) in zip(panels, found.items(), strict=False):
+        image = _draw(axes, cells, title)
+    for axes in panels[len(found) :]:
+        axes.set_axis_off()
+    figure.colorbar(image, ax=panels, format=PercentFormatter(1.0), aspect=20 * rows)
+    return figure
+
+
+def _grid(
+    cells: Sequence[NeedleCell],
+) -> tuple[list[int], list[float], dict[tuple[float, int], float]]:
+    """Lengths and depths from small to large, and what was found at (depth, length)."""
     lengths = sorted({cell.length for cell in cells})
     depths = sorted({cell.depth for cell in cells})
-    found = {(cell.depth, cell.length): cell.accuracy for cell in cells}
+    return lengths, depths, {(cell.depth, cell.length): cell.accuracy for cell in cells}
+
+
+def _draw(axes: Axes, cells: Sequence[NeedleCell], title: str) -> AxesImage:
+    lengths, depths, found = _grid(cells)
     grid = [[found[depth, length] for length in lengths] for depth in depths]
-    # A Figure of its own, not pyplot: no global state, no display.
-    figure = Figure(figsize=(1.8 + 0.9 * len(lengths), 1.6 + 0.55 * len(depths)))
-    figure.set_layout_engine("constrained")
-    axes = figure.subplots()
     # Blue to yellow is told apart in grey and by colour-blind readers too.
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     for row, shares in enumerate(grid):
@@ -125,8 +163,7 @@ def heat_map(cells: Sequence[NeedleCell], title: str) -> Figure:
     axes.set_xlabel("length of the document, tokens")
     axes.set_ylabel("depth of the needle")
     axes.set_title(title, fontsize=11)
-    figure.colorbar(image, ax=axes, format=PercentFormatter(1.0))
-    return figure
+    return image
 
 
 def _stretch(text: np.ndarray, rng: np.random.Generator, length: int) -> np.ndarray:
