@@ -36,6 +36,7 @@ ORDER = [
         "rope",
         "specs",
         "documentation",
+        "tensor_file",
         "layer_plan",
         "plan",
         "kernels",

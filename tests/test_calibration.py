@@ -1,6 +1,7 @@
 """Statistics against slow references: explicit per-window gradients, explicit gates, plain sums."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from family_cases import CASES
 from models import random_tokens, tiny_model
 from rap import allocation, scoring
+from rap import statistics as statistics_file
 from rap.accumulators import BACKWARD, FORWARD, GRADIENT, Fisher, GateFisher, WatchedLayer
 from rap.calibration import calibrate
 from rap.errors import CalibrationError, CheckpointError
@@ -372,15 +374,16 @@ def test_layers_without_attention_survive_a_round_trip(tmp_path):
 def test_other_files_are_refused(statistics, tmp_path, monkeypatch):
     from safetensors.torch import save_file
 
-    with pytest.raises(CalibrationError, match="cannot read statistics"):
+    with pytest.raises(CalibrationError, match="cannot read calibration statistics"):
         Statistics.load(tmp_path / "absent")
     (tmp_path / "text").write_text("no tensors")
-    with pytest.raises(CalibrationError, match="cannot read statistics"):
+    with pytest.raises(CalibrationError, match="cannot read calibration statistics"):
         Statistics.load(tmp_path / "text")
     save_file({"x": torch.ones(1)}, tmp_path / "tensors")
-    with pytest.raises(CalibrationError, match="holds no calibration statistics"):
+    with pytest.raises(CalibrationError, match="does not hold calibration statistics"):
         Statistics.load(tmp_path / "tensors")
-    monkeypatch.setattr("rap.statistics.VERSION", 2)
+    newer = replace(statistics_file.FILE, version=2)
+    monkeypatch.setattr(statistics_file, "FILE", newer)
     statistics.save(tmp_path / "newer")
     monkeypatch.undo()
     with pytest.raises(CalibrationError, match="statistics version 2, this release reads up to 1"):

@@ -131,7 +131,7 @@ CASES = [
     (("apply", "bundled", "truncated/model.safetensors", "-o", "x"), "cannot read a plan"),
     (
         ("apply", "bundled", assets.reference_path() / "model.safetensors", "-o", "x"),
-        "is not a plan file: write one with `rap plan`",
+        "does not hold a plan: write one with `rap plan`",
     ),
     *[
         (("apply", "bundled", plan, "-o", "x", *how), message)

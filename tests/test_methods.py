@@ -192,7 +192,7 @@ def test_a_plan_of_another_model_is_refused(calibrated: tuple, tmp_path: Path) -
         Plan.load(tmp_path / "plan")
     pair_plan, _ = small(CASES[0], calibrated)
     pair_plan.save(tmp_path / "pairs")
-    with pytest.raises(PlanError, match="not a plan of such a method"):
+    with pytest.raises(PlanError, match="does not hold a plan of such a method"):
         Replacement.load(tmp_path / "pairs")
 
 

@@ -179,7 +179,7 @@ def test_files_that_are_no_plan_are_refused(tmp_path):
     with pytest.raises(PlanError, match="cannot read a plan"):
         Plan.load(path)
     _write(path, "{}")
-    with pytest.raises(PlanError, match="is not a plan file: write one with `rap plan`"):
+    with pytest.raises(PlanError, match="does not hold a plan: write one with `rap plan`"):
         Plan.load(path)
     for about in ("no json", "{}", "[]", '{"version": 1, "num_layers": 1}'):
         _write(path, about, format="rap-plan")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .attention import CACHE_ARGUMENTS, RapAttention
 from .modeling import KINDS
 from .rope import gather_pairs, pair_table
-from .specs import AttentionSpec, QKNorm
+from .specs import AttentionSpec
 
 
 class ReindexedAttention(RapAttention):
@@ -25,16 +25,8 @@ class ReindexedAttention(RapAttention):
 
     kind: ClassVar[str] = "reindexed"
 
-    def __init__(
-        self,
-        dense: nn.Module,
-        spec: AttentionSpec,
-        dense_shape: Any,
-        widths: Mapping,
-        norm: QKNorm | None = None,
-        norm_mode: str = "constant",
-    ):
-        super().__init__(dense, spec, dense_shape, widths, norm, norm_mode)
+    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+        super().__init__(dense, spec, dense_shape, widths)
         self.frequencies, self.rotary_scaling = widths["frequencies"], widths["scaling"]
 
     def forward(
@@ -83,18 +75,10 @@ class IndexedAttention(RapAttention):
 
     kind: ClassVar[str] = "indexed"
 
-    def __init__(
-        self,
-        dense: nn.Module,
-        spec: AttentionSpec,
-        dense_shape: Any,
-        widths: Mapping,
-        norm: QKNorm | None = None,
-        norm_mode: str = "constant",
-    ):
+    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
         pairs, free = divmod(widths["keys"], 2)
         sizes = {"pairs": pairs, "free": free, "values": widths["values"]}
-        super().__init__(dense, spec, dense_shape, sizes, norm, norm_mode)
+        super().__init__(dense, spec, dense_shape, sizes)
         index = torch.zeros(
             dense_shape.num_kv_heads,
             widths["keys"],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .lowrank import ReconstructingAttention
 from .modeling import KINDS
-from .specs import AttentionSpec, QKNorm
+from .specs import AttentionSpec
 
 
 class EliteAttention(ReconstructingAttention):
@@ -24,19 +24,11 @@ class EliteAttention(ReconstructingAttention):
 
     kind: ClassVar[str] = "elite"
 
-    def __init__(
-        self,
-        dense: nn.Module,
-        spec: AttentionSpec,
-        dense_shape: Any,
-        widths: Mapping,
-        norm: QKNorm | None = None,
-        norm_mode: str = "constant",
-    ):
+    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
         dim, heads = dense_shape.head_dim, dense_shape.num_kv_heads
         rest = dim - 2 * widths["elite"]
         sizes = {"pairs": widths["elite"], "free": rest, "values": dim}
-        super().__init__(dense, spec, dense_shape, sizes, norm, norm_mode)
+        super().__init__(dense, spec, dense_shape, sizes)
         _, key, value, _ = (getattr(dense, name) for name in spec.projections)
         hidden, biased = key.in_features, key.bias is not None
         setattr(self, spec.projections[1], self.linear(hidden, heads * (dim - rest), bias=biased))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .attention import CACHE_ARGUMENTS, RapAttention
 from .modeling import KINDS
 from .rope import gather_pairs, pair_table, rotate_pairs
-from .specs import AttentionSpec, QKNorm
+from .specs import AttentionSpec
 
 # Directions with less than this share of the largest second moment carry rounding noise only.
 EIGENVALUE_FLOOR = 1e-12
@@ -116,19 +116,11 @@ class LatentAttention(ReconstructingAttention):
 
     kind: ClassVar[str] = "latent"
 
-    def __init__(
-        self,
-        dense: nn.Module,
-        spec: AttentionSpec,
-        dense_shape: Any,
-        widths: Mapping,
-        norm: QKNorm | None = None,
-        norm_mode: str = "constant",
-    ):
+    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
         geometry, dim = dense_shape.geometry, dense_shape.head_dim
         full = {"pairs": geometry.num_pairs, "free": geometry.num_free}
         values = widths["values"] if widths["fold"] else dim
-        super().__init__(dense, spec, dense_shape, {**full, "values": values}, norm, norm_mode)
+        super().__init__(dense, spec, dense_shape, {**full, "values": values})
         self.num_groups, self.key_rank = widths["groups"], widths["keys"]
         self.value_rank, self.fold = widths["values"], widths["fold"]
         _, key, value, output = (getattr(dense, name) for name in spec.projections)

@@ -67,9 +67,11 @@ class RapModelMixin(_Model):
             if "kind" not in widths:
                 _check_fits(layer, widths)
             dense_class: Any = type(layer.module)
-            kind = (KINDS[widths["kind"]],) if "kind" in widths else ()
-            build = attention_class(dense_class, *kind)
-            pruned = build(layer.module, spec, layer.shape, widths, layer.norm, norm_mode(config))
+            kind: Any = KINDS[widths["kind"]] if "kind" in widths else RapAttention
+            # Methods with a kind of their own refuse models that normalise queries and keys.
+            norm = (layer.norm, norm_mode(config)) if kind is RapAttention else ()
+            build = attention_class(dense_class, kind)
+            pruned = build(layer.module, spec, layer.shape, widths, *norm)
             if "kind" in widths:
                 # Not a submodule: the model has it already.
                 vars(pruned)["rotary"] = rotary_module(self)
@@ -95,10 +97,8 @@ class RapModelMixin(_Model):
 
 
 @functools.cache
-def attention_class(
-    base: type[nn.Module], kind: type[RapAttention] = RapAttention
-) -> type[nn.Module]:
-    """RapAttention as a subclass of the family's attention class, so isinstance checks hold."""
+def attention_class(base: type[nn.Module], kind: type[RapAttention]) -> type[nn.Module]:
+    """A kind of attention as a subclass of the family's own, so that isinstance checks hold."""
     name = kind.__name__.removesuffix("Attention") + base.__name__
     return type(name, (kind, base), {"__module__": __name__})
 
@@ -186,7 +186,7 @@ def __getattr__(name: str) -> type:
         for base_type in _present():
             family = sys.modules[model_class(base_type).__mro__[2].__module__]
             if hasattr(family, name.removeprefix("Rap")):
-                return attention_class(getattr(family, name.removeprefix("Rap")))
+                return attention_class(getattr(family, name.removeprefix("Rap")), RapAttention)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

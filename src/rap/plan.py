@@ -1,23 +1,19 @@
 """The decision as data: what every layer keeps, checked, saved and loaded without pickle."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import PlanError
 from .layer_plan import LayerPlan as LayerPlan
 from .rope import AttentionShape, HeadGeometry
 from .specs import NORM_MODES
+from .tensor_file import TensorFile
 
-FORMAT = "rap-plan"
-VERSION = 1
+FILE = TensorFile("plan", 1, "a plan", PlanError, "write one with `rap plan`")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,15 +86,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write one file: tensors in safetensors format, everything else as JSON in its header."""
-        tensors = {
-            # A copy: one tensor may be both the query's and the key's mixing.
-            f"layers.{index}.{name}": tensor.clone(memory_format=torch.contiguous_format)
-            for index, layer in enumerate(self.layers)
-            if layer is not None
-            for name, tensor in layer.tensors().items()
-        }
+        layers = [layer.tensors() if layer is not None else None for layer in self.layers]
         about = {
-            "version": VERSION,
             "num_layers": len(self.layers),
             "planned": [index for index, layer in enumerate(self.layers) if layer is not None],
             "shapes": [asdict(shape) if shape else None for shape in self.shapes],
@@ -108,43 +97,30 @@ class Plan:
             "method": self.method,
             "qk_norm": self.qk_norm,
         }
-        save_file(tensors, path, metadata={"format": FORMAT, "plan": json.dumps(about)})
+        FILE.save(path, layers, about)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan written by `save`; PlanError if it is no plan or of a newer version."""
-        try:
-            with safe_open(path, "pt") as file:
-                header = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise PlanError(f"cannot read a plan from {path}: {error}") from error
-        if header.get("format") != FORMAT:
-            raise PlanError(f"{path} is not a plan file: write one with `rap plan`")
-        try:
-            about = json.loads(header["plan"])
-            version = about["version"]
-            if version <= VERSION:
-                return cls._of(about, tensors)
-        except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
-            raise PlanError(f"{path} is damaged ({error}): make the plan again") from error
-        known = f"this release reads up to {VERSION}: upgrade the package"
-        raise PlanError(f"{path} has plan version {version}, {known}")
+        return FILE.load(path, cls._of)
 
     @classmethod
-    def _of(cls, about: dict[str, Any], tensors: dict[str, Tensor]) -> "Plan":
-        names = [item.name for item in fields(LayerPlan)]
+    def _of(cls, about: dict[str, Any], tensors: Callable[[int], dict[str, Tensor]]) -> "Plan":
         layers: list[LayerPlan | None] = [None] * about["num_layers"]
         for index in about["planned"]:
-            named = {name: tensors.get(f"layers.{index}.{name}") for name in names}
-            layers[index] = LayerPlan(**named)  # type: ignore[arg-type]
-        shapes = tuple(_shape_of(entry) for entry in about["shapes"])
+            layers[index] = LayerPlan(**tensors(index))
         kept = ("model_type", "retain", "dense_fingerprint", "method")
         header = {key: about[key] for key in kept} | {"qk_norm": about.get("qk_norm", "constant")}
-        return cls(layers=tuple(layers), shapes=shapes, **header)
+        return cls(layers=tuple(layers), shapes=read_shapes(about["shapes"]), **header)
 
 
-def _shape_of(entry: dict[str, Any] | None) -> AttentionShape | None:
-    if entry is None:
-        return None
-    return AttentionShape(**{**entry, "geometry": HeadGeometry(**entry["geometry"])})
+def read_shapes(
+    entries: Sequence[dict[str, Any] | None],
+) -> tuple[AttentionShape | None, ...]:
+    """Shapes as `dataclasses.asdict` wrote them into a file."""
+    return tuple(
+        AttentionShape(**{**entry, "geometry": HeadGeometry(**entry["geometry"])})
+        if entry
+        else None
+        for entry in entries
+    )

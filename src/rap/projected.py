@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .attention import RapAttention
 from .modeling import KINDS
-from .specs import AttentionSpec, QKNorm
+from .specs import AttentionSpec
 
 
 class ProjectedAttention(RapAttention):
@@ -26,18 +26,10 @@ class ProjectedAttention(RapAttention):
 
     kind: ClassVar[str] = "projected"
 
-    def __init__(
-        self,
-        dense: nn.Module,
-        spec: AttentionSpec,
-        dense_shape: Any,
-        widths: Mapping,
-        norm: QKNorm | None = None,
-        norm_mode: str = "constant",
-    ):
+    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
         geometry, dim = dense_shape.geometry, dense_shape.head_dim
         sizes = {"pairs": geometry.num_pairs, "free": geometry.num_free, "values": dim}
-        super().__init__(dense, spec, dense_shape, sizes, norm, norm_mode)
+        super().__init__(dense, spec, dense_shape, sizes)
         output = getattr(self, spec.projections[3])
         like: dict[str, Any] = {"device": output.weight.device, "dtype": output.weight.dtype}
         inputs = dense_shape.num_heads * widths["values"]

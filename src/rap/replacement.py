@@ -4,14 +4,11 @@ A pair plan is cut from any copy of the dense weights; low-rank factors and rota
 as numbers, so a replacement carries the tensors of the new attention themselves.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .construction import assemble, config_with
@@ -26,11 +23,14 @@ from .families import (
 )
 from .fingerprint import fingerprint_model
 from .modeling import CONFIG_VERSION
-from .plan import Plan
-from .rope import AttentionShape, HeadGeometry
+from .plan import FILE as PLAN_FILE
+from .plan import Plan, read_shapes
+from .rope import AttentionShape
+from .tensor_file import TensorFile
 
-FORMAT = "rap-replacement"
-VERSION = 1
+FILE = TensorFile(
+    "replacement", 1, "a plan of such a method", PlanError, "write one with `rap plan`"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +88,7 @@ class Replacement:
 
     def save(self, path: str | Path) -> None:
         """Write one file: tensors in safetensors format, everything else as JSON in its header."""
-        tensors = {
-            f"layers.{index}.{name}": tensor.contiguous()
-            for index, layer in enumerate(self.layers)
-            if layer is not None
-            for name, tensor in layer.tensors.items()
-        }
         about = {
-            "version": VERSION,
             "layers": [
                 {"widths": layer.widths, "cached": layer.cached} if layer is not None else None
                 for layer in self.layers
@@ -106,39 +99,29 @@ class Replacement:
             "dense_fingerprint": self.dense_fingerprint,
             "method": self.method,
         }
-        save_file(tensors, path, metadata={"format": FORMAT, "replacement": json.dumps(about)})
+        FILE.save(path, [layer.tensors if layer else None for layer in self.layers], about)
 
     @classmethod
     def load(cls, path: str | Path) -> "Replacement":
         """Read what `save` wrote; PlanError if it is something else or of a newer version."""
-        try:
-            with safe_open(path, "pt") as file:
-                header = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise PlanError(f"cannot read a plan from {path}: {error}") from error
-        if header.get("format") != FORMAT:
-            raise PlanError(f"{path} is not a plan of such a method: write one with `rap plan`")
-        about = json.loads(header["replacement"])
-        if about["version"] > VERSION:
-            raise PlanError(f"{path} has plan version {about['version']}: upgrade the package")
-        layers = [
-            None if entry is None else ReplacedLayer(tensors=_of_layer(tensors, index), **entry)
+        return FILE.load(path, cls._of)
+
+    @classmethod
+    def _of(
+        cls, about: dict[str, Any], tensors: Callable[[int], dict[str, Tensor]]
+    ) -> "Replacement":
+        layers = tuple(
+            None if entry is None else ReplacedLayer(tensors=tensors(index), **entry)
             for index, entry in enumerate(about["layers"])
-        ]
-        shapes = tuple(_shape(entry) for entry in about["shapes"])
+        )
         kept = ("model_type", "retain", "dense_fingerprint", "method")
-        return cls(tuple(layers), shapes, **{key: about[key] for key in kept})
+        return cls(layers, read_shapes(about["shapes"]), **{key: about[key] for key in kept})
 
 
 def load_plan(path: str | Path) -> Plan | Replacement:
     """A plan file of any method; PlanError if it is none."""
-    try:
-        with safe_open(path, "pt") as file:
-            other = (file.metadata() or {}).get("format") == FORMAT
-    except (OSError, SafetensorError) as error:
-        raise PlanError(f"cannot read a plan from {path}: {error}") from error
-    return Replacement.load(path) if other else Plan.load(path)
+    replaced = not PLAN_FILE.wrote(path) and FILE.wrote(path)
+    return Replacement.load(path) if replaced else Plan.load(path)
 
 
 def replace(model: Any, replacement: Replacement) -> Any:
@@ -198,14 +181,3 @@ def check_plain(model: Any, layers: Sequence[AttentionLayer], what: str) -> None
 
 
 _NOTHING = ReplacedLayer({}, {}, 0)
-
-
-def _of_layer(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
-    start = f"layers.{index}."
-    return {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
-
-
-def _shape(entry: dict[str, Any] | None) -> AttentionShape | None:
-    if entry is None:
-        return None
-    return AttentionShape(**{**entry, "geometry": HeadGeometry(**entry["geometry"])})

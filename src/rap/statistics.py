@@ -4,19 +4,17 @@ Shapes: H query heads, G KV heads, D head dim, P pairs, F channels that never ro
 the channel order of rope.HeadGeometry: first of every pair, second of every pair, the rest.
 """
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import CalibrationError
+from .tensor_file import TensorFile
 
-FORMAT = "rap-statistics"
-VERSION = 1
+FILE = TensorFile("statistics", 1, "calibration statistics", CalibrationError, "calibrate again")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,45 +61,29 @@ class Statistics:
 
     def save(self, path: str | Path) -> None:
         """Write one file: tensors in safetensors format, everything else as JSON in its header."""
-        tensors = {
-            f"layers.{index}.{name}": tensor.contiguous()
-            for index, layer in enumerate(self.layers)
-            if layer is not None
-            for name, tensor in layer.items()
-        }
         about = {
-            "version": VERSION,
             "layers": [sorted(layer) if layer is not None else None for layer in self.layers],
             "num_windows": self.num_windows,
             "window": self.window,
             "needs": sorted(self.needs),
             "fingerprint": self.fingerprint,
         }
-        save_file(tensors, path, metadata={"format": FORMAT, "statistics": json.dumps(about)})
+        FILE.save(path, self.layers, about)
 
     @classmethod
     def load(cls, path: str | Path) -> "Statistics":
         """Read what `save` wrote; CalibrationError for any other file or a newer version."""
-        try:
-            with safe_open(path, "pt") as file:
-                header = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise CalibrationError(f"cannot read statistics from {path}: {error}") from error
-        if header.get("format") != FORMAT:
-            raise CalibrationError(f"{path} holds no calibration statistics: calibrate again")
-        about = json.loads(header["statistics"])
-        if about["version"] > VERSION:
-            raise CalibrationError(
-                f"{path} has statistics version {about['version']}, this release reads up to "
-                f"{VERSION}: upgrade the package"
-            )
-        layers = tuple(
-            None if names is None else {name: tensors[f"layers.{index}.{name}"] for name in names}
-            for index, names in enumerate(about["layers"])
-        )
+        return FILE.load(path, cls._of)
+
+    @classmethod
+    def _of(
+        cls, about: dict[str, Any], tensors: Callable[[int], dict[str, Tensor]]
+    ) -> "Statistics":
         return cls(
-            layers=layers,
+            layers=tuple(
+                None if names is None else {name: found[name] for name in names}
+                for names, found in ((n, tensors(i)) for i, n in enumerate(about["layers"]))
+            ),
             num_windows=about["num_windows"],
             window=about["window"],
             needs=frozenset(about["needs"]),
