@@ -7,15 +7,15 @@ query and key energy (its CUR for RoPE); queries, keys and values read one secon
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..allocation import Budget
 from ..plan import LayerPlan
 from ..rope import AttentionShape
 from ..scoring import LayerScores, Named, score_layers
 from ..statistics import Statistics
-from ..subspace import output_gram, weighted_subspace
 from .base import DenseLayers, PairPruning
+from .values import in_subspace, layer_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +44,9 @@ class A3(PairPruning):
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
     ) -> list[LayerPlan | None]:
         """Plain pairs, and values in a subspace unless a gate works on single channels."""
-        cut: list[LayerPlan | None] = []
-        for index, layer in enumerate(super().cut_layers(scores, statistics, dense)):
-            shape, weights = dense.shapes[index], dense.weights[index]
-            if layer is None or shape is None or weights is None or not dense.mixes_values[index]:
-                cut.append(layer)
-                continue
-            moment = (statistics.layers[index] or {})["value_moment"].double()
-            gram = output_gram(weights["o"], shape).cpu()
-            factors = weighted_subspace(moment, gram, layer.value_width)
-            fields: dict[str, Any] = layer.tensors()
-            fields["channels_GC"] = None
-            fields["value_down_GCD"] = factors.down.contiguous()
-            fields["value_up_GDC"] = factors.up.contiguous()
-            cut.append(LayerPlan(**fields))
-        return cut
+        return [
+            in_subspace(layer, layer_values(index, statistics, dense, "output"))
+            if layer is not None and dense.mixes_values[index]
+            else layer
+            for index, layer in enumerate(super().cut_layers(scores, statistics, dense))
+        ]

@@ -26,7 +26,7 @@ from ..fingerprint import fingerprint_model
 from ..limits import key_limit, value_limit
 from ..plan import LayerPlan, Plan
 from ..rope import AttentionShape
-from ..scoring import LayerScores, Named
+from ..scoring import LayerScores, Named, score_layers
 from ..specs import NORM_MODES, AttentionSpec
 from ..statistics import Statistics
 
@@ -197,6 +197,30 @@ class PairPruning(Method):
     def alignment(self, shapes: Sequence[AttentionShape | None]) -> int:
         """The channel count that widths are multiples of, `align` or its default."""
         return aligned(self.align, shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control(PairPruning):
+    """A method to compare others with: it reads no text, and every layer keeps alike.
+
+    Pairs and value channels by the score of rap.scoring.SCORES that has the method's name.
+    """
+
+    budget: Budget = "uniform"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Nothing."""
+        return frozenset()
+
+    def importance(
+        self,
+        statistics: Sequence[Named | None],
+        weights: Sequence[Named | None],
+        shapes: Sequence[AttentionShape | None],
+    ) -> list[LayerScores | None]:
+        """Of the weights alone, or of none."""
+        return score_layers(self.name, statistics, weights, shapes, self.seed)
 
 
 def aligned(align: int | None, shapes: Sequence[AttentionShape | None]) -> int:

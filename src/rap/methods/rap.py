@@ -21,13 +21,13 @@ from ..sensitivity import (
     free_moments,
     key_moments,
     split_step,
-    value_moments,
     width_errors,
     width_losses,
 )
 from ..statistics import Statistics
 from ..subspace import weighted_subspace
 from .base import DenseLayers, PairPruning
+from .values import in_subspace, layer_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,17 +143,11 @@ class Rap(PairPruning):
         assert frequencies is not None
         found, context = statistics.layers[index] or {}, self.context or dense.context
         keys = key_moments(found, self.metric)
-        values = self._values(index, statistics, dense)
+        values = layer_values(index, statistics, dense, self.metric)
         if self.metric == "output":
             return width_errors(keys, values, shape, frequencies, context)
         mixes = {"mixes_keys": dense.mixes_keys[index], "mixes_values": dense.mixes_values[index]}
         return width_losses(keys, values, found, shape, frequencies, context, **mixes)
-
-    def _values(self, index: int, statistics: Statistics, dense: DenseLayers) -> Moments:
-        shape, weights = dense.shapes[index], dense.weights[index]
-        assert shape is not None
-        assert weights is not None
-        return value_moments(statistics.layers[index] or {}, weights["o"], shape, self.metric)
 
     def cut_layers(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
@@ -166,12 +160,10 @@ class Rap(PairPruning):
             if layer is None:
                 cut.append(None)
                 continue
-            fields = layer.tensors()
-            fields |= keys[index]
+            made = LayerPlan(**{**layer.tensors(), **keys[index]})
             if self.values == "subspace" and dense.mixes_values[index]:
-                del fields["channels_GC"]
-                fields |= _subspace(self._values(index, statistics, dense), layer.value_width)
-            cut.append(LayerPlan(**fields))
+                made = in_subspace(made, layer_values(index, statistics, dense, self.metric))
+            cut.append(made)
         return cut
 
     def _keys(
@@ -272,11 +264,6 @@ def _folded(heads: Sequence[FoldedHead]) -> dict[str, Tensor]:
         "frequency_GM": torch.stack([head.frequency for head in heads]).to(torch.int32),
         **{name: torch.view_as_real(mix).contiguous() for name, mix in mixes.items()},
     }
-
-
-def _subspace(values: Moments, width: int) -> dict[str, Tensor]:
-    factors = weighted_subspace(*values, width)
-    return {"value_down_GCD": factors.down.contiguous(), "value_up_GDC": factors.up.contiguous()}
 
 
 def _hybrid_budget(shape: AttentionShape, steps: int) -> LayerBudget:
