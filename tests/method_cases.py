@@ -46,6 +46,7 @@ CASES = [
     MethodCase("palu", {"group_size": 1}, step=1.0, trained=("k_up.0", "k_up.1")),
     MethodCase("palu", {"ranks": "uniform"}, step=1.0, trained=("k_up.0",)),
     MethodCase("svdllm", step=1.0, trained=_TWO_FACTORS),
+    MethodCase("svdllm2", step=1.0, trained=_TWO_FACTORS),
     MethodCase("elitekv", {"pairs": 3}, {"pairs": 8}, step=1.0, trained=("k_up", "v_up")),
     MethodCase("elitekv", {"whiten": True}, {"pairs": 8}, step=1.0, trained=("k_up", "v_up")),
     MethodCase("matryoshka", step=1.0),

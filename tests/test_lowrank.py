@@ -1,5 +1,7 @@
 """PaLU and SVD-LLM against the whitened problem they solve, by another route than the package's."""
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from models import random_tokens, tiny_model
 from rap.allocation import allocate
 from rap.lowrank import whitened_factors
 from rap.methods import METHODS
+from rap.methods.svdllm2 import kept_shares
 
 HEADS, DIM, HIDDEN = 4, 8, 48
 
@@ -66,6 +69,96 @@ def test_svdllm_reaches_the_optimum_over_all_heads(
     best = optimum(getattr(dense, f"{role}_proj").weight, x_NE, round(retain * HEADS * DIM))
     # The moment is kept in float32.
     assert layer_error(dense, attention, role, x_NE) == pytest.approx(best, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def uneven() -> tuple[Any, rap.Statistics, list[Tensor]]:
+    """Five layers whose W_k and W_v shrink with depth, their statistics and inputs [N, E]."""
+    model = tiny_model(
+        dtype=torch.float64, heads=8, kv_heads=HEADS, head_dim=DIM, hidden=HIDDEN, layers=5
+    )
+    seen: dict[int, Tensor] = {}
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        attention.k_proj.weight.data *= 20 * 0.6**index
+        attention.v_proj.weight.data *= 20 * 0.7 ** (4 - index)
+        attention.k_proj.register_forward_hook(
+            lambda m, inputs, o, index=index: seen.update({index: inputs[0].detach().flatten(0, 1)})
+        )
+    windows = random_tokens(4, 64)
+    statistics = rap.calibrate(model, windows, {"inputs"})
+    with torch.no_grad():
+        model(windows)
+    return model, statistics, list(seen.values())
+
+
+def ranks(plan: Any, name: str) -> list[int]:
+    """The widths of that name in every layer of a plan."""
+    return [layer.widths[name] for layer in plan.layers]
+
+
+@pytest.mark.parametrize("retain", [0.9, 0.5, 0.2])
+def test_svdllm2_ranks_follow_the_logarithm_of_what_is_lost(uneven: tuple, retain: float) -> None:
+    """Against shares computed with losses by Cholesky, over all 256 tokens."""
+    model, statistics, inputs = uneven
+    plan = METHODS["svdllm2"](retain=retain).plan(model, statistics)
+    size = HEADS * DIM
+    for role, name in (("k", "keys"), ("v", "values")):
+        inverse = []
+        for layer, x_NE in zip(model.model.layers, inputs, strict=True):
+            weight = getattr(layer.self_attn, f"{role}_proj").weight
+            lost = len(x_NE) * optimum(weight, x_NE, round(retain * size))
+            inverse.append(1 / math.log(lost))
+        removed = [(1 - retain) * 5 * w / sum(inverse) for w in inverse]
+        found = ranks(plan, name)
+        assert sum(found) == round(retain * 5 * size)
+        # A whole rank is as near as it gets; handing out the last one moves others by one more.
+        for kept, share in zip(found, removed, strict=True):
+            assert abs(kept - (1 - share) * size) <= 1
+    assert ranks(plan, "keys") == sorted(ranks(plan, "keys"), reverse=True)
+    assert ranks(plan, "values") == sorted(ranks(plan, "values"))
+    assert len(set(ranks(plan, "keys"))) > 2
+    assert METHODS["svdllm2"](retain=1.0).plan(model, statistics).kept_fraction == 1
+
+
+def test_svdllm2_reaches_the_optimum_at_its_own_ranks(uneven: tuple) -> None:
+    model, statistics, inputs = uneven
+    method = METHODS["svdllm2"](retain=0.5)
+    plan = method.plan(model, statistics)
+    small = method.apply(model, plan)
+    for index in (0, 4):
+        dense, x_NE = model.model.layers[index].self_attn, inputs[index]
+        for role, name in (("k", "keys"), ("v", "values")):
+            best = optimum(getattr(dense, f"{role}_proj").weight, x_NE, ranks(plan, name)[index])
+            found = layer_error(dense, small.model.layers[index].self_attn, role, x_NE)
+            # The moment is kept in float32.
+            assert found == pytest.approx(best, rel=1e-5)
+
+
+def test_shares_of_losses_that_have_no_logarithm() -> None:
+    """Zero and small losses count as e; the mean stays what it was."""
+    assert kept_shares([9.0, 9.0, 9.0], 0.6) == pytest.approx([0.6] * 3)
+    squared = kept_shares([1e4, 1e6, 1e8], 0.6)
+    assert squared == pytest.approx(kept_shares([1e2, 1e3, 1e4], 0.6))
+    assert kept_shares([1e4, 1e8], 0.7) == pytest.approx([0.6, 0.8])
+    lost = kept_shares([0.0, 1.0, 0.5, math.e, math.e**2], 0.7)
+    assert lost == pytest.approx([0.7 - 1 / 30] * 4 + [0.7 + 4 / 30])
+    # One that would give more than all of itself gives all; the others' shares are as they were.
+    assert kept_shares([0.0, 1e30, 1e30], 0.3)[0] == 0
+    assert kept_shares([0.0, 5.0, 1e30], 1.0) == [1.0] * 3
+
+
+def test_a_projection_of_zeros_gives_its_ranks_to_the_others(uneven: tuple) -> None:
+    model = copy.deepcopy(uneven[0])
+    model.model.layers[2].self_attn.v_proj.weight.data.zero_()
+    statistics = rap.calibrate(model, random_tokens(4, 64), {"inputs"})
+    method = METHODS["svdllm2"](retain=0.5, multiple=4)
+    plan = method.plan(model, statistics)
+    values = ranks(plan, "values")
+    assert values[2] == min(values) < 8 < 16 < max(values)
+    assert sum(values) == 5 * HEADS * DIM // 2
+    assert all(rank % 4 == 0 for rank in values + ranks(plan, "keys"))
+    assert torch.isfinite(method.apply(model, plan)(random_tokens(1, 9)).logits).all()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

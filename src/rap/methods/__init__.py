@@ -16,6 +16,7 @@ from .palu import Palu
 from .random import Random
 from .rap import Rap
 from .svdllm import SvdLlm
+from .svdllm2 import SvdLlm2
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
@@ -25,6 +26,7 @@ METHODS: dict[str, type[Method]] = {
         IndexedKvPruner,
         Palu,
         SvdLlm,
+        SvdLlm2,
         EliteKv,
         Matryoshka,
         Heads,

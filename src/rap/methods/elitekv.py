@@ -19,6 +19,7 @@ from ..errors import RapError
 from ..lowrank import whitened_factors
 from ..replacement import ReplacedLayer
 from ..rope import AttentionShape
+from ..statistics import Statistics
 from .replacing import DenseLayer, Replacing, linear
 
 
@@ -46,7 +47,9 @@ class EliteKv(Replacing):
         """Sampled logits, and the inputs' second moment to whiten by."""
         return frozenset({"logits"} | ({"inputs"} if self.whiten else set()))
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
+    def replaced(
+        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+    ) -> Iterator[ReplacedLayer]:
         """Elite pairs by greedy search, then the best latent that the rest of the budget holds."""
         return (self._layer(layer) for layer in layers)
 

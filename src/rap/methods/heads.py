@@ -16,6 +16,7 @@ from ..construction import assemble
 from ..errors import UnsupportedModelError
 from ..families import attention_layers, attention_spec, projections
 from ..replacement import ReplacedLayer, Replacement, check_made_for
+from ..statistics import Statistics
 from .replacing import DenseLayer, Replacing, nearest_rank
 
 
@@ -30,7 +31,9 @@ class Heads(Replacing):
         """Gradients of W_k and W_v."""
         return frozenset({"fisher"})
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> list[ReplacedLayer]:
+    def replaced(
+        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+    ) -> list[ReplacedLayer]:
         """Kept KV heads, ascending, as the only entry of a layer's `widths`."""
         made = []
         for layer in layers:

@@ -19,6 +19,7 @@ from ..families import rotary_module
 from ..replacement import ReplacedLayer
 from ..rope import HeadGeometry, read_frequencies
 from ..scoring import score_layers
+from ..statistics import Statistics
 from .base import aligned
 from .replacing import DenseLayer, Replacing
 
@@ -45,7 +46,9 @@ class _Channels(Replacing):
         """Gradients of W_k and W_v."""
         return frozenset({"fisher"})
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
+    def replaced(
+        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+    ) -> Iterator[ReplacedLayer]:
         """As many channels as RAP's budget has, the best by root-Fisher."""
         shapes = [layer.shape for layer in layers]
         scores = score_layers(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..projected import ProjectedAttention, projected_tensors
 from ..replacement import ReplacedLayer
+from ..statistics import Statistics
 from .replacing import DenseLayer, Replacing, every_pair, nearest_rank
 
 
@@ -29,7 +30,9 @@ class Matryoshka(Replacing):
         """Covariances of rotated keys and of values."""
         return frozenset({"rotated"})
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
+    def replaced(
+        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+    ) -> Iterator[ReplacedLayer]:
         """The leading eigenvectors of every head."""
         return (self._layer(layer) for layer in layers)
 

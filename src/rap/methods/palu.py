@@ -16,6 +16,7 @@ from ..allocation import allocate
 from ..errors import RapError
 from ..lowrank import Factors, LatentAttention, whitened_factors
 from ..replacement import ReplacedLayer
+from ..statistics import Statistics
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
 
 
@@ -52,7 +53,9 @@ class Palu(Replacing):
         """The second moment of what the projections read, and gradients for Fisher ranks."""
         return frozenset({"inputs"} | ({"fisher"} if self.ranks == "fisher" else set()))
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
+    def replaced(
+        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+    ) -> Iterator[ReplacedLayer]:
         """A latent of every group for keys, and one for values that the output reads."""
         ranks = self._ranks(layers)
         return (self._layer(layer, *ranks[i]) for i, layer in enumerate(layers))

@@ -81,8 +81,13 @@ class Replacing(Method):
     """A method that says, layer by layer, which attention takes the dense one's place."""
 
     @abstractmethod
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterable[ReplacedLayer]:
-        """The new attention of each of these layers, best one at a time: they come in float64."""
+    def replaced(
+        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+    ) -> Iterable[ReplacedLayer]:
+        """The new attention of each of these layers, best one at a time: they come in float64.
+
+        `statistics` say what was calibrated on; each layer has its own part of them in `found`.
+        """
 
     def plan(self, model: Any, statistics: Statistics) -> Replacement:
         """Replace every layer with attention. The model is not changed."""
@@ -91,7 +96,7 @@ class Replacing(Method):
         layers = _layers(model, statistics)
         made = {
             layer.index: _as_stored(layer, new)
-            for layer, new in zip(layers, self.replaced(layers, model), strict=True)
+            for layer, new in zip(layers, self.replaced(layers, model, statistics), strict=True)
         }
         shapes = tuple(layer.shape for layer in attention_layers(model))
         return Replacement(

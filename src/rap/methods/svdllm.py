@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..lowrank import LatentAttention, whitened_factors
 from ..replacement import ReplacedLayer
+from ..statistics import Statistics
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
 
 
@@ -33,24 +34,34 @@ class SvdLlm(Replacing):
         """The second moment of what the projections read."""
         return frozenset({"inputs"})
 
-    def replaced(self, layers: Sequence[DenseLayer], model: Any) -> Iterator[ReplacedLayer]:
+    def replaced(
+        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+    ) -> Iterator[ReplacedLayer]:
         """A latent of all KV heads for keys and one for values, nothing folded."""
-        return (self._layer(layer) for layer in layers)
+        ranks = self.ranks(layers, statistics)
+        return (_layer(layer, *kept) for layer, kept in zip(layers, ranks, strict=True))
 
-    def _layer(self, layer: DenseLayer) -> ReplacedLayer:
-        size = layer.shape.num_kv_heads * layer.shape.head_dim
-        rank = nearest_rank(self.retain, size, self.multiple)
-        tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
-        tensors |= layer.dense("q", "o")
-        for role in "kv":
-            factors = whitened_factors(layer.weight(role), layer.found["input_moment"], rank)
-            tensors |= layer.linear(role, factors.down)
-            tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
-        widths = {
-            "kind": LatentAttention.kind,
-            "groups": 1,
-            "keys": rank,
-            "values": rank,
-            "fold": False,
-        }
-        return ReplacedLayer(widths, tensors, cached=2 * rank)
+    def ranks(
+        self, layers: Sequence[DenseLayer], statistics: Statistics
+    ) -> Sequence[tuple[int, int]]:
+        """The ranks of every layer's keys and values."""
+        nearest = [nearest_rank(self.retain, joint_rows(layer), self.multiple) for layer in layers]
+        return [(rank, rank) for rank in nearest]
+
+
+def joint_rows(layer: DenseLayer) -> int:
+    """Rows of W_k, and of W_v: the channels of all KV heads."""
+    return layer.shape.num_kv_heads * layer.shape.head_dim
+
+
+def _layer(layer: DenseLayer, key_rank: int, value_rank: int) -> ReplacedLayer:
+    ranks = {"k": key_rank, "v": value_rank}
+    tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
+    tensors |= layer.dense("q", "o")
+    for role, rank in ranks.items():
+        factors = whitened_factors(layer.weight(role), layer.found["input_moment"], rank)
+        tensors |= layer.linear(role, factors.down)
+        tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
+    widths = {"kind": LatentAttention.kind, "groups": 1, "fold": False}
+    widths |= {"keys": key_rank, "values": value_rank}
+    return ReplacedLayer(widths, tensors, cached=key_rank + value_rank)
