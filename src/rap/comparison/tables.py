@@ -3,38 +3,54 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .capability import capability
+from .matched import matched
 from .variants import DENSE
 
 Record = dict[str, Any]
 Table = dict[str, Any]
 
 # The paper's two side tables, by the methods they set beside each other.
-STEELMAN = ("kvpruner", "kvpruner-indexed", "rap:paper", "rap")
+STEELMAN = (
+    "kvpruner",
+    "kvpruner:paper",
+    "kvpruner-indexed",
+    "kvpruner-indexed:paper",
+    "rap:paper",
+    "rap",
+)
 UNCONVERGED = ("elitekv", "matryoshka")
 RECOVERED = {"none": "cut only", "closed-form": "refitted"}
+MISSED = 0.025  # of dense: a cache that is farther from what was asked is pointed out
 
 
 def tables(name: str, records: Sequence[Record], failed: Sequence[Record]) -> list[Table]:
-    """All tables there are data for: one a retain ratio, sweeps, steelman, non-converging."""
-    if not records or records[0]["method"] != DENSE:
+    """All tables there are data for: one a retain ratio, capabilities, matched compute, sweeps,
+    steelman and non-converging.
+    """
+    if not records or records[0]["method"] != DENSE or len(records) == 1:
         return []
     dense, cut = records[0], records[1:]
     retains = sorted({record["retain"] for record in cut}, reverse=True)
     found = [_main(name, retain, dense, cut, failed) for retain in retains]
     # Once is enough: it holds for all of them.
-    for table in found[:1]:
-        table["note"] = f"{_note(dense)} {table['note']}".strip()
+    found[0]["note"] = f"{_note(dense)} {found[0]['note']}".strip()
+    found.append(capability(name, dense, cut, RECOVERED))
+    found.append(matched(name, dense, cut, MATCHED_QUALITY, RECOVERED))
     if len(retains) > 2:
         found += [_sweep(name, recover, dense, cut) for recover in _recoveries(cut)]
     steelman = [record for record in cut if record["method"] in STEELMAN]
-    if len({record["method"] for record in steelman} & set(STEELMAN[:3])) == 3:
-        title = f"Single channels at their best against whole pairs, {name}"
-        found.append(_by_retain(title, steelman, dense))
-    unconverged = [record for record in cut if record["method"].split(":")[0] in UNCONVERGED]
+    if {_base(record) for record in steelman} == {"kvpruner", "kvpruner-indexed", "rap"}:
+        found += [_steelman(name, recover, dense, steelman) for recover in _recoveries(steelman)]
+    unconverged = [record for record in cut if _base(record) in UNCONVERGED]
     if unconverged and len(_recoveries(cut)) > 1:
-        title = f"Methods that the paper's recovery did not bring back, {name}"
-        found.append(_by_retain(title, unconverged, dense))
+        found.append(_unconverged(name, unconverged, dense))
     return [table for table in found if table["rows"]]
+
+
+def _base(record: Record) -> str:
+    """The method without recipe and settings."""
+    return str(record["method"]).split(":")[0]
 
 
 def _recoveries(records: Sequence[Record]) -> list[str]:
@@ -87,32 +103,65 @@ def _sweep(name: str, recover: str, dense: Record, cut: Sequence[Record]) -> Tab
         at = {record["method"]: record for record in here if record["retain"] == retain}
         rows.append([f"{retain:g}", *(_perplexity(at[m]) if m in at else "" for m in methods)])
     title = f"Perplexity over the retain ratio, {RECOVERED.get(recover, recover)}, {name}"
-    return {"title": title, "header": ["retain", *methods], "rows": rows}
+    note = _missed(here, dense)
+    return {"title": title, "note": note, "header": ["retain", *methods], "rows": rows}
 
 
-def _by_retain(title: str, records: Sequence[Record], dense: Record) -> Table:
+def _missed(records: Sequence[Record], dense: Record) -> str:
+    """Which cells do not cache what was asked, so that nobody reads them as if they did."""
+    key = "kv_bytes_per_token"
+    missed = [
+        f"{record['method']} {record[key] / dense[key]:.0%} at {record['retain']:g}"
+        for record in records
+        if abs(record[key] / dense[key] - record["retain"]) > MISSED
+    ]
+    return f"Caches another part of dense than asked: {', '.join(missed)}." if missed else ""
+
+
+def _steelman(name: str, recover: str, dense: Record, records: Sequence[Record]) -> Table:
+    """A row a variant, a column a ratio, and how many times the perplexity of the paper's RAP."""
+    here = [record for record in records if record["recover"] == recover]
+    retains = sorted({record["retain"] for record in here})
+    value = {(record["method"], record["retain"]): record for record in here}
+    base = next((one for one in ("rap:paper", "rap") if (one, retains[0]) in value), None)
+    rows = []
+    for method in sorted(_methods(here), key=STEELMAN.index):
+        cells = [value.get((method, retain)) for retain in retains]
+        below = [value.get((base, retain)) for retain in retains]
+        rows.append(
+            [
+                method,
+                *(_perplexity(cell) if cell else "" for cell in cells),
+                *(
+                    f"{cell['perplexity'] / rap['perplexity']:.2f}" if cell and rap else ""
+                    for cell, rap in zip(cells, below, strict=True)
+                ),
+            ]
+        )
+    return {
+        "title": "Single channels at their best against whole pairs, "
+        f"{RECOVERED.get(recover, recover)}, {name}",
+        "note": f"Perplexity; dense {dense['perplexity']:.2f}.",
+        "header": [
+            "method",
+            *(f"retain {retain:g}" for retain in retains),
+            *(f"times {base}, {retain:g}" for retain in retains),
+        ],
+        "rows": rows,
+    }
+
+
+def _unconverged(name: str, records: Sequence[Record], dense: Record) -> Table:
+    """A row a method and ratio, a column a recovery."""
     recoveries = _recoveries(records)
+    value = {(r["method"], r["retain"], r["recover"]): _perplexity(r) for r in records}
     rows = [
-        [
-            method,
-            f"{retain:g}",
-            *(
-                next(
-                    (
-                        _perplexity(r)
-                        for r in records
-                        if (r["method"], r["retain"], r["recover"]) == (method, retain, recover)
-                    ),
-                    "",
-                )
-                for recover in recoveries
-            ),
-        ]
+        [method, f"{retain:g}", *(value.get((method, retain, r), "") for r in recoveries)]
         for method in _methods(records)
-        for retain in sorted({record["retain"] for record in records}, reverse=True)
+        for retain in sorted({record["retain"] for record in records})
     ]
     return {
-        "title": title,
+        "title": f"Methods that the paper's recovery did not bring back, {name}",
         "note": f"Perplexity; dense {dense['perplexity']:.2f}.",
         "header": ["method", "retain", *(RECOVERED.get(r, r) for r in recoveries)],
         "rows": rows,
@@ -182,3 +231,4 @@ QUALITY: dict[str, Callable[[Record], str]] = {
     "recall": _recall,
     "copying": _copying,
 }
+MATCHED_QUALITY = {what: QUALITY[what] for what in ("PPL", "recall")}
