@@ -14,15 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import rap
-from rap import assets
 from rap.analysis.report import markdown_table
 from rap.checkpoint import write_json
 from rap.comparison.grid import Grid
 from rap.comparison.matched import NEAR, REFERENCE, matched, parameters
-from rap.comparison.run import compare
+from rap.comparison.run import Bench, compare
 from rap.comparison.tables import MATCHED_QUALITY, RECOVERED
 from rap.comparison.variants import DENSE, Variant
 from rap.evaluation.cost import Sizes, dense, low_rank, sizes_of
@@ -55,18 +51,11 @@ def by_formula(sizes: Sizes, group_size: int, fold: bool, target: float) -> tupl
 class Counts:
     """Attention parameters of cut models, each planned and built once."""
 
-    def __init__(self) -> None:
-        self.model = assets.reference_model(torch.float32)
+    def __init__(self, output: Path) -> None:
         self.grid = Grid(methods=tuple(METHODS))
-        methods = [Variant(spec).build(0.5, **self.grid.common) for spec in METHODS]
-        windows = rap.load_windows(
-            self.grid.calibration,
-            assets.reference_tokenizer(),
-            num_windows=self.grid.num_windows,
-            window=self.grid.window,
-        )
-        needs = frozenset().union(*(method.needs for method in methods))
-        self.statistics = rap.calibrate(self.model, windows, needs, progress=True)
+        # Its statistics are those that the cells are cut by, collected once for both.
+        bench = Bench("bundled", None, "float32", None, self.grid, output, True)
+        self.model, self.statistics = bench.model, bench.statistics()
         self.whole = footprint(self.model).attention_parameters
         self.known: dict[tuple[str, int], float] = {}
 
@@ -158,7 +147,7 @@ def main() -> None:
     arguments = parser.parse_args()
     whole, *reference = reference_cells(arguments.recover)
     target = parameters(reference[0], whole)
-    found = solved(Counts(), target)
+    found = solved(Counts(arguments.output), target)
     for cells in measured(found, arguments.recover, arguments.output):
         records = [*reference, *cells]
         table = matched("bundled", whole, records, MATCHED_QUALITY, RECOVERED)
@@ -166,7 +155,7 @@ def main() -> None:
         result = {
             "title": "Matched attention compute: bundled",
             "tables": shown,
-            "command": "python benchmarks/matched.py",
+            "command": f"python benchmarks/matched.py --recover {' '.join(arguments.recover)}",
             "cells": [whole, *records],
             "solved": found,
             "provenance": provenance(recover=arguments.recover),

@@ -12,6 +12,8 @@ import pytest
 from command import error_violations, run
 from rap.analysis.charts import Series, legend, line_chart
 from rap.analysis.page import html_report
+from rap.analysis.recall_map import recall_maps
+from rap.errors import RapError
 
 PACKAGES = {"torch": "2.13.0", "transformers": "5.19.0"}
 MADE = {
@@ -126,8 +128,9 @@ def test_the_page_says_what_the_files_say(folder):
         "Plain",
     ):
         assert said in text, said
-    # Perplexity against bytes and against FLOPs, and recall.
+    # Perplexity against bytes and against FLOPs, and recall; and a map of it.
     assert page.count("<figure>") == 3
+    assert page.count('<figure class="map">') == 1
     assert "rap: 46.44 at 50.0%" in text
 
 
@@ -165,6 +168,92 @@ def test_a_wide_range_is_logarithmic_and_zero_stays_on_a_linear_axis():
 def test_series_beyond_the_colours_differ_by_marker():
     keys = re.findall(r'class="marker (s\d)" d="([^"]+)"', legend([str(n) for n in range(20)]))
     assert len(set(keys)) == 20
+
+
+def _recalled(method: str, retain: float, shares: dict[int, float], recover: str) -> dict[str, Any]:
+    recall = [{"distance": d, "accuracy": share, "num_facts": 4} for d, share in shares.items()]
+    return {**_cell(method, retain, 50.0), "recall": recall, "recover": recover}
+
+
+def test_a_map_of_recall_has_a_square_for_every_ratio_and_distance():
+    dense = _recalled("dense", 1.0, {64: 1.0, 900: 0.97}, "none")
+    cut = [
+        _recalled("a<b", 0.5, {64: 0.25, 900: 0.0}, "none"),
+        _recalled("a<b", 0.7, {64: 0.5, 900: 0.125}, "none"),
+        _recalled("c", 0.7, {64: 0.75, 900: 0.6}, "none"),
+        _recalled("c", 0.7, {64: 0.8, 900: 0.7}, "fast"),
+    ]
+    maps = recall_maps(dense, cut, {"none": "cut", "fast": "fast"})
+    first, second = maps.split("</figure>")[:2]
+    assert re.findall(r"<th(?: [^>]*)?>(.*?)</th>", first) == [
+        "tokens", "retain 0.7", "retain 0.5", "64", "900", "64", "900", "dense", "a&lt;b", "c",
+    ]  # fmt: skip
+    square = r'<td class="square( start)?"(?: style="--share:(\d+%)")?>(\d+%)?</td>'
+    found = re.findall(square, first)
+    # The colour and the text say the same; a group of columns begins with a line.
+    assert all(colour == text for _, colour, text in found)
+    assert [text for _, _, text in found] == [
+        *("100%", "97%", "100%", "97%"),
+        *("50%", "12%", "25%", "0%"),
+        *("75%", "60%", "", ""),
+    ]
+    assert [bool(start) for start, _, _ in found] == [True, False] * 6
+    assert [text for _, _, text in re.findall(square, second)] == ["100%", "97%", "80%", "70%"]
+    assert "numbers after so many tokens; fast" in second
+    assert "broad" not in maps
+    many = [_recalled("c", r, {64: 0.5, 900: 0.5}, "none") for r in (0.9, 0.8, 0.7, 0.6)]
+    assert '<figure class="map broad">' in recall_maps(dense, many, {"none": "cut"})
+    assert recall_maps({**dense, "recall": []}, cut, {"none": "cut"}) == ""
+
+
+def test_the_squares_of_a_map_take_their_colour_from_the_theme(folder):
+    style = html_report([folder]).partition("</style>")[0]
+    rule = re.search(r"\.map \.square \{([^}]*)\}", style)
+    assert rule is not None
+    assert "color-mix(in srgb, var(--heat) var(--share, 0%), var(--page))" in rule[1]
+    # Printers leave backgrounds out unless they are told.
+    assert "print-color-adjust: exact" in rule[1]
+    for theme, ink in (("#1c1f23", "light"), ("#e6e8eb", "dark")):
+        block = next(part for part in style.split("}") if f"--ink: {theme}" in part)
+        heat = re.search(r"--heat: (#\w+)", block)
+        assert heat is not None
+        assert _contrast(heat[1], theme) >= 4.5, ink
+
+
+def _contrast(one: str, other: str) -> float:
+    """The contrast of two colours, from 1 to 21 (WCAG 2.2)."""
+
+    def luminance(color: str) -> float:
+        parts = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_an_analysis_without_a_picture_beside_it_is_drawn_from_its_data(tmp_path):
+    rows = [{"retain": 0.5, "layer": layer, "perplexity": 40.0 + layer} for layer in range(3)]
+    data = {"dense": 40.0, "rows": rows, "how": "Counted."}
+    table = {"title": "Probe", "header": ["layer"], "rows": [["0"]]}
+    path = tmp_path / "analysis-probe.json"
+
+    def page(**changes: Any) -> str:
+        result = {"analysis": "probe", "table": table, "data": data, **changes}
+        path.write_text(json.dumps(result), encoding="utf-8")
+        return html_report([tmp_path])
+
+    drawn = re.search(r'<img alt="Probe" src="data:image/png;base64,([^"]+)">', page())
+    assert drawn is not None
+    assert base64.b64decode(drawn[1]).startswith(b"\x89PNG")
+    assert page() == page()
+    higher = [{**row, "perplexity": 50.0} for row in rows]
+    assert drawn[1] not in page(data={**data, "rows": higher})
+    assert "<img" not in page(analysis="another")
+    with pytest.raises(RapError, match="run `rap analyze probe` again"):
+        page(data={"rows": rows})
+    (tmp_path / "analysis-probe.svg").write_text("<svg/>", encoding="utf-8")
+    assert "data:image/svg+xml;base64," in page()
 
 
 def test_report_command(folder, tmp_path):

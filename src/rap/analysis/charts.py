@@ -126,7 +126,8 @@ def _grid(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
             f'<text x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end">{_number(tick)}</text>'
         )
     base = HEIGHT - BOTTOM
-    for tick in x.ticks():
+    # Shares have up to six digits, such as 1,000%: fewer of them find room.
+    for tick in x.ticks(4 if x.log else 5):
         at = f"{x(tick):.1f}"
         parts.append(f'<path class="grid" d="M{at},{TOP}V{base}"/>')
         parts.append(f'<text x="{at}" y="{base + 16}" text-anchor="middle">{tick:,.0%}</text>')

@@ -1,14 +1,19 @@
 """One self-contained HTML page of result files: tables, figures, and where every number is from."""
 
 import base64
+import io
 import json
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..errors import RapError
 from .charts import Series, legend, line_chart
+from .recall_map import recall_maps
+from .registry import ANALYSES
 from .report import PICTURES, SHORT, read_results, source_parts, tables_of
+from .study import figure_of
 
 Record = dict[str, Any]
 
@@ -58,13 +63,30 @@ def _section(number: int, name: str, result: Record) -> str:
 
 
 def _picture(name: str, result: Record) -> str:
-    """The picture beside a result file, inside the page."""
-    if "picture" not in result:
+    """The picture beside a result file, or else the figure of an analysis, inside the page."""
+    if "picture" in result:
+        path = result["picture"]
+        kind, data = PICTURES[path.suffix], path.read_bytes()
+    elif result.get("analysis") in ANALYSES:
+        kind, data = PICTURES[".png"], _drawn(name, result)
+    else:
         return ""
-    path = result["picture"]
-    data = base64.b64encode(path.read_bytes()).decode()
-    source = f"data:{PICTURES[path.suffix]};base64,{data}"
+    source = f"data:{kind};base64,{base64.b64encode(data).decode()}"
     return f'<img alt="{escape(name, quote=True)}" src="{source}">'
+
+
+def _drawn(name: str, result: Record) -> bytes:
+    """The figure of an analysis from its data, a PNG of the same bytes every time."""
+    written = io.BytesIO()
+    try:
+        figure = figure_of(ANALYSES[result["analysis"]], result["data"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise RapError(
+            f"the data of {name!r} are of another version ({error!r}): run "
+            f"`rap analyze {result['analysis']}` again"
+        ) from error
+    figure.savefig(written, format="png", dpi=130)
+    return written.getvalue()
 
 
 def _table(table: Record, *, several: bool) -> str:
@@ -89,22 +111,26 @@ def _broken(name: str) -> str:
 
 
 def _figures(cells: Sequence[Record]) -> str:
-    """Quality against cost, one chart a recovery, with one key for all."""
+    """Quality against cost, one chart a recovery, with one key for all; and maps of recall."""
     dense = next((cell for cell in cells if cell["method"] == DENSE), None)
     cut = [cell for cell in cells if cell["method"] != DENSE]
     if dense is None or not cut:
         return ""
     methods = list(dict.fromkeys(cell["method"] for cell in cut))
+    labels = {
+        recover: "cut, not recovered" if recover == "none" else f"recovery: {recover}"
+        for recover in dict.fromkeys(cell["recover"] for cell in cut)
+    }
     drawn = []
-    for recover in dict.fromkeys(cell["recover"] for cell in cut):
+    for recover, after in labels.items():
         here = [cell for cell in cut if cell["recover"] == recover]
-        after = "cut, not recovered" if recover == "none" else f"recovery: {recover}"
         for x_label, share in SHARES.items():
             drawn.append(_figure(methods, here, dense, "perplexity", x_label, share, after))
         if dense.get("recall"):
             x_label, share = next(iter(SHARES.items()))
             drawn.append(_figure(methods, here, dense, "recall", x_label, share, after))
-    return f'{legend(methods, "dense")}<div class="figures">{"".join(drawn)}</div>'
+    charts = f'{legend(methods, "dense")}<div class="figures">{"".join(drawn)}</div>'
+    return charts + recall_maps(dense, cut, labels)
 
 
 def _figure(
