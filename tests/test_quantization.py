@@ -10,9 +10,16 @@ from command import error_violations, run
 from models import random_tokens, tiny_model
 from rap.errors import RapError
 from rap.fingerprint import fingerprint_model
-from rap.quantization import KINDS, quantize_weights, round_to_nearest
+from rap.quantization import quantize_weights, round_to_nearest
 
-TORCHAO = [kind for kind in KINDS if kind != "rtn4-tensor"]
+# The levels of NF4: the quantiles of a normal distribution, from -1 to 1 with an exact zero.
+# fmt: off
+NF4 = torch.tensor([
+    -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
+])
+# fmt: on
+TORCHAO = ["int8", "int4"]
 
 
 def pruned(align: int = 2, retain: float = 0.7):
@@ -93,10 +100,38 @@ def test_torchao_stays_near_and_keeps_the_head(kind):
         quantize_weights(model, kind)
 
 
-def test_without_torchao_the_remedy_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
-    with pytest.raises(RapError, match=r"pip install 'rap-kv\[quant\]'"):
-        quantize_weights(tiny_model(), "int8")
+@pytest.mark.parametrize("make", [tiny_model, pruned])
+def test_nf4_holds_the_nearest_of_sixteen_levels(make):
+    pytest.importorskip("bitsandbytes")
+    model, ids = make(), random_tokens(2, 20)
+    plain = copy.deepcopy(model)
+    quantize_weights(model, "nf4")
+    packed = linears(model)
+    assert packed.keys() == linears(plain).keys()
+    for name, linear in linears(plain).items():
+        assert packed[name].weight.nbytes == -(-linear.weight.numel() // 2)
+        # The levels of NF4 (arXiv 2305.14314, appendix E), scaled by the largest of 64 weights.
+        weights = linear.weight.detach().flatten()
+        blocks = torch.nn.functional.pad(weights, (0, -len(weights) % 64)).view(-1, 64)
+        scale = blocks.abs().amax(-1, keepdim=True)
+        nearest = (blocks[..., None] - scale[..., None] * NF4).abs().argmin(-1)
+        rounded = (NF4[nearest] * scale).flatten()[: len(weights)].view_as(linear.weight)
+        linear.weight.data = rounded
+    expected, found = plain(ids).logits, model(ids).logits
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert torch.equal(model.get_output_embeddings().weight, plain.get_output_embeddings().weight)
+    with pytest.raises(RapError, match="quantized already"):
+        quantize_weights(model, "nf4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "package"),
+    [("int8", "torchao.quantization", "torchao"), ("nf4", "bitsandbytes", "bitsandbytes")],
+)
+def test_without_its_library_the_remedy_is_named(monkeypatch, kind, module, package):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(RapError, match=rf"needs {package}: pip install 'rap-kv\[quant\]'"):
+        quantize_weights(tiny_model(), kind)
 
 
 def test_wrong_input_is_refused():

@@ -1,4 +1,4 @@
-"""Weights in fewer bits, dense or pruned: the paper's plain rounding, and torchao's real kinds.
+"""Weights in fewer bits, dense or pruned: the paper's plain rounding, and real kinds of libraries.
 
 Every nn.Linear below the language-model head is quantized; embeddings, the head, norms and experts
 stored as one tensor stay as they are.
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .errors import RapError
 
 GROUP = 32  # values that share a scale in `int4`, fewer where a pruned width is no multiple
+NF4_BLOCK = 64  # weights that share a scale in `nf4`
 
 
 def quantize_weights(model: Any, kind: str) -> Any:
@@ -24,9 +25,11 @@ def quantize_weights(model: Any, kind: str) -> Any:
     int8: torchao, one scale a row; a byte a weight.
     int4: torchao, symmetric, one scale per 32 values of a row; in torchao's portable layout, which
         also holds a byte a weight.
+    nf4: bitsandbytes, the 16 quantiles of a normal distribution, one float32 scale per 64
+        weights of a matrix; two weights a byte.
 
-    Take the fingerprint before: torchao's weights are no plain tensors. Raises RapError for an
-    unknown kind, a model that is quantized already, or a missing torchao.
+    Take the fingerprint before: quantized weights are no plain tensors. Raises RapError for an
+    unknown kind, a model that is quantized already, or a missing library.
     """
     if kind not in KINDS:
         raise RapError(f"unknown quantization {kind!r}: use one of {', '.join(KINDS)}")
@@ -69,11 +72,41 @@ def _int4(model: Any) -> None:
         _convert(model, config, names)
 
 
+def _nf4(model: Any) -> None:
+    library = _library("bitsandbytes", "bitsandbytes", "nf4")
+    for name, linear in list(_linears(model)):
+        model.set_submodule(name, _Nf4Linear(linear, library.functional))
+
+
 KINDS: dict[str, Callable[[Any], None]] = {
     "rtn4-tensor": _rtn4_tensor,
     "int8": _int8,
     "int4": _int4,
+    "nf4": _nf4,
 }
+
+
+class _Nf4Linear(nn.Linear):
+    """A linear whose weights are packed as one long row, and unpacked for every product.
+
+    Not bitsandbytes's own layer: on CPUs that (0.50) reads rows whose width is no multiple of the
+    block with the scales of other blocks, and pruned projections have such widths.
+    """
+
+    def __init__(self, linear: nn.Linear, functional: Any):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        row = linear.weight.data.reshape(1, -1)
+        settings = {"blocksize": NF4_BLOCK, "compress_statistics": False, "quant_type": "nf4"}
+        packed, self.state = functional.quantize_4bit(row, **settings)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        self.unpack = functional.dequantize_4bit
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product with the weights as they are packed, in the input's dtype."""
+        weight = self.unpack(self.weight, self.state).view(self.out_features, self.in_features)
+        return nn.functional.linear(input, weight.to(input.dtype), self.bias)
 
 
 def _convert(model: Any, config: Any, names: set[str]) -> None:
@@ -82,11 +115,15 @@ def _convert(model: Any, config: Any, names: set[str]) -> None:
 
 
 def _torchao() -> Any:
+    return _library("torchao.quantization", "torchao", "int8 and int4")
+
+
+def _library(module: str, package: str, kinds: str) -> Any:
     try:
-        return importlib.import_module("torchao.quantization")
+        return importlib.import_module(module)
     except ImportError as error:
         raise RapError(
-            "quantization in int8 and int4 needs torchao: pip install 'rap-kv[quant]'"
+            f"quantization in {kinds} needs {package}: pip install 'rap-kv[quant]'"
         ) from error
 
 
@@ -106,4 +143,5 @@ def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _is_packed(linear: nn.Linear) -> bool:
-    return type(linear.weight.data) is not Tensor
+    weight = linear.weight.data
+    return type(weight) is not Tensor or not weight.is_floating_point()
