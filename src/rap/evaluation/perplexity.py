@@ -71,11 +71,11 @@ def perplexity(
     with a `dtype`, or a loss that is not finite.
     """
     window = _window(model, window)
-    windows_NT, num_left_out = _windows(model, token_ids, window, max_windows)
+    windows_NT, num_left_out = whole_windows(model, token_ids, window, max_windows)
     if batch_size < 1:
         raise RapError(f"batch_size must be at least 1, not {batch_size}")
     total = torch.zeros((), dtype=torch.float64)
-    model = _in_precision(model, dtype)
+    model = in_precision(model, dtype)
     with evaluating(model), _progress_bar(progress) as bar:
         task = bar.add_task("perplexity", total=windows_NT.numel(), speed="")
         for start in range(0, len(windows_NT), batch_size):
@@ -115,10 +115,13 @@ def _window(model: Any, window: int | None) -> int:
     return window
 
 
-def _windows(
+def whole_windows(
     model: Any, token_ids: Tensor | Sequence[int], window: int, max_windows: int | None
 ) -> tuple[Tensor, int]:
-    """Windows, LongTensor [num_windows, T] on the CPU, and the number of tokens left over."""
+    """Windows, LongTensor [num_windows, T] on the CPU, and the number of tokens left over.
+
+    Raises RapError for a text shorter than a window, or ids outside the vocabulary.
+    """
     ids = torch.as_tensor(token_ids, dtype=torch.long, device="cpu").flatten()
     if len(ids) < window:
         raise RapError(
@@ -138,7 +141,11 @@ def _windows(
     return ids[: count * window].view(count, window), len(ids) - count * window
 
 
-def _in_precision(model: Any, dtype: torch.dtype | None) -> Any:
+def in_precision(model: Any, dtype: torch.dtype | None) -> Any:
+    """The model itself where it has that dtype or None is asked for, else a copy in it.
+
+    Raises RapError for a quantized model, which cannot be cast.
+    """
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())
     if dtype is None or all(found == dtype for found in floating):
         return model

@@ -95,13 +95,9 @@ def recall_grid(
     cells = []
     for distance in distances:
         for num_facts in facts:
-            rng = evaluation_rng(seed, distance, num_facts)
-            need = distance + 16 + 8 * num_facts
-            documents = []
-            for _ in range(num_documents):
-                start = _random_start(rng, text, need)
-                filler = text[start : start + need]
-                documents.append(recall_document(writer, filler, rng, distance, num_facts))
+            documents = recall_documents(
+                writer, text, distance, num_facts, num_documents=num_documents, seed=seed
+            )
             right = [
                 right[document.kinds[1:] == ANSWER]
                 for document, _, right in token_losses(model, documents, batch_size)
@@ -110,6 +106,26 @@ def recall_grid(
             token = float(np.mean(np.concatenate(right)))
             cells.append(RecallCell(distance, num_facts, num_documents, whole, token))
     return cells
+
+
+def recall_documents(
+    writer: FactWriter,
+    text: np.ndarray,
+    distance: int,
+    num_facts: int,
+    *,
+    num_documents: int,
+    seed: int,
+) -> list[Document]:
+    """The documents of one cell of `recall_grid`, the same for every model."""
+    rng = evaluation_rng(seed, distance, num_facts)
+    need = distance + 16 + 8 * num_facts
+    documents = []
+    for _ in range(num_documents):
+        start = _random_start(rng, text, need)
+        filler = text[start : start + need]
+        documents.append(recall_document(writer, filler, rng, distance, num_facts))
+    return documents
 
 
 def copy_loss(

@@ -1,0 +1,140 @@
+"""`rap evaluate cache`: what compressing the cache further costs, in fewer bits or fewer tokens."""
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from ..errors import RapError
+from ..evaluation.compressed import (
+    CacheCompression,
+    compressed_perplexity,
+    compressed_recall,
+)
+from ..evaluation.presses import PRESSES, parse_press
+from ..evaluation.quantized_cache import CACHE_KINDS
+from ..pipeline import evaluation_tokens
+from ..provenance import provenance
+from . import options
+from .checkpoints import HELD_OUT, Opened, Quantize, ResultFile, finish, label, open_checkpoint
+from .options import print_table
+
+HEADER = ["cache", "perplexity", "recall", "after the prefix", "at the end", "of exact"]
+
+
+Bits = Annotated[
+    str | None,
+    typer.Option(help=f"Quantize the cache (transformers): {', '.join(CACHE_KINDS)}."),
+]
+Evict = Annotated[
+    str | None,
+    typer.Option(help=f"Evict tokens (kvpress), as in knorm:0.5: {', '.join(PRESSES)}."),
+]
+Text = Annotated[
+    str,
+    typer.Option(
+        help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset."
+    ),
+]
+Prefix = Annotated[
+    int, typer.Option(help="Tokens of a window that are read before the cache is compressed.")
+]
+Piece = Annotated[
+    int, typer.Option(help="Tokens read at a time afterwards; 1 is what decoding does.")
+]
+MaxWindows = Annotated[
+    int | None, typer.Option(help="Stop after so many windows; default the whole text.")
+]
+Distance = Annotated[int, typer.Option(help="Recall: tokens between a fact and its question.")]
+Documents = Annotated[int, typer.Option(help="Recall: questions that are asked; 0 for none.")]
+
+
+def cache_command(
+    model: options.Model,
+    bits: Bits = None,
+    press: Evict = None,
+    text: Text = "bundled",
+    window: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
+    prefix: Prefix = 256,
+    piece: Piece = 32,
+    max_windows: MaxWindows = None,
+    distance: Distance = 256,
+    documents: Documents = 16,
+    quantize: Quantize = None,
+    dtype: options.Dtype = "float32",
+    device_map: options.DeviceMap = None,
+    seed: options.Seed = 0,
+    output: ResultFile = None,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Quality and bytes with the cache compressed after a prefix, in bits, in tokens, or in both.
+
+    A prefix is read, its cache is compressed, and the continuation is read with that cache. The
+    first row is the same measure with the cache as it is. Needs pip install 'rap-kv[compose]'; for
+    presses also: pip install --no-deps kvpress cachetools fire.
+    """
+    if bits is None and press is None:
+        raise RapError("say what to do with the cache: --bits hqq4, --press knorm:0.5, or both")
+    compression = CacheCompression(bits, parse_press(press) if press else None)
+    compression.check()
+    opened = open_checkpoint(model, device_map, [output], quantize, dtype)
+    ids = evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer)
+    sizes = {"window": window, "prefix": prefix, "piece": piece, "max_windows": max_windows}
+    asked = {"distance": distance, "documents": documents, "seed": seed}
+    exact, compressed = (
+        _measured(opened, ids, one, sizes, **asked) for one in (CacheCompression(), compression)
+    )
+    result = {
+        **opened.record,
+        "text": text,
+        "bits": bits,
+        "press": press,
+        "exact": exact,
+        "compressed": compressed,
+        "provenance": provenance(seed=seed, quantize=quantize, dtype=dtype),
+    }
+    finish(result, output, as_json)
+    if not as_json:
+        title = f"{label(opened)}: {prefix} tokens read, then the cache compressed"
+        print_table(title, HEADER, [_row(row, exact) for row in (exact, compressed)])
+
+
+def _measured(
+    opened: Opened,
+    ids: Any,
+    compression: CacheCompression,
+    sizes: dict[str, Any],
+    *,
+    distance: int,
+    documents: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Perplexity, bytes and, if questions are asked, recall, as JSON-able data."""
+    quality = compressed_perplexity(opened.model, ids, compression, **sizes, dtype=None)
+    recall = compressed_recall(
+        opened.model,
+        opened.tokenizer,
+        np.asarray(ids),
+        compression,
+        distances=[distance] if documents else [],
+        num_documents=documents,
+        seed=seed,
+    )
+    cells = [asdict(cell) for cell in recall]
+    return {"compression": str(compression), **asdict(quality), "recall": cells}
+
+
+def _row(row: dict[str, Any], exact: dict[str, Any]) -> list[str]:
+    """Bytes are per token read."""
+    recall = ", ".join(f"{cell['accuracy']:.0%}" for cell in row["recall"])
+    share = row["kv_bytes_per_token"] / exact["kv_bytes_per_token"]
+    return [
+        row["compression"],
+        f"{row['perplexity']:.4f}",
+        recall or "-",
+        f"{row['prefix_bytes_per_token']:,.0f} B",
+        f"{row['kv_bytes_per_token']:,.0f} B",
+        f"{share:.0%}",
+    ]

@@ -1,0 +1,74 @@
+"""What every command of `rap evaluate` does with its checkpoint, and with its result."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..checkpoint import check_output_file, load, load_tokenizer
+from ..errors import RapError
+from ..fingerprint import fingerprint_model
+from ..pipeline import resolve_source
+from ..quantization import KINDS, quantize_weights
+from .options import print_json, write_result
+
+ResultFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")]
+Quantize = Annotated[
+    str | None, typer.Option(help=f"Quantize the weights first: {', '.join(KINDS)}.")
+]
+# Texts that models are held against, by the split that nothing is trained on.
+HELD_OUT = {
+    "wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1:test",
+    "c4": "allenai/c4:en:validation",
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint to measure, and what every result says of it."""
+
+    model: Any
+    tokenizer: Any
+    record: dict[str, Any]
+
+
+def open_checkpoint(
+    model: str,
+    device_map: str | None,
+    outputs: Sequence[Path | None],
+    quantize: str | None = None,
+    dtype: str = "auto",
+) -> Opened:
+    """Load a checkpoint once it is sure that its result can be written.
+
+    The fingerprint is that of the weights as they are stored, before they are quantized.
+    """
+    for path in outputs:
+        if path is not None:
+            check_output_file(path, force=True)
+    if quantize is not None and quantize not in KINDS:
+        raise RapError(f"unknown quantization {quantize!r}: use one of {', '.join(KINDS)}")
+    source = resolve_source(model)
+    tokenizer = load_tokenizer(source)
+    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+    loaded = load(source, dtype=dtype, **placement)
+    record = {"model": model, "fingerprint": fingerprint_model(loaded), "quantize": quantize}
+    if quantize is not None:
+        quantize_weights(loaded, quantize)
+    return Opened(loaded, tokenizer, record)
+
+
+def finish(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """Write a result where that is wanted, and print it if it is printed as JSON."""
+    if output is not None:
+        write_result(output, result)
+    if as_json:
+        print_json(result)
+
+
+def label(opened: Opened) -> str:
+    """The checkpoint's name for a title, with how its weights were quantized."""
+    kind = opened.record["quantize"]
+    return str(opened.record["model"]) + (f", weights in {kind}" if kind else "")
