@@ -128,7 +128,7 @@ def heat_maps(found: Mapping[str, Sequence[NeedleCell]]) -> Figure:
     columns = min(2, len(found))
     rows = math.ceil(len(found) / columns)
     # A Figure of its own, not pyplot: no global state, no display.
-    size = (0.9 + columns * (0.9 + 0.9 * len(lengths)), rows * (1.6 + 0.55 * len(depths)))
+    size = (1.6 + columns * (0.5 + 0.62 * len(lengths)), 0.5 + rows * (0.7 + 0.36 * len(depths)))
     figure = Figure(figsize=size)
     figure.set_layout_engine("constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -136,7 +136,11 @@ def heat_maps(found: Mapping[str, Sequence[NeedleCell]]) -> Figure:
         image = _draw(axes, cells, title)
     for axes in panels[len(found) :]:
         axes.set_axis_off()
-    figure.colorbar(image, ax=panels, format=PercentFormatter(1.0), aspect=20 * rows)
+    # Every square tells its share, so that the key may be small.
+    key = {"shrink": 1 / rows, "anchor": (0.0, 1.0), "format": PercentFormatter(1.0)}
+    figure.colorbar(image, ax=panels, **key)
+    figure.supxlabel("length of the document, tokens", fontsize=10)
+    figure.supylabel("depth of the needle", fontsize=10)
     return figure
 
 
@@ -160,8 +164,6 @@ def _draw(axes: Axes, cells: Sequence[NeedleCell], title: str) -> AxesImage:
             axes.text(column, row, f"{share:.0%}", ha="center", va="center", color=color)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set_xlabel("length of the document, tokens")
-    axes.set_ylabel("depth of the needle")
     axes.set_title(title, fontsize=11)
     return image
 
