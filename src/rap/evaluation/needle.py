@@ -137,8 +137,8 @@ def heat_maps(found: Mapping[str, Sequence[NeedleCell]]) -> Figure:
     for axes in panels[len(found) :]:
         axes.set_axis_off()
     # Every square tells its share, so that the key may be small.
-    key = {"shrink": 1 / rows, "anchor": (0.0, 1.0), "format": PercentFormatter(1.0)}
-    figure.colorbar(image, ax=panels, **key)
+    whole = PercentFormatter(1.0)
+    figure.colorbar(image, ax=panels, shrink=1 / rows, anchor=(0.0, 1.0), format=whole)
     figure.supxlabel("length of the document, tokens", fontsize=10)
     figure.supylabel("depth of the needle", fontsize=10)
     return figure
