@@ -2,11 +2,14 @@
 
     python benchmarks/findings.py
 
-Every figure of the page is read from results/compare*.json. A verdict is written here and checked
-against the figures: if they no longer bear it out, the script says which to think over again.
+Every figure of the page is read from results/: the comparisons' cells, and what analyses, needles
+and ablations measured. A verdict is written here and checked against the figures: if they no longer
+bear it out, the script says which to think over again.
 """
 
 from pathlib import Path
+
+from findings_analyses import ANALYSED
 
 from rap.analysis.findings import (
     CONFIRMED,
@@ -23,8 +26,9 @@ HEAD = """# The paper's findings on the bundled model
 
 The bundled model (4.6M parameters, 2 KV heads of 64 channels, RoPE base 500,000;
 `docs/reference-model.md`) is no Llama-3-8B, so a finding that fails here may hold there; each entry
-says what differs. Figures are perplexity on the bundled test novels (dense {dense}), from the cells
-in `docs/results.md`; "recovered" is the `fast` recovery: a refit, then 40 steps of distillation.
+says what differs. Figures are perplexity on the bundled test novels (dense {dense} over 48 windows;
+analyses read 12), from the tables in `docs/results.md`; "recovered" is the `fast` recovery: a
+refit, then 40 steps of distillation.
 Built by `python benchmarks/findings.py` from the result files.
 """
 
@@ -261,7 +265,8 @@ FINDINGS = (
         holds=lambda r: r.recalled("rap", 0.5, "fast") > r.recalled("palu", 0.5, "fast"),
         why="The paper's own cut does lose recall, and distillation does not bring it back. What "
         "keeps it is widths by expected loss and keys folded for the whole context. PaLU's latent "
-        "has a small error on average, and loses the far numbers all the same; why was not tried.",
+        "has a small error on average, and loses numbers in long texts all the same (see the "
+        "needles below).",
     ),
     Finding(
         title="EliteKV and MatryoshkaKV do not come back under the shared recovery",
@@ -287,7 +292,7 @@ COSTLY = ("rap", "palu", "svdllm")
 
 def page(results: Results) -> str:
     """The page of all findings."""
-    return findings_page(HEAD, FINDINGS, results)
+    return findings_page(HEAD, FINDINGS + ANALYSED, results)
 
 
 def main() -> None:

@@ -1,8 +1,12 @@
 """The page of findings says what the committed results say."""
 
 import importlib.util
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -20,7 +24,9 @@ def findings() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))
+        spec.loader.exec_module(module)
     return module
 
 
@@ -39,3 +45,62 @@ def test_a_verdict_that_the_figures_contradict_is_refused(findings):
     del results.cells[key]
     with pytest.raises(RapError, match=r"no cell kvpruner:paper at 0\.7"):
         findings.page(results)
+
+
+def _worst_first_layer(result: dict[str, Any]) -> None:
+    for row in result["data"]["rows"]:
+        if row["layer"] == 0:
+            row["perplexity"] = 99.0
+
+
+def _sensitive_to_the_base(result: dict[str, Any]) -> None:
+    result["data"]["rows"][0]["channels"] *= 2
+
+
+def _unlike_scores(result: dict[str, Any]) -> None:
+    result["data"]["spearman"] = [[0.67]]
+
+
+def _every_needle(result: dict[str, Any]) -> None:
+    for cell in result["needle"]["palu at 0.5"]:
+        cell["accuracy"] = 1.0
+
+
+def _low_rank_ahead(result: dict[str, Any]) -> None:
+    result["cells"][2]["perplexity"] = 42.2
+
+
+def _rank_of_no_weight(result: dict[str, Any]) -> None:
+    for row in result["table"]["rows"]:
+        row[1] = "50.00"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "title"),
+    [
+        ("analysis-probe", _worst_first_layer, "Early and late layers"),
+        ("analysis-rope-base", _sensitive_to_the_base, "The base frequency"),
+        ("analysis-scores", _unlike_scores, "The two Fisher scores"),
+        ("needle", _every_needle, "Finding a needle"),
+        ("matched", _low_rank_ahead, "At equal attention compute"),
+        ("ablation-rank", _rank_of_no_weight, "Neither the LoRA rank"),
+    ],
+)
+def test_every_result_file_can_overturn_its_verdict(
+    findings: ModuleType,
+    tmp_path: Path,
+    name: str,
+    change: Callable[[dict[str, Any]], None],
+    title: str,
+) -> None:
+    folder = tmp_path / "results"
+    shutil.copytree(REPOSITORY / "results", folder, ignore=shutil.ignore_patterns("ladder"))
+    path = folder / f"{name}.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    change(result)
+    path.write_text(json.dumps(result), encoding="utf-8")
+    with pytest.raises(RapError, match=f"no longer bear out .{title}"):
+        findings.page(Results(folder, findings.FILES))
+    path.unlink()
+    with pytest.raises(RapError, match=rf"there is no .*{name}\.json: run the benchmark"):
+        findings.page(Results(folder, findings.FILES))

@@ -33,10 +33,26 @@ class Results:
         except KeyError as error:
             raise RapError(f"no cell {method} at {retain} after {recover}: run it") from error
 
+    def file(self, name: str) -> dict[str, Any]:
+        """A result file, by its name without the ending; RapError if it is not there."""
+        path = self.folder / f"{name}.json"
+        if not path.is_file():
+            raise RapError(f"there is no {path}: run the benchmark that writes it")
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
     def analysis(self, name: str) -> dict[str, Any]:
         """The data that `rap analyze NAME` measured."""
-        path = self.folder / f"analysis-{name}.json"
-        return dict(json.loads(path.read_text(encoding="utf-8"))["data"])
+        return dict(self.file(f"analysis-{name}")["data"])
+
+    def column(self, name: str) -> dict[str, float]:
+        """The second column of a file's table, by the first."""
+        return {str(row[0]): float(row[1]) for row in self.file(name)["table"]["rows"]}
+
+    def found(self, model: str, length: int | None = None) -> float:
+        """Share of needles that a model of needle.json found, at one length or at all."""
+        cells = self.file("needle")["needle"][model]
+        shares = [cell["accuracy"] for cell in cells if length in (None, cell["length"])]
+        return float(sum(shares) / len(shares))
 
     def ppl(self, method: str, retain: float = 0.7, recover: str = "none") -> float:
         """Its perplexity."""
