@@ -13,7 +13,7 @@ import rap
 from family_cases import CASES as FAMILIES
 from method_cases import CASES, MethodCase
 from models import random_tokens, tiny_model
-from rap.accumulators import BACKWARD, FORWARD
+from rap.accumulators import BACKWARD, FORWARD, WINDOWS
 from rap.card import model_card
 from rap.cli.inspect import describe_plan
 from rap.errors import PlanError, UnsupportedModelError
@@ -33,7 +33,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def calibrated() -> tuple[Any, rap.Statistics]:
     """A tiny biased model in float64 and every statistic there is."""
     model = tiny_model("qwen2", dtype=torch.float64, **SIZES)
-    return model, rap.calibrate(model, random_tokens(4, 48), {*FORWARD, *BACKWARD})
+    return model, rap.calibrate(model, random_tokens(4, 48), {*FORWARD, *BACKWARD, WINDOWS})
 
 
 def small(case: MethodCase, calibrated: tuple, retain: float = 0.6, **more: Any) -> tuple[Any, Any]:
@@ -215,6 +215,10 @@ def test_attention_of_another_make_is_refused(family: str, reason: str) -> None:
         ("palu", {"ranks": "best"}, "unknown ranks"),
         ("kvpruner", {"rotation": "none"}, "unknown rotation"),
         ("elitekv", {"pairs": 0}, "0 elite pairs"),
+        ("elitekv", {"pairs": "all"}, "unknown pairs"),
+        ("matryoshka", {"widths": "best"}, "unknown widths"),
+        ("kvpruner", {"budget": "error"}, "unknown budget"),
+        ("kvpruner", {"budget": "sensitivity", "key_share": "pooled"}, "no scores of K and V"),
         ("kvpruner", {"align": 3}, "align 3"),
     ],
 )

@@ -189,11 +189,13 @@ FORWARD: dict[str, type[ForwardStatistic]] = {
 }
 BACKWARD: dict[str, type[BackwardStatistic]] = {"fisher": Fisher, "gate": GateFisher}
 GRADIENT: dict[str, type[GradientStatistic]] = {"gradients": GradientMoment}
+# No statistic of a layer: some of the text itself, to try cuts on.
+WINDOWS = "windows"
 
 
 def check_needs(needs: Collection[str]) -> frozenset[str]:
     """`needs` as a set; CalibrationError if one of them is in no table."""
-    known = {*FORWARD, *BACKWARD, *GRADIENT}
+    known = {*FORWARD, *BACKWARD, *GRADIENT, WINDOWS}
     unknown = sorted(set(needs) - known)
     if unknown:
         raise CalibrationError(

@@ -152,6 +152,7 @@ def kv_budgets(
     budget: Budget = "adaptive",
     key_share: KeyShare = 0.5,
     align: int = 1,
+    ranks: Sequence[float] | None = None,
 ) -> list[LayerBudget | None]:
     """The budget of every layer that has scores, for the mean retain ratio `retain`.
 
@@ -160,7 +161,8 @@ def kv_budgets(
     goes to the other. "pooled" lets K and V of all layers (with budget "uniform": of each layer)
     compete by score, which the paper ablates and finds to starve K. `align` is the channel count
     that widths are multiples of; 1 and 2 mean single pairs. Where only some channels rotate, pairs
-    and free channels keep the same fraction.
+    and free channels keep the same fraction. `ranks` are other scores of the layers that have some,
+    for budget "adaptive" of an unpooled share.
 
     Raises RapError for settings outside their range, or a retain too small to keep anything.
     """
@@ -173,7 +175,8 @@ def kv_budgets(
     if key_share == "pooled":
         steps = _pooled(present, retain, budget, unit)
     else:
-        steps = _shared(present, retain, budget, key_share, unit)
+        ranks = [layer_score(layer) for layer in present] if ranks is None else ranks
+        steps = _shared(present, ranks, retain, budget, key_share, unit)
     found = iter([_layer_budget(*pair) for pair in zip(present, *steps, strict=True)])
     return [None if layer is None else next(found) for layer in scores]
 
@@ -203,11 +206,16 @@ def select(
 
 
 def _shared(
-    layers: list[LayerScores], retain: float, budget: Budget, share: float, unit: int
+    layers: list[LayerScores],
+    ranks: Sequence[float],
+    retain: float,
+    budget: Budget,
+    share: float,
+    unit: int,
 ) -> tuple[list[int], list[int]]:
     keys, values = 2 * share * retain, 2 * (1 - share) * retain
     keys, values = keys + max(0.0, values - 1), values + max(0.0, keys - 1)
-    sizes, ranks = _sizes(layers), [layer_score(layer) for layer in layers]
+    sizes = _sizes(layers)
 
     def spend(part: float) -> list[int]:
         part = min(1.0, part)

@@ -18,6 +18,7 @@ from .accumulators import (
     BACKWARD,
     FORWARD,
     GRADIENT,
+    WINDOWS,
     BackwardStatistic,
     ForwardStatistic,
     GradientStatistic,
@@ -30,6 +31,9 @@ from .families import attention_layers, refuse_pruned, trained_length
 from .gradients import check_gradient, linear_of, watch_gradients
 from .restoring import removed, restored
 from .statistics import Statistics
+
+# Kept where a method asks for windows: it tries many cuts, and compares them on the same tokens.
+KEPT_WINDOWS = 8
 
 
 def calibrate(
@@ -82,6 +86,7 @@ def calibrate(
         window=windows.shape[1],
         needs=needs,
         fingerprint=fingerprint,
+        windows=windows[:KEPT_WINDOWS].cpu().clone() if WINDOWS in needs else None,
     )
 
 
@@ -185,7 +190,7 @@ def _backward_pass(
             task = bar.add_task("gradients", total=windows.numel())
             for index, ids in enumerate(windows.split(1)):
                 position[0] = index
-                loss = _loss(model, ids.to(device))
+                loss = next_token_loss(model, ids.to(device))
                 if not torch.isfinite(loss):
                     where = _first_bad_layer(model, ids.to(device))
                     raise CalibrationError(
@@ -218,7 +223,7 @@ def _parameters(
     return [(p, [wanted[p, role] for role in "kv" if (p, role) in wanted]) for p in parameters]
 
 
-def _loss(model: Any, ids_BT: Tensor) -> Tensor:
+def next_token_loss(model: Any, ids_BT: Tensor) -> Tensor:
     """Mean next-token cross-entropy in float32."""
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
     return cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten().to(logits_BTV.device))

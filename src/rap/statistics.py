@@ -1,7 +1,8 @@
 """What calibration leaves behind: reduced sums per layer, saved and loaded without pickle.
 
-Shapes: H query heads, G KV heads, D head dim, P pairs, F channels that never rotate. "Canonical" is
-the channel order of rope.HeadGeometry: first of every pair, second of every pair, the rest.
+Shapes: N windows, T tokens, H query heads, G KV heads, D head dim, P pairs, F channels that never
+rotate. "Canonical" is the channel order of rope.HeadGeometry: first of every pair, second of every
+pair, the rest.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import CalibrationError
@@ -40,6 +42,9 @@ class Statistics:
     logits    logit_products [H, N, P, 2]: q conj(k) of every pair, not rotated, for N sampled
               queries and keys before them; logit_distances [N]: how far apart
 
+    windows   `windows`, LongTensor [N, T]: the first of the windows themselves, for methods that
+              try a cut before they plan it
+
     Values are in the dense channel order. `fingerprint` says which weights were calibrated.
     """
 
@@ -48,6 +53,7 @@ class Statistics:
     window: int
     needs: frozenset[str]
     fingerprint: str = ""
+    windows: Tensor | None = None
 
     def require(self, needs: Collection[str], what: str) -> None:
         """Raise CalibrationError, naming `what` asks, unless all of `needs` were collected."""
@@ -67,6 +73,7 @@ class Statistics:
             "window": self.window,
             "needs": sorted(self.needs),
             "fingerprint": self.fingerprint,
+            "windows": None if self.windows is None else self.windows.tolist(),
         }
         FILE.save(path, self.layers, about)
 
@@ -79,6 +86,7 @@ class Statistics:
     def _of(
         cls, about: dict[str, Any], tensors: Callable[[int], dict[str, Tensor]]
     ) -> "Statistics":
+        windows = about.get("windows")
         return cls(
             layers=tuple(
                 None if names is None else {name: found[name] for name in names}
@@ -88,4 +96,5 @@ class Statistics:
             window=about["window"],
             needs=frozenset(about["needs"]),
             fingerprint=about["fingerprint"],
+            windows=None if windows is None else torch.tensor(windows),
         )

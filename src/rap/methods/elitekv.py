@@ -9,58 +9,87 @@ W_q and W_o, which changes no output.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ..accumulators import WINDOWS
 from ..elite import EliteAttention
 from ..errors import RapError
 from ..lowrank import whitened_factors
 from ..replacement import ReplacedLayer
 from ..rope import AttentionShape
 from ..statistics import Statistics
-from .replacing import DenseLayer, Replacing, linear
+from .replacing import DenseLayer, Replacing, as_stored, linear
+from .trials import Trials
 
 
 @dataclass(frozen=True, kw_only=True)
 class EliteKv(Replacing):
     """r rotated pairs in every head, and a plain joint SVD of all other keys and the values.
 
-    pairs: r (None: an eighth of the head dim). whiten: weigh the SVD by what the projections read
-        and balance keys with values, which the original does not; closer by far before training.
+    pairs: r (None: an eighth of the head dim; `sweep`: the r of which calibration windows have the
+        lowest perplexity at this cache, in steps of a sixteenth of the head dim).
+    whiten: weigh the SVD by what the projections read and balance keys with values, which the
+        original does not; closer by far before training.
     """
 
     name: ClassVar[str] = "elitekv"
     reconstructs: ClassVar[bool] = True
 
-    pairs: int | None = None
+    pairs: int | Literal["sweep"] | None = None
     whiten: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pairs is not None and self.pairs < 1:
+        if isinstance(self.pairs, str) and self.pairs != "sweep":
+            raise RapError(f"unknown pairs {self.pairs!r}: give a number, or sweep")
+        if isinstance(self.pairs, int) and self.pairs < 1:
             raise RapError(f"{self.pairs} elite pairs cannot tell positions apart: give 1 or more")
+
+    @classmethod
+    def plus(cls, **settings: Any) -> Any:
+        """The method at its best: whitened, balanced, and with r by a sweep."""
+        best: dict[str, Any] = {"pairs": "sweep", "whiten": True}
+        return cls(**best | settings)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Sampled logits, and the inputs' second moment to whiten by."""
-        return frozenset({"logits"} | ({"inputs"} if self.whiten else set()))
+        """Sampled logits, the inputs' second moment to whiten by, and windows to sweep on."""
+        swept = {WINDOWS} if self.pairs == "sweep" else set()
+        return frozenset({"logits"} | ({"inputs"} if self.whiten else set()) | swept)
 
     def replaced(
         self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
     ) -> Iterator[ReplacedLayer]:
         """Elite pairs by greedy search, then the best latent that the rest of the budget holds."""
-        return (self._layer(layer) for layer in layers)
+        count = self.pairs
+        if isinstance(count, str):
+            count = self._swept(layers, Trials(model, statistics))
+        return (self._layer(layer, count) for layer in layers)
 
-    def _sizes(self, layer: DenseLayer) -> tuple[int, int]:
+    def _swept(self, layers: Sequence[DenseLayer], trials: Trials) -> int:
+        """The number of pairs, one for all layers, that the model reads best with."""
+        step = max(1, min(layer.shape.head_dim for layer in layers) // 16)
+        most = max(layer.shape.geometry.num_pairs for layer in layers)
+        # At least one, for the error that says why none is possible.
+        able = [
+            count
+            for count in range(step, most + 1, step)
+            if all(_rank(layer, count, self.retain) > 0 for layer in layers)
+        ] or [1]
+
+        def perplexity(count: int) -> float:
+            cuts = {i.index: as_stored(i, self._layer(i, count)) for i in layers}
+            return trials.perplexity(cuts)
+
+        return min(able, key=perplexity)
+
+    def _sizes(self, layer: DenseLayer, count: int | None) -> tuple[int, int]:
         """Elite pairs of a head, and the rank that the rest of the budget leaves."""
-        shape = layer.shape
-        heads, dim = shape.num_kv_heads, shape.head_dim
-        elite = min(self.pairs or max(1, dim // 8), shape.geometry.num_pairs)
-        budget = round(2 * self.retain * heads * dim)
-        most = min(heads * (2 * dim - 2 * elite), layer.weight("v").shape[1])
-        rank = min(budget - 2 * elite * heads, most)
+        elite = _elite(layer, count)
+        rank = _rank(layer, elite, self.retain)
         if rank < 1 or elite < 1:
             raise RapError(
                 f"layer {layer.index}: {elite} elite pairs leave nothing of retain {self.retain} "
@@ -68,8 +97,8 @@ class EliteKv(Replacing):
             )
         return elite, rank
 
-    def _layer(self, layer: DenseLayer) -> ReplacedLayer:
-        elite, rank = self._sizes(layer)
+    def _layer(self, layer: DenseLayer, count: int | None) -> ReplacedLayer:
+        elite, rank = self._sizes(layer, count)
         chosen_GR = elite_pairs(layer, elite)
         order_GD = _order(chosen_GR, layer.shape)
         query, key = (_reordered(layer, role, order_GD) for role in "qk")
@@ -94,6 +123,19 @@ class EliteKv(Replacing):
             scale = (energy[1] / energy[0]) ** 0.5 if min(energy) > 0 else 1.0
         up, down = whitened_factors(torch.cat([rest * scale, value]), moment, rank)
         return up[: len(rest)] / scale, up[len(rest) :], down
+
+
+def _elite(layer: DenseLayer, count: int | None) -> int:
+    """Pairs of a head of the layer, at most those it has; an eighth of the head dim if not said."""
+    return min(count or max(1, layer.shape.head_dim // 8), layer.shape.geometry.num_pairs)
+
+
+def _rank(layer: DenseLayer, elite: int, retain: float) -> int:
+    """The rank of the latent that so many elite pairs leave of the budget, as far as it can use."""
+    heads, dim = layer.shape.num_kv_heads, layer.shape.head_dim
+    budget = round(2 * retain * heads * dim)
+    most = min(heads * (2 * dim - 2 * elite), layer.linears["v"].weight.shape[1])
+    return min(budget - 2 * elite * heads, most)
 
 
 def elite_pairs(layer: DenseLayer, count: int) -> Tensor:

@@ -5,14 +5,15 @@ the channel as the unit instead of the pair, so that the difference is the unit 
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ..allocation import Budget, KeyShare, check_settings, kv_budgets
+from ..accumulators import WINDOWS
+from ..allocation import KeyShare, LayerBudget, check_settings, kv_budgets
 from ..channelwise import IndexedAttention, ReindexedAttention
 from ..errors import RapError, UnsupportedModelError
 from ..families import rotary_module
@@ -22,45 +23,64 @@ from ..scoring import score_layers
 from ..statistics import Statistics
 from .base import aligned
 from .replacing import DenseLayer, Replacing
+from .trials import Trials
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Channels(Replacing):
-    """What both KVPruners share: the best channels of every KV head within a budget."""
+    """What both KVPruners share: the best channels of every KV head within a budget.
 
-    budget: Budget = "uniform"
+    budget: `uniform` gives all layers the same, `adaptive` shares by their root-Fisher (the RAP
+        paper), `sensitivity` by what a cut of each layer alone to `retain` adds to the perplexity
+        of calibration windows: our reading of the original's Phase A, whose formula is not public.
+    key_share, align: as of pair pruning; `sensitivity` knows layers only, so it cannot be pooled.
+    """
+
+    budget: Literal["uniform", "adaptive", "sensitivity"] = "uniform"
     key_share: KeyShare = 0.5
     align: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self.key_share, 1 if self.align is None else self.align)
+        if self.budget not in ("uniform", "adaptive", "sensitivity"):
+            raise RapError(f"unknown budget {self.budget!r}: use uniform, adaptive or sensitivity")
+        if self.budget == "sensitivity" and self.key_share == "pooled":
+            raise RapError("budget sensitivity has no scores of K and V to pool: give key_share")
 
     @classmethod
     def paper(cls, **settings: Any) -> Any:
-        """The paper's budgets: layers in proportion to their Fisher score."""
+        """The RAP paper's budgets: layers in proportion to their Fisher score."""
         return cls(**{"budget": "adaptive"} | settings)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Gradients of W_k and W_v."""
-        return frozenset({"fisher"})
+        """Gradients of W_k and W_v, and windows to try cuts on."""
+        return frozenset({"fisher"} | ({WINDOWS} if self.budget == "sensitivity" else set()))
 
     def replaced(
         self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
     ) -> Iterator[ReplacedLayer]:
         """As many channels as RAP's budget has, the best by root-Fisher."""
+        found = [layer.found for layer in layers]
         shapes = [layer.shape for layer in layers]
-        scores = score_layers(
-            "fisher", [layer.found for layer in layers], [None] * len(layers), shapes
-        )
-        budgets = kv_budgets(
-            scores,
-            self.retain,
-            budget=self.budget,
-            key_share=self.key_share,
-            align=aligned(self.align, shapes),
-        )
+        scores = score_layers("fisher", found, [None] * len(layers), shapes)
+        settings: dict[str, Any] = {
+            "key_share": self.key_share,
+            "align": aligned(self.align, shapes),
+        }
+        if self.budget != "sensitivity":
+            budgets = kv_budgets(scores, self.retain, budget=self.budget, **settings)
+        else:
+            alike = kv_budgets(scores, self.retain, budget="uniform", **settings)
+            cuts = zip(layers, self._cuts(layers, model, alike), strict=True)
+            ranks = sensitivities(Trials(model, statistics), ((i.index, cut) for i, cut in cuts))
+            budgets = kv_budgets(scores, self.retain, ranks=ranks, **settings)
+        return self._cuts(layers, model, budgets)
+
+    def _cuts(
+        self, layers: Sequence[DenseLayer], model: Any, budgets: Sequence[LayerBudget | None]
+    ) -> Iterator[ReplacedLayer]:
         for layer, budget in zip(layers, budgets, strict=True):
             assert budget is not None
             keys = _best(layer.found["root_fisher_k"], 2 * budget.pairs + budget.free)
@@ -135,6 +155,16 @@ class IndexedKvPruner(_Channels):
             "values": values_GC.shape[1],
         }
         return ReplacedLayer(widths, tensors, _cached(keys_GW, values_GC))
+
+
+def sensitivities(trials: Trials, cuts: Iterable[tuple[int, ReplacedLayer]]) -> list[float]:
+    """What each of these cuts, alone, adds to the perplexity: 0 where it adds nothing.
+
+    All alike, were they all 0.
+    """
+    dense = trials.perplexity({})
+    added = [max(0.0, trials.perplexity({index: cut}) - dense) for index, cut in cuts]
+    return added if any(added) else [1.0] * len(added)
 
 
 def narrow_rotation(model: Any, width: int) -> dict[str, Any]:

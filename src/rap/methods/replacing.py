@@ -95,7 +95,7 @@ class Replacing(Method):
         check_plain(model, attention_layers(model), self.name)
         layers = _layers(model, statistics)
         made = {
-            layer.index: _as_stored(layer, new)
+            layer.index: as_stored(layer, new)
             for layer, new in zip(layers, self.replaced(layers, model, statistics), strict=True)
         }
         shapes = tuple(layer.shape for layer in attention_layers(model))
@@ -113,7 +113,7 @@ class Replacing(Method):
         return replace(model, plan)
 
 
-def _as_stored(layer: DenseLayer, new: ReplacedLayer) -> ReplacedLayer:
+def as_stored(layer: DenseLayer, new: ReplacedLayer) -> ReplacedLayer:
     """The new attention in the precision of the dense weights."""
     dtype = layer.linears["k"].weight.dtype
     tensors = {n: x.to(dtype) if x.is_floating_point() else x for n, x in new.tensors.items()}

@@ -1,0 +1,119 @@
+"""Trying cuts before one is planned: layers that stand in for dense ones, on kept windows.
+
+For methods that divide their budget by what a cut does to the model itself. Only the attention that
+is tried takes memory beside the model, which is left as it was found.
+
+Shapes: N windows, T tokens, E model dim.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import RapAttention
+from ..calibration import next_token_loss
+from ..errors import CalibrationError
+from ..families import AttentionLayer, attention_layers, attention_spec, projections, rotary_module
+from ..modeling import KINDS, attention_class
+from ..replacement import ReplacedLayer
+from ..restoring import restored
+from ..statistics import Statistics
+
+Cuts = Mapping[int, ReplacedLayer]
+
+
+class Trials:
+    """A dense `model`, and the windows that calibration kept of its text.
+
+    Both measures raise CalibrationError if a cut gives what is not finite.
+    """
+
+    def __init__(self, model: Any, statistics: Statistics):
+        assert statistics.windows is not None
+        self.model, self.windows_NT = model, statistics.windows
+        self._dense: list[Tensor] | None = None
+        # A search tries one layer again and again beside others that stay: each is built once.
+        self._built: WeakKeyDictionary[ReplacedLayer, nn.Module] = WeakKeyDictionary()
+
+    def perplexity(self, cuts: Cuts) -> float:
+        """Of the windows, with these layers' attention replaced."""
+        with self._replaced(cuts):
+            losses = [float(next_token_loss(self.model, ids)) for ids in self._batches()]
+        return math.exp(_finite(sum(losses) / len(losses), cuts))
+
+    def change(self, cuts: Cuts) -> float:
+        """Relative L2 change of the last hidden states from the dense model's."""
+        if self._dense is None:
+            self._dense = self._hidden({})
+        found = self._hidden(cuts)
+        pairs = list(zip(found, self._dense, strict=True))
+        moved = sum(float((cut - dense).double().square().sum()) for cut, dense in pairs)
+        whole = sum(float(dense.double().square().sum()) for _, dense in pairs)
+        return math.sqrt(_finite(moved, cuts) / whole)
+
+    def _hidden(self, cuts: Cuts) -> list[Tensor]:
+        with self._replaced(cuts):
+            states = (self.model.base_model(input_ids=i, use_cache=False) for i in self._batches())
+            return [state.last_hidden_state.cpu() for state in states]
+
+    def _batches(self) -> Iterator[Tensor]:
+        device = self.model.get_input_embeddings().weight.device
+        return (ids.to(device) for ids in self.windows_NT.split(1))
+
+    @contextmanager
+    def _replaced(self, cuts: Cuts) -> Iterator[None]:
+        """The model, in evaluation mode, with the attention of some layers replaced inside."""
+        layers = [layer for layer in attention_layers(self.model) if layer.index in cuts]
+        for layer in layers:
+            new = cuts[layer.index]
+            if new not in self._built:
+                self._built[new] = _built(self.model, layer, new)
+        with restored(self.model, [], False), torch.no_grad():
+            try:
+                for layer in layers:
+                    _put(self.model, layer, self._built[cuts[layer.index]])
+                yield
+            finally:
+                for layer in layers:
+                    _put(self.model, layer, layer.module)
+
+
+def _finite(value: float, cuts: Cuts) -> float:
+    if not math.isfinite(value):
+        raise CalibrationError(
+            f"a trial cut of layers {', '.join(map(str, sorted(cuts)))} gives {value}: calibrate "
+            "in float32 or bfloat16"
+        )
+    return value
+
+
+def _put(model: Any, layer: AttentionLayer, module: Any) -> None:
+    parent, _, name = layer.path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def _built(model: Any, layer: AttentionLayer, new: ReplacedLayer) -> nn.Module:
+    """The attention that a ReplacedLayer describes, on the device and in the dtype of the dense."""
+    spec = attention_spec(model.config)
+    kind: Any = KINDS[new.widths["kind"]] if "kind" in new.widths else RapAttention
+    like = projections(layer, spec)["k"].weight
+    dense_class: Any = type(layer.module)
+    build: Any = attention_class(dense_class, kind)
+    # Linears are made with random weights, which come from no one's seed.
+    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+        built = build(layer.module, spec, layer.shape, new.widths)
+    # Hooks that move inputs between devices hang on the dense module as a `forward` of its own.
+    vars(built).pop("forward", None)
+    if "kind" in new.widths:
+        vars(built)["rotary"] = rotary_module(model)
+    tensors = {
+        name: tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in new.tensors.items()
+    }
+    built.load_state_dict(tensors, assign=True)
+    return built.eval()
