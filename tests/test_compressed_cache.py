@@ -55,11 +55,17 @@ def needs(package):
     return pytest.mark.skipif(not found, reason=f"{package} is not installed")
 
 
-def pruned(retain=0.6, **changes):
-    """A cut tiny model whose layers, keys and values have widths of their own."""
+def pruned():
+    """A cut tiny model: keys and values of every layer have widths of their own."""
     model = tiny_model()
-    method = rap.Rap.paper(retain=retain, align=2, **changes)
-    statistics = rap.calibrate(model, random_tokens(2, 32), method.needs)
+    return rap.apply(model, random_plan(model, [(5, 9), (3, 12)]))
+
+
+def cut_by(name):
+    """A tiny model cut by a method at half of its cache."""
+    model = tiny_model()
+    method = rap.METHODS[name](retain=0.5)
+    statistics = rap.calibrate(model, random_tokens(4, 64), method.needs)
     return method.apply(model, method.plan(model, statistics))
 
 
@@ -291,11 +297,8 @@ def test_sizes_that_score_nothing_are_refused(sizes, ids):
         )
 
 
-@pytest.fixture
-def attended():
-    """A pruned layer, what its forward was given, the keys it cached and its eager weights."""
-    model = pruned()
-    model.set_attn_implementation("eager")
+def attend(model):
+    """A layer, what its forward was given, the keys that it cached and its eager weights."""
     module, seen = model.model.layers[1].self_attn, {}
 
     def keep(module, args, kwargs, output):
@@ -306,6 +309,13 @@ def attended():
         model(random_tokens(2, 20), use_cache=True)
     module.rotary_emb = model.model.rotary_emb
     return module, seen
+
+
+@pytest.fixture
+def attended():
+    model = pruned()
+    model.set_attn_implementation("eager")
+    return attend(model)
 
 
 def test_weights_of_the_last_queries_are_those_of_attention(attended):
@@ -337,7 +347,7 @@ def test_queries_under_a_norm_are_not_averaged(ids, first_token_press):
     model = tiny_model("qwen3")
     plan = random_plan(model, [(5, 9), None])
     compression = CacheCompression(press=replace(first_token_press, name="expected"))
-    with pytest.raises(RapError, match="averages queries before their norm"):
+    with pytest.raises(RapError, match="averages queries before their rotation"):
         compressed_perplexity(rap.apply(model, plan), ids.flatten(), compression, **SIZES)
 
 
@@ -357,19 +367,36 @@ def test_sliding_windows_are_refused(ids, rounding, first_token_press):
             compressed_perplexity(model, ids.flatten(), compression, **SIZES)
 
 
-def test_latents_can_be_quantized_but_not_evicted(ids, rounding, first_token_press):
-    model = tiny_model()
-    method = rap.METHODS["palu"](retain=0.5)
-    statistics = rap.calibrate(model, random_tokens(2, 32), method.needs)
-    small = method.apply(model, method.plan(model, statistics))
+@pytest.mark.parametrize("name", ["palu", "svdllm", "elitekv", "kvpruner"])
+def test_places_in_the_cache_can_be_quantized_but_not_evicted(
+    name, ids, rounding, first_token_press
+):
+    small = cut_by(name)
     plain = compressed_perplexity(small, ids.flatten(), NOTHING, **SIZES)
-    assert plain.nats_per_token == pytest.approx(tail_nats(small(ids).logits, ids), rel=1e-6)
+    with torch.no_grad():
+        assert plain.nats_per_token == pytest.approx(tail_nats(small(ids).logits, ids), rel=1e-5)
     bits = compressed_perplexity(small, ids.flatten(), CacheCompression(rounding), **SIZES)
     assert 0 < abs(bits.nats_per_token - plain.nats_per_token) < 0.5
-    with pytest.raises(RapError, match="keys are rebuilt by their place"):
+    with pytest.raises(RapError, match="tells positions by places in the cache"):
         compressed_perplexity(
             small, ids.flatten(), CacheCompression(press=first_token_press), **SIZES
         )
+
+
+@pytest.mark.parametrize("name", ["matryoshka", "kvpruner-indexed"])
+def test_other_layers_give_their_own_queries(name):
+    model = cut_by(name)
+    model.set_attn_implementation("eager")
+    module, seen = attend(model)
+    hidden = seen["kwargs"]["hidden_states"]
+    found = last_weights(module, hidden, seen["keys"], seen["kwargs"], 6)
+    assert torch.allclose(found, seen["weights"][:, :, -6:], atol=1e-6)
+
+
+def test_coordinates_taken_after_the_rotation_are_not_averaged(ids, first_token_press):
+    compression = CacheCompression(press=replace(first_token_press, name="expected"))
+    with pytest.raises(RapError, match="more than that follows"):
+        compressed_perplexity(cut_by("matryoshka"), ids.flatten(), compression, **SIZES)
 
 
 def test_without_the_packages_the_remedy_is_named(monkeypatch):

@@ -22,6 +22,7 @@ from transformers.cache_utils import QuantizedLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import RapAttention
+from ..channelwise import ReindexedAttention
 from ..errors import RapError
 from ..families import attention_layers, attention_spec, sliding_window, text_decoder
 from ..restoring import removed
@@ -116,15 +117,11 @@ def _scorer(model: Any, press: Press) -> Any:
 
 
 def _refuse(model: Any, module: Any, press: Press) -> None:
-    """RapError where tokens cannot be evicted from a layer, or cannot be scored.
-
-    A latent says its position by its place in the cache (PaLU, SVD-LLM, EliteKV), which eviction
-    changes; a sliding window evicts by itself.
-    """
-    if getattr(module, "reconstruction", ()):
+    """RapError where tokens cannot be evicted from a layer, or cannot be scored."""
+    if getattr(module, "reconstruction", ()) or isinstance(module, ReindexedAttention):
         raise RapError(
-            "tokens cannot be evicted from a cache of latents: keys are rebuilt by their place in"
-            " it; use a method that reconstructs nothing"
+            "tokens cannot be evicted here: this method's attention tells positions by places in"
+            " the cache, which eviction changes; use one that keeps whole pairs, such as rap"
         )
     if sliding_window(attention_spec(model.config), module) is not None:
         raise RapError("a sliding window evicts tokens by itself: presses need full attention")
@@ -132,9 +129,11 @@ def _refuse(model: Any, module: Any, press: Press) -> None:
         return
     if press.name == "think":
         raise RapError("think ranks the channels of dense heads: press the dense model with it")
-    if press.name == "expected" and module.norm is not None:
+    turned_last = type(module).position is RapAttention.position and module.norm is None
+    if press.name == "expected" and not turned_last:
         raise RapError(
-            "expected averages queries before their norm, which a pruned model cannot: use snapkv"
+            "expected averages queries before their rotation, and here more than that follows it:"
+            " use snapkv"
         )
     if PRESSES[press.name][1] and module.spec.query_scale is not None:
         raise RapError(f"{press.name} does not know this family's scaled queries: use knorm")
