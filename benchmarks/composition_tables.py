@@ -3,6 +3,10 @@
 import math
 from typing import Any
 
+from rap.evaluation.presses import PRESSES
+from rap.evaluation.quantized_cache import CACHE_KINDS
+from rap.quantization import KINDS
+
 Cell = dict[str, Any]
 Table = dict[str, Any]
 
@@ -12,8 +16,9 @@ def tables(found: dict[str, Any], settings: dict[str, Any]) -> list[Table]:
     if not found["measured"]:
         return []
     cells = sorted(found["measured"], key=_place)
-    bits = [axis for axis in cells[0]["cache"] if axis.startswith("cache ")]
-    presses = [axis for axis in cells[0]["cache"] if ":" in axis]
+    bits = [f"cache {kind}" for kind in CACHE_KINDS if f"cache {kind}" in cells[0]["cache"]]
+    named = [f"{name}:0.5" for name in PRESSES]
+    presses = [axis for axis in named if axis in cells[0]["cache"]]
     left_out = [name for name in settings if settings[name] is None]
     missing = f" Left out, not installed: {', '.join(left_out)}." if left_out else ""
     made = [_weights(cells, settings, missing), _penalty(cells)]
@@ -48,7 +53,7 @@ def _name(cell: Cell) -> str:
 
 
 def _weights(cells: list[Cell], settings: dict[str, Any], missing: str) -> Table:
-    kinds = list(cells[0]["weights"])
+    kinds = _kinds(cells)
     return {
         "title": "Pruning with quantized weights",
         "note": (
@@ -64,8 +69,13 @@ def _weights(cells: list[Cell], settings: dict[str, Any], missing: str) -> Table
     }
 
 
+def _kinds(cells: list[Cell]) -> list[str]:
+    """The kinds of weights that were measured; a file read back has lost their order."""
+    return [kind for kind in ("float32", *KINDS) if kind in cells[0]["weights"]]
+
+
 def _penalty(cells: list[Cell]) -> Table:
-    kinds = [kind for kind in cells[0]["weights"] if kind != "float32"]
+    kinds = _kinds(cells)[1:]
     return {
         "title": "What quantized weights add to the loss, before and after recovery",
         "note": (
@@ -134,7 +144,7 @@ def _think(cells: list[Cell], think: dict[str, Cell]) -> Table:
     dense = cells[0]
     whole = dense["cache"]["nothing"]["kv_bytes_per_token"]
     rows = [["dense", "1", *_costs(dense, dense["cache"]["nothing"], whole)]]
-    for retain, measured in think.items():
+    for retain, measured in sorted(think.items(), reverse=True):
         rows.append([f"ThinK {retain}", retain, *_costs(dense, measured, whole)])
         rows += [
             [_name(cell), retain, *_costs(cell, cell["cache"]["nothing"], whole)]
