@@ -1,11 +1,17 @@
 """What the settings of Rap decide: widths, profiles, budgets and what calibration must collect."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import rap
 from models import random_tokens, tiny_model
 from rap.allocation import allocate_by_error
+from rap.families import attention_layers
+from rap.methods.base import dense_layers
+from rap.methods.values import layer_values
+from rap.sensitivity import key_moments, part_losses
 
 NEEDS = {"fisher", "energy", "pairs", "values", "gradients"}
 
@@ -52,6 +58,39 @@ def test_error_budget_meets_the_ratio(calibrated: tuple, metric: str) -> None:
         assert plan.kept_fraction == pytest.approx(retain, abs=1 / 48)
 
 
+def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> None:
+    """As much cache as with one width for both, at a smaller expected loss."""
+    model, statistics = calibrated
+    dense = dense_layers(model)
+    for retain in (0.3, 0.5, 0.7):
+        lost = {}
+        for share in (0.5, "pooled"):
+            method = rap.Rap(retain=retain, key_share=share, align=2)
+            plan = method.plan(model, statistics)
+            assert plan.kept_fraction == pytest.approx(retain, abs=1 / 96)
+            lost[share] = 0.0
+            for index, layer in enumerate(plan.layers):
+                keys, values = _part_losses(model, statistics, dense, index)
+                lost[share] += keys[layer.key_width // 2] + values[layer.value_width // 2]
+        assert lost["pooled"] < lost[0.5]
+        assert any(layer.key_width != layer.value_width for layer in plan.layers)
+        small = method.apply(model, plan)
+        for layer, kept in zip(attention_layers(small), plan.layers, strict=True):
+            assert layer.module.key_width == kept.key_width
+            assert layer.module.value_width == kept.value_width
+
+
+def _part_losses(model: Any, statistics: rap.Statistics, dense: Any, index: int) -> tuple:
+    return part_losses(
+        key_moments(statistics.layers[index], "loss"),
+        layer_values(index, statistics, dense, "loss"),
+        statistics.layers[index],
+        dense.shapes[index],
+        dense.frequencies[index],
+        dense.context,
+    )
+
+
 def test_spending_by_error_is_the_best_split() -> None:
     """Against every possible split of a small budget."""
     errors = [[9.0, 4.0, 1.0, 0.0], [5.0, 3.0, 2.0, 0.0], [30.0, 3.0, 1.5, 0.0]]
@@ -85,7 +124,13 @@ def test_only_what_is_used_is_collected(settings: dict, needs: set[str]) -> None
 
 @pytest.mark.parametrize(
     ("settings", "budget"),
-    [({}, "error"), ({"profile": "stock"}, "uniform"), ({"key_share": 0.3}, "uniform")],
+    [
+        ({}, "error"),
+        ({"key_share": "pooled"}, "error"),
+        ({"key_share": "pooled", "metric": "output"}, "uniform"),
+        ({"profile": "stock"}, "uniform"),
+        ({"key_share": 0.3}, "uniform"),
+    ],
 )
 def test_budget_follows_the_profile(settings: dict, budget: str) -> None:
     assert rap.Rap(**settings).budget == budget
@@ -102,7 +147,8 @@ def test_budget_follows_the_profile(settings: dict, budget: str) -> None:
         ({"budget": "nonsense"}, "unknown budget"),
         ({"profile": "nonsense"}, "unknown profile"),
         ({"metric": "nonsense"}, "unknown metric"),
-        ({"budget": "error", "key_share": 0.3}, "key_share"),
+        ({"budget": "error", "key_share": 0.3}, "key_share cannot be 0.3"),
+        ({"budget": "error", "key_share": "pooled", "metric": "output"}, "cannot be pooled"),
         ({"profile": "stock", "budget": "adaptive"}, "uniform"),
     ],
 )

@@ -61,18 +61,48 @@ def width_losses(
 ) -> list[float]:
     """Expected loss in nats per token of a layer at every width, 0 ... D/2 steps of two channels.
 
-    `keys` and `values` must be of the metric "loss". Where keys or values cannot be mixed, single
-    pairs and channels are dropped instead of directions.
+    Keys and values are as wide as each other; the rest as of `part_losses`.
+    """
+    parts = part_losses(
+        keys,
+        values,
+        found,
+        shape,
+        frequencies,
+        context,
+        mixes_keys=mixes_keys,
+        mixes_values=mixes_values,
+    )
+    return [sum(both) for both in zip(*parts, strict=True)]
+
+
+def part_losses(
+    keys: Moments,
+    values: Moments,
+    found: Mapping[str, Tensor],
+    shape: AttentionShape,
+    frequencies: Tensor,
+    context: int,
+    *,
+    mixes_keys: bool = True,
+    mixes_values: bool = True,
+) -> tuple[list[float], list[float]]:
+    """What a layer's keys, and its values, are expected to lose at every width, in nats per token.
+
+    Widths are 0 ... D/2 steps of two channels. `keys` and `values` must be of the metric "loss".
+    Where keys or values cannot be mixed, single pairs and channels are dropped instead of
+    directions.
     """
     lost_values = _tails(_directions(*values)) if mixes_values else _dropped(*values)
     lost_slots = _tails(_slots(keys, frequencies, context)) if mixes_keys else _dropped(*keys)
     still = free_moments(found, "loss")
     lost_free = _tails(_directions(*still)) if mixes_keys else _dropped(*still)
-    curve = []
-    for step in range(shape.head_dim // 2 + 1):
-        pairs, free = split_step(shape, step)
-        curve.append(0.5 * float(lost_values[2 * step] + lost_slots[pairs] + lost_free[free]))
-    return curve
+    steps = range(shape.head_dim // 2 + 1)
+    kept = [split_step(shape, step) for step in steps]
+    return (
+        [0.5 * float(lost_slots[pairs] + lost_free[free]) for pairs, free in kept],
+        [0.5 * float(lost_values[2 * step]) for step in steps],
+    )
 
 
 def width_errors(

@@ -20,9 +20,9 @@ from ..sensitivity import (
     Moments,
     free_moments,
     key_moments,
+    part_losses,
     split_step,
     width_errors,
-    width_losses,
 )
 from ..statistics import Statistics
 from ..subspace import weighted_subspace
@@ -44,7 +44,8 @@ class Rap(PairPruning):
         the loss say what reads keys and values), or squared error of logits and `output`, which
         needs no gradients and so less memory.
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error;
-        `auto` is `error`, or `uniform` where the profile wants one width.
+        `auto` is `error`, or `uniform` where the profile wants one width. With `key_share` "pooled"
+        K and V of a layer may differ in width: better at the same cache, but engines pad them.
     context: distance in tokens over which folded pairs may drift; None is all the model was made
         for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
@@ -64,8 +65,8 @@ class Rap(PairPruning):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.budget == "auto":
-            one_width = self.profile == "stock" or self.key_share != 0.5
-            object.__setattr__(self, "budget", "uniform" if one_width else "error")
+            spent = "error" if self.profile != "stock" and self._spends_by_error() else "uniform"
+            object.__setattr__(self, "budget", spent)
         for setting, known in (
             ("score", sorted(SCORES)),
             ("metric", list(METRICS)),
@@ -78,8 +79,11 @@ class Rap(PairPruning):
                 raise RapError(
                     f"unknown {setting} {getattr(self, setting)!r}: use one of {', '.join(known)}"
                 )
-        if self.budget == "error" and self.key_share != 0.5:
-            raise RapError("budget 'error' gives K and V one width: key_share must stay 0.5")
+        if self.budget == "error" and not self._spends_by_error():
+            raise RapError(
+                "budget 'error' gives K and V one width (key_share 0.5), or lets them compete by "
+                f"metric 'loss' (pooled): key_share cannot be {self.key_share} here"
+            )
         if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):
             raise RapError(
                 "profile 'stock' needs one width for all: budget 'uniform', key_share 0.5"
@@ -89,6 +93,10 @@ class Rap(PairPruning):
     def paper(cls, **settings: Any) -> "Rap":
         """The paper's recipe: root-Fisher scores, adaptive budgets, dense pairs and channels."""
         return cls(**{"budget": "adaptive", "keys": "pairs", "values": "channels"} | settings)
+
+    def _spends_by_error(self) -> bool:
+        """Whether budget `error` knows this share: only losses of K and V compare."""
+        return self.key_share == 0.5 or (self.key_share == "pooled" and self.metric == "loss")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -125,19 +133,19 @@ class Rap(PairPruning):
         if self.budget != "error":
             return super().budgets(scores, statistics, dense)
         present = [index for index, shape in enumerate(dense.shapes) if shape is not None]
-        curves = [self._curve(index, statistics, dense) for index in present]
-        sizes = [len(curve) - 1 for curve in curves]
+        curves = [self._curves(index, statistics, dense) for index in present]
+        flat = [curve for both in curves for curve in both]
         unit = max(1, self.alignment(dense.shapes) // 2)
-        kept = dict(
-            zip(present, allocate_by_error(curves, self.retain, sizes, unit=unit), strict=True)
-        )
+        sizes = [len(curve) - 1 for curve in flat]
+        spent = iter(allocate_by_error(flat, self.retain, sizes, unit=unit))
+        kept = {i: [next(spent) for _ in both] for i, both in zip(present, curves, strict=True)}
         return [
-            _hybrid_budget(shape, kept[index]) if shape is not None else None
+            _hybrid_budget(shape, kept[index][0], kept[index][-1]) if shape is not None else None
             for index, shape in enumerate(dense.shapes)
         ]
 
-    def _curve(self, index: int, statistics: Statistics, dense: DenseLayers) -> list[float]:
-        """What every width of a layer costs, in units of `metric`."""
+    def _curves(self, index: int, statistics: Statistics, dense: DenseLayers) -> list[list[float]]:
+        """What every width of a layer costs, in units of `metric`: one curve, or of K and of V."""
         shape, frequencies = dense.shapes[index], dense.frequencies[index]
         assert shape is not None
         assert frequencies is not None
@@ -145,9 +153,20 @@ class Rap(PairPruning):
         keys = key_moments(found, self.metric)
         values = layer_values(index, statistics, dense, self.metric)
         if self.metric == "output":
-            return width_errors(keys, values, shape, frequencies, context)
-        mixes = {"mixes_keys": dense.mixes_keys[index], "mixes_values": dense.mixes_values[index]}
-        return width_losses(keys, values, found, shape, frequencies, context, **mixes)
+            return [width_errors(keys, values, shape, frequencies, context)]
+        parts = part_losses(
+            keys,
+            values,
+            found,
+            shape,
+            frequencies,
+            context,
+            mixes_keys=dense.mixes_keys[index],
+            mixes_values=dense.mixes_values[index],
+        )
+        if self.key_share == "pooled":
+            return list(parts)
+        return [[sum(both) for both in zip(*parts, strict=True)]]
 
     def cut_layers(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
@@ -266,8 +285,8 @@ def _folded(heads: Sequence[FoldedHead]) -> dict[str, Tensor]:
     }
 
 
-def _hybrid_budget(shape: AttentionShape, steps: int) -> LayerBudget:
-    pairs, free = split_step(shape, steps)
+def _hybrid_budget(shape: AttentionShape, key_steps: int, value_steps: int) -> LayerBudget:
+    pairs, free = split_step(shape, key_steps)
     if shape.geometry.num_pairs and not pairs:
         pairs, free = 1, free - 2
-    return LayerBudget(pairs=pairs, free=free, values=2 * steps)
+    return LayerBudget(pairs=pairs, free=free, values=2 * value_steps)
