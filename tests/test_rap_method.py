@@ -1,7 +1,5 @@
 """What the settings of Rap decide: widths, profiles, budgets and what calibration must collect."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,8 +8,7 @@ from models import random_tokens, tiny_model
 from rap.allocation import allocate_by_error
 from rap.families import attention_layers
 from rap.methods.base import dense_layers
-from rap.methods.values import layer_values
-from rap.sensitivity import key_moments, part_losses
+from rap.methods.values import layer_losses
 
 NEEDS = {"fisher", "energy", "pairs", "values", "gradients"}
 
@@ -70,7 +67,7 @@ def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> Non
             assert plan.kept_fraction == pytest.approx(retain, abs=1 / 96)
             lost[share] = 0.0
             for index, layer in enumerate(plan.layers):
-                keys, values = _part_losses(model, statistics, dense, index)
+                keys, values = layer_losses(index, statistics, dense, dense.context)
                 lost[share] += keys[layer.key_width // 2] + values[layer.value_width // 2]
         assert lost["pooled"] < lost[0.5]
         assert any(layer.key_width != layer.value_width for layer in plan.layers)
@@ -78,17 +75,6 @@ def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> Non
         for layer, kept in zip(attention_layers(small), plan.layers, strict=True):
             assert layer.module.key_width == kept.key_width
             assert layer.module.value_width == kept.value_width
-
-
-def _part_losses(model: Any, statistics: rap.Statistics, dense: Any, index: int) -> tuple:
-    return part_losses(
-        key_moments(statistics.layers[index], "loss"),
-        layer_values(index, statistics, dense, "loss"),
-        statistics.layers[index],
-        dense.shapes[index],
-        dense.frequencies[index],
-        dense.context,
-    )
 
 
 def test_spending_by_error_is_the_best_split() -> None:

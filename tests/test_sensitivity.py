@@ -7,7 +7,14 @@ import rap
 from models import random_tokens, tiny_model
 from rap.families import attention_layers
 from rap.methods.base import dense_layers
-from rap.sensitivity import key_moments, split_step, value_moments, width_errors, width_losses
+from rap.sensitivity import (
+    key_moments,
+    one_width,
+    part_losses,
+    split_step,
+    value_moments,
+    width_errors,
+)
 
 CONTEXT = 256
 
@@ -25,7 +32,7 @@ def curve(model, statistics, index, **mixes):
     found, frequencies = statistics.layers[index], dense_layers(model).frequencies[index]
     keys = key_moments(found, "loss")
     values = value_moments(found, torch.empty(0), layer.shape, "loss")
-    return width_losses(keys, values, found, layer.shape, frequencies, CONTEXT, **mixes)
+    return one_width(*part_losses(keys, values, found, layer.shape, frequencies, CONTEXT, **mixes))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6])
@@ -54,7 +61,7 @@ def _key_part(model, statistics, index, steps):
     values = value_moments(found, torch.empty(0), layer.shape, "loss")
     frequencies = dense_layers(model).frequencies[index]
     keys = key_moments(found, "loss")
-    return width_losses(keys, values, found, layer.shape, frequencies, CONTEXT)[steps]
+    return one_width(*part_losses(keys, values, found, layer.shape, frequencies, CONTEXT))[steps]
 
 
 @pytest.mark.parametrize("mixes", [{}, {"mixes_keys": False}, {"mixes_values": False}])

@@ -39,7 +39,7 @@ from .families import (
     rotary_module,
 )
 from .fingerprint import fingerprint_model, fingerprint_tensors, tied_names
-from .specs import NORM_MODES, WRAPPERS
+from .specs import NORM_MODES, WRAPPERS, AttentionSpec
 
 CONFIG_VERSION = 1
 
@@ -66,15 +66,9 @@ class RapModelMixin(_Model):
                 continue
             if "kind" not in widths:
                 _check_fits(layer, widths)
-            dense_class: Any = type(layer.module)
-            kind: Any = KINDS[widths["kind"]] if "kind" in widths else RapAttention
             # Methods with a kind of their own refuse models that normalise queries and keys.
-            norm = (layer.norm, norm_mode(config)) if kind is RapAttention else ()
-            build = attention_class(dense_class, kind)
-            pruned = build(layer.module, spec, layer.shape, widths, *norm)
-            if "kind" in widths:
-                # Not a submodule: the model has it already.
-                vars(pruned)["rotary"] = rotary_module(self)
+            norm = () if "kind" in widths else (layer.norm, norm_mode(config))
+            pruned = build_attention(self, layer, spec, widths, *norm)
             if pruned.frequency_index.device.type != "meta":
                 pruned.apply(self._init_weights)
             parent, _, name = layer.path.rpartition(".")
@@ -94,6 +88,23 @@ class RapModelMixin(_Model):
     def _get_static_cache_init_shape(self) -> None:
         """Head widths differ from config.head_dim: a static cache takes them from the tensors."""
         return None
+
+
+def build_attention(
+    model: Any, layer: AttentionLayer, spec: AttentionSpec, widths: Mapping, *norm: Any
+) -> Any:
+    """The attention of these `widths` for a dense layer of the model, its weights not yet set.
+
+    `norm` are a QKNorm and its mode, where queries and keys are normalised.
+    """
+    dense_class: Any = type(layer.module)
+    kind: Any = KINDS[widths["kind"]] if "kind" in widths else RapAttention
+    build: Any = attention_class(dense_class, kind)
+    built = build(layer.module, spec, layer.shape, widths, *norm)
+    if "kind" in widths:
+        # Not a submodule: the model has it already.
+        vars(built)["rotary"] = rotary_module(model)
+    return built
 
 
 @functools.cache

@@ -10,7 +10,7 @@ compare across layers. Without gradients O is what reads the projection instead:
 Shapes: G KV heads, P pairs, F channels that never rotate, D head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -48,34 +48,6 @@ def value_moments(
     return found["value_moment"].double(), reader.double()
 
 
-def width_losses(
-    keys: Moments,
-    values: Moments,
-    found: Mapping[str, Tensor],
-    shape: AttentionShape,
-    frequencies: Tensor,
-    context: int,
-    *,
-    mixes_keys: bool = True,
-    mixes_values: bool = True,
-) -> list[float]:
-    """Expected loss in nats per token of a layer at every width, 0 ... D/2 steps of two channels.
-
-    Keys and values are as wide as each other; the rest as of `part_losses`.
-    """
-    parts = part_losses(
-        keys,
-        values,
-        found,
-        shape,
-        frequencies,
-        context,
-        mixes_keys=mixes_keys,
-        mixes_values=mixes_values,
-    )
-    return [sum(both) for both in zip(*parts, strict=True)]
-
-
 def part_losses(
     keys: Moments,
     values: Moments,
@@ -103,6 +75,11 @@ def part_losses(
         [0.5 * float(lost_slots[pairs] + lost_free[free]) for pairs, free in kept],
         [0.5 * float(lost_values[2 * step]) for step in steps],
     )
+
+
+def one_width(of_keys: Sequence[float], of_values: Sequence[float]) -> list[float]:
+    """What a layer loses at every width if its keys are as wide as its values."""
+    return [sum(both) for both in zip(of_keys, of_values, strict=True)]
 
 
 def width_errors(

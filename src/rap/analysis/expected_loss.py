@@ -7,8 +7,9 @@ from matplotlib.axes import Axes
 from ..allocation import Budget
 from ..methods import Rap
 from ..methods.base import DenseLayers, dense_layers
+from ..methods.values import layer_losses
 from ..plan import Plan
-from ..sensitivity import key_moments, value_moments, width_losses
+from ..sensitivity import one_width
 from ..statistics import Statistics
 from .study import RETAINS, Analysis, Data, Study
 
@@ -55,20 +56,9 @@ def expected(plan: Plan, curves: list[list[float]]) -> float:
 
 def _curve(index: int, statistics: Statistics, dense: DenseLayers) -> list[float]:
     """Expected loss of a layer at every width; empty where there is no attention."""
-    shape, weights, found = dense.shapes[index], dense.weights[index], statistics.layers[index]
-    frequencies = dense.frequencies[index]
-    if shape is None or weights is None or found is None or frequencies is None:
+    if dense.shapes[index] is None:
         return []
-    return width_losses(
-        key_moments(found, "loss"),
-        value_moments(found, weights["o"], shape, "loss"),
-        found,
-        shape,
-        frequencies,
-        dense.context,
-        mixes_keys=dense.mixes_keys[index],
-        mixes_values=dense.mixes_values[index],
-    )
+    return one_width(*layer_losses(index, statistics, dense, dense.context))
 
 
 def table(data: Data) -> Data:

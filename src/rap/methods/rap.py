@@ -20,14 +20,14 @@ from ..sensitivity import (
     Moments,
     free_moments,
     key_moments,
-    part_losses,
+    one_width,
     split_step,
     width_errors,
 )
 from ..statistics import Statistics
 from ..subspace import weighted_subspace
 from .base import DenseLayers, PairPruning
-from .values import in_subspace, layer_values
+from .values import in_subspace, layer_losses, layer_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,27 +146,16 @@ class Rap(PairPruning):
 
     def _curves(self, index: int, statistics: Statistics, dense: DenseLayers) -> list[list[float]]:
         """What every width of a layer costs, in units of `metric`: one curve, or of K and of V."""
-        shape, frequencies = dense.shapes[index], dense.frequencies[index]
-        assert shape is not None
-        assert frequencies is not None
-        found, context = statistics.layers[index] or {}, self.context or dense.context
-        keys = key_moments(found, self.metric)
-        values = layer_values(index, statistics, dense, self.metric)
+        context = self.context or dense.context
         if self.metric == "output":
+            shape, frequencies = dense.shapes[index], dense.frequencies[index]
+            assert shape is not None
+            assert frequencies is not None
+            keys = key_moments(statistics.layers[index] or {}, self.metric)
+            values = layer_values(index, statistics, dense, self.metric)
             return [width_errors(keys, values, shape, frequencies, context)]
-        parts = part_losses(
-            keys,
-            values,
-            found,
-            shape,
-            frequencies,
-            context,
-            mixes_keys=dense.mixes_keys[index],
-            mixes_values=dense.mixes_values[index],
-        )
-        if self.key_share == "pooled":
-            return list(parts)
-        return [[sum(both) for both in zip(*parts, strict=True)]]
+        parts = layer_losses(index, statistics, dense, context)
+        return list(parts) if self.key_share == "pooled" else [one_width(*parts)]
 
     def cut_layers(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers

@@ -15,11 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..attention import RapAttention
 from ..calibration import next_token_loss
 from ..errors import CalibrationError
-from ..families import AttentionLayer, attention_layers, attention_spec, projections, rotary_module
-from ..modeling import KINDS, attention_class
+from ..families import AttentionLayer, attention_layers, attention_spec, projections
+from ..modeling import build_attention
 from ..replacement import ReplacedLayer
 from ..restoring import restored
 from ..statistics import Statistics
@@ -100,17 +99,12 @@ def _put(model: Any, layer: AttentionLayer, module: Any) -> None:
 def _built(model: Any, layer: AttentionLayer, new: ReplacedLayer) -> nn.Module:
     """The attention that a ReplacedLayer describes, on the device and in the dtype of the dense."""
     spec = attention_spec(model.config)
-    kind: Any = KINDS[new.widths["kind"]] if "kind" in new.widths else RapAttention
     like = projections(layer, spec)["k"].weight
-    dense_class: Any = type(layer.module)
-    build: Any = attention_class(dense_class, kind)
     # Linears are made with random weights, which come from no one's seed.
     with torch.random.fork_rng([like.device] if like.is_cuda else []):
-        built = build(layer.module, spec, layer.shape, new.widths)
+        built: nn.Module = build_attention(model, layer, spec, new.widths)
     # Hooks that move inputs between devices hang on the dense module as a `forward` of its own.
     vars(built).pop("forward", None)
-    if "kind" in new.widths:
-        vars(built)["rotary"] = rotary_module(model)
     tensors = {
         name: tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in new.tensors.items()

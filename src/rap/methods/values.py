@@ -1,9 +1,9 @@
-"""Values in their best subspace instead of single channels: what Rap and A3 share."""
+"""What methods ask of one layer: its values' moments and subspace, and what widths would lose."""
 
 from dataclasses import replace
 
 from ..plan import LayerPlan
-from ..sensitivity import Metric, Moments, value_moments
+from ..sensitivity import Metric, Moments, key_moments, part_losses, value_moments
 from ..statistics import Statistics
 from ..subspace import weighted_subspace
 from .base import DenseLayers
@@ -15,6 +15,26 @@ def layer_values(index: int, statistics: Statistics, dense: DenseLayers, metric:
     assert shape is not None
     assert weights is not None
     return value_moments(statistics.layers[index] or {}, weights["o"], shape, metric)
+
+
+def layer_losses(
+    index: int, statistics: Statistics, dense: DenseLayers, context: int
+) -> tuple[list[float], list[float]]:
+    """Expected loss of a layer's keys and of its values at every width: `part_losses`."""
+    shape, frequencies = dense.shapes[index], dense.frequencies[index]
+    assert shape is not None
+    assert frequencies is not None
+    found = statistics.layers[index] or {}
+    return part_losses(
+        key_moments(found, "loss"),
+        layer_values(index, statistics, dense, "loss"),
+        found,
+        shape,
+        frequencies,
+        context,
+        mixes_keys=dense.mixes_keys[index],
+        mixes_values=dense.mixes_values[index],
+    )
 
 
 def in_subspace(layer: LayerPlan, values: Moments) -> LayerPlan:
