@@ -17,12 +17,12 @@ import torch
 
 import rap
 from rap import assets
-from rap.analysis.report import markdown_table
-from rap.checkpoint import write_json
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import provenance
 from rap.pipeline import evaluation_tokens
-from rap.provenance import provenance
 from rap.recovery.config import preset
 from rap.recovery.distillation import distill
+from rap.studies.report.report import markdown_table
 
 WINDOW, EVALUATION_WINDOWS, CALIBRATION_WINDOWS = 512, 48, 32
 # Written for this ablation: text that shares neither words nor form with the novels.

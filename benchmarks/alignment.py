@@ -16,8 +16,8 @@ from speed import clock_note, clock_of, dtype_of, figure, is_cuda, parser, write
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from rap.evaluation.latency import captured, interleaved, synchronize
-from rap.kernels.decode_attention import decode_attention
+from rap.evaluation.cost.latency import captured, interleaved, synchronize
+from rap.model.kernels.decode_attention import decode_attention
 
 WIDTHS = [80, 84, 88, 90, 92, 96, 104, 112, 128]
 HEADS = {"cpu": (8, 2), "cuda": (32, 8)}

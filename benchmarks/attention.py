@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from speed import clock_note, clock_of, config_of, dtype_of, figure, is_cuda, parser, write
 
-from rap.cache import GrowingCache
-from rap.calibration import calibrate
-from rap.errors import RapError
-from rap.evaluation.footprint import footprint
-from rap.evaluation.latency import WARM_UP, fill_cache, interleaved, synchronize
-from rap.evaluation.stand_ins import stand_in
-from rap.families import attention_layers, rotary_module
+from rap.calibration.run import calibrate
+from rap.evaluation.cost.footprint import footprint
+from rap.evaluation.cost.latency import WARM_UP, fill_cache, interleaved, synchronize
+from rap.evaluation.cost.stand_ins import stand_in
 from rap.methods import METHODS
+from rap.model.errors import RapError
+from rap.model.kernels.growing_cache import GrowingCache
+from rap.model.layers import attention_layers, rotary_module
 
 CONTEXTS = {"cpu": [1024, 4096], "cuda": [4096, 8192, 16384, 32768]}
 PROMPTS = {"cpu": [512], "cuda": [4096, 16384]}

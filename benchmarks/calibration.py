@@ -22,10 +22,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rap.analysis.report import markdown_table
-from rap.calibration import calibrate
-from rap.memory import estimate_memory
-from rap.provenance import provenance
+from rap.calibration.memory import estimate_memory
+from rap.calibration.run import calibrate
+from rap.checkpoint.provenance import provenance
+from rap.studies.report.report import markdown_table
 
 WINDOWS, WINDOW = 2, 256
 SHAPE = {

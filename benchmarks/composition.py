@@ -22,22 +22,22 @@ import torch
 
 import rap
 from rap import assets
-from rap.analysis.report import markdown_table
-from rap.checkpoint import write_json
-from rap.evaluation.compressed import (
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import installed_version, provenance
+from rap.evaluation.cache.compressed import (
     CacheCompression,
     compressed_perplexity,
     compressed_recall,
 )
-from rap.evaluation.footprint import compare, footprint
-from rap.evaluation.presses import PRESSES, Press
-from rap.evaluation.quantized_cache import CACHE_KINDS
-from rap.evaluation.reconstruction import reconstructs
+from rap.evaluation.cache.presses import PRESSES, Press
+from rap.evaluation.cache.quantized_cache import CACHE_KINDS
+from rap.evaluation.cost.footprint import compare, footprint
+from rap.evaluation.quality.reconstruction import reconstructs
+from rap.evaluation.quantization import quantize_weights
 from rap.pipeline import evaluation_tokens
-from rap.provenance import installed_version, provenance
-from rap.quantization import quantize_weights
 from rap.recovery.config import PRESETS
 from rap.recovery.distillation import distill
+from rap.studies.report.report import markdown_table
 
 RESULT = Path("results") / "composition.json"
 WINDOW, PREFIX, CALIBRATION_WINDOWS = 512, 256, 16

@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
-from rap.evaluation.presses import PRESSES
-from rap.evaluation.quantized_cache import CACHE_KINDS
-from rap.quantization import KINDS
+from rap.evaluation.cache.presses import PRESSES
+from rap.evaluation.cache.quantized_cache import CACHE_KINDS
+from rap.evaluation.quantization import KINDS
 
 Cell = dict[str, Any]
 Table = dict[str, Any]

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rap.analysis.report import markdown_table
-from rap.checkpoint import write_json
-from rap.evaluation.cost import (
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import provenance
+from rap.evaluation.cost.cost import (
     COMPLEXITY,
     PUBLISHED,
     Cost,
@@ -25,7 +25,7 @@ from rap.evaluation.cost import (
     sizes_of,
     widths_of,
 )
-from rap.provenance import provenance
+from rap.studies.report.report import markdown_table
 
 RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5)
 TOKENS, CONTEXT = 64, 8192

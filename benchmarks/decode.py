@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from speed import clock_note, clock_of, config_of, dtype_of, figure, is_cuda, parser, write
 
-from rap.evaluation.latency import (
+from rap.evaluation.cost.latency import (
     COMPILED,
     PLAIN,
     Point,
@@ -24,7 +24,7 @@ from rap.evaluation.latency import (
     measure_point,
     weight_bytes,
 )
-from rap.evaluation.stand_ins import stand_in, uniform_config
+from rap.evaluation.cost.stand_ins import stand_in, uniform_config
 
 CONTEXTS = {"cpu": [512, 2048, 4096, 8192, 16384], "cuda": [4096, 8192, 16384, 32768]}
 BATCHES = {"cpu": [1, 8], "cuda": [1, 4, 8, 16]}

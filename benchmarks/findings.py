@@ -12,7 +12,7 @@ from pathlib import Path
 
 from findings_analyses import ANALYSED
 
-from rap.analysis.findings import (
+from rap.studies.report.findings import (
     CONFIRMED,
     CONTRADICTED,
     PARTLY,

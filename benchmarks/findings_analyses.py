@@ -2,8 +2,8 @@
 
 import math
 
-from rap.analysis.findings import CONFIRMED, CONTRADICTED, PARTLY, Finding, Results
-from rap.errors import RapError
+from rap.model.errors import RapError
+from rap.studies.report.findings import CONFIRMED, CONTRADICTED, PARTLY, Finding, Results
 
 NEEDLES = ("dense", "rap at 0.7", "rap at 0.5", "palu at 0.5", "rap:paper at 0.5")
 LONG = 2048  # tokens of the longest documents with needles

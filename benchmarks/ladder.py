@@ -19,15 +19,15 @@ import torch
 
 import rap
 from rap import assets
-from rap.analysis.channels import best_channels, index_aware
-from rap.checkpoint import write_json
-from rap.evaluation.perplexity import perplexity
-from rap.evaluation.recall import copy_loss, recall_grid
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import provenance
+from rap.evaluation.quality.perplexity import perplexity
+from rap.evaluation.quality.recall import copy_loss, recall_grid
 from rap.pipeline import evaluation_tokens
-from rap.provenance import provenance
 from rap.recovery.closed_form import refit_outputs
 from rap.recovery.config import PRESETS
 from rap.recovery.distillation import distill
+from rap.studies.analyses.channels import best_channels, index_aware
 
 RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 WINDOW, EVALUATION_WINDOWS, CALIBRATION_WINDOWS = 512, 48, 64

@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rap.analysis.report import markdown_table
-from rap.checkpoint import write_json
-from rap.comparison.grid import Grid
-from rap.comparison.matched import NEAR, REFERENCE, matched, parameters
-from rap.comparison.run import Bench, compare
-from rap.comparison.tables import MATCHED_QUALITY, RECOVERED
-from rap.comparison.variants import DENSE, Variant
-from rap.evaluation.cost import Sizes, dense, low_rank, sizes_of
-from rap.evaluation.footprint import footprint
-from rap.provenance import provenance
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import provenance
+from rap.evaluation.cost.cost import Sizes, dense, low_rank, sizes_of
+from rap.evaluation.cost.footprint import footprint
+from rap.studies.compare.grid import Grid
+from rap.studies.compare.matched import NEAR, REFERENCE, matched, parameters
+from rap.studies.compare.run import Bench, compare
+from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED
+from rap.studies.compare.variants import DENSE, Variant
+from rap.studies.report.report import markdown_table
 
 # How each is written in a grid, and its groups of KV heads (0: all together), and whether values
 # are folded into the output.

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from speed import config_of, dtype_of, figure, is_cuda, parser, write
 
-from rap.cache import GrowingCache
-from rap.evaluation.footprint import footprint
-from rap.evaluation.latency import synchronize
-from rap.evaluation.stand_ins import stand_in, uniform_config
+from rap.evaluation.cost.footprint import footprint
+from rap.evaluation.cost.latency import synchronize
+from rap.evaluation.cost.stand_ins import stand_in, uniform_config
+from rap.model.kernels.growing_cache import GrowingCache
 
 PIECE, STEPS = 1024, 4
 BATCHES = {"cpu": [1, 2, 4], "cuda": [1, 4, 8, 16]}

@@ -17,13 +17,13 @@ import torch
 
 import rap
 from rap import assets
-from rap.analysis.report import markdown_table
-from rap.checkpoint import write_json
-from rap.comparison.grid import Grid
-from rap.comparison.variants import DENSE, Variant
-from rap.evaluation.needle import NeedleCell, heat_maps, needle_grid, needle_table
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import provenance
+from rap.evaluation.quality.needle import NeedleCell, heat_maps, needle_grid, needle_table
 from rap.pipeline import evaluation_tokens
-from rap.provenance import provenance
+from rap.studies.compare.grid import Grid
+from rap.studies.compare.variants import DENSE, Variant
+from rap.studies.report.report import markdown_table
 
 LENGTHS, DEPTHS, FACTS = (256, 512, 1024, 2048), (0.0, 0.25, 0.5, 0.75, 1.0), 4
 CUTS = (("rap", 0.7), ("rap", 0.5), ("rap:paper", 0.5), ("palu", 0.5))

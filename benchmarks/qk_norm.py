@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rap
 from rap import assets
-from rap.checkpoint import write_json
-from rap.evaluation.perplexity import perplexity
-from rap.families import attention_layers
-from rap.norms import KeptNorm
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import provenance
+from rap.evaluation.quality.perplexity import perplexity
+from rap.model.layers import attention_layers
+from rap.model.norms import KeptNorm
 from rap.pipeline import evaluation_tokens
-from rap.provenance import provenance
 
 RESULT = Path("benchmarks/results/qk-norm-cpu.json")
 RETAINS = (0.7, 0.5)

@@ -19,11 +19,11 @@ import torch
 
 import rap
 from rap import assets
-from rap.analysis.channels import best_channels, index_aware, reindexed
-from rap.analysis.report import markdown_table
+from rap.checkpoint.provenance import provenance
 from rap.methods import Rap
 from rap.pipeline import evaluation_tokens
-from rap.provenance import provenance
+from rap.studies.analyses.channels import best_channels, index_aware, reindexed
+from rap.studies.report.report import markdown_table
 
 RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5)
 WINDOW = 512  # the length that the bundled model was trained at

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from rap import Rap, apply, assets, calibrate, load_windows
-from rap.provenance import provenance
-from rap.quantization import KINDS, quantize_weights
+from rap.checkpoint.provenance import provenance
+from rap.evaluation.quantization import KINDS, quantize_weights
 from rap.recovery.config import RecoveryConfig, preset
 from rap.recovery.data import recovery_windows
 from rap.recovery.distillation import distill

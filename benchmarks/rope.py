@@ -26,9 +26,9 @@ from speed import (
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rap.evaluation.latency import captured, interleaved, synchronize
-from rap.kernels.rope_pairs import rope_pairs
-from rap.rope import gather_pairs, rotate_pairs, rotate_step, step_index
+from rap.evaluation.cost.latency import captured, interleaved, synchronize
+from rap.model.kernels.rope_pairs import rope_pairs
+from rap.model.rope import gather_pairs, rotate_pairs, rotate_step, step_index
 
 LENGTHS = {"cpu": [1, 64, 512, 2048], "cuda": [1, 512, 2048, 8192, 32768]}
 HEADS = {"cpu": (8, 2), "cuda": (32, 8)}

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from rap.analysis.report import markdown_table
-from rap.provenance import device_name, installed_version, provenance
+from rap.checkpoint.provenance import device_name, installed_version, provenance
+from rap.studies.report.report import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 

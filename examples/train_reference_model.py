@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from rap.evaluation import documents
-from rap.evaluation.documents import Document
+from rap.evaluation.quality import documents
+from rap.evaluation.quality.documents import Document
 
 SHAPE = LlamaConfig(
     vocab_size=4096,

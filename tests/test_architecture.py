@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture import (
+from cases.architecture import (
     cycle_violations,
     docstring_violations,
     foreign_import_violations,

@@ -5,25 +5,25 @@ that a pruned checkpoint loads with `AutoModelForCausalLM.from_pretrained`, and 
 implementation "rap". Nothing is patched.
 """
 
-from ._version import __version__
-from .cache import GrowingCache
-from .calibration import calibrate
-from .checkpoint import load
-from .comparison.run import compare
-from .construction import apply
-from .corpus import load_windows
-from .errors import RapError
-from .evaluation.footprint import footprint
-from .evaluation.perplexity import perplexity
-from .fingerprint import fingerprint_model
-from .kernels.interface import register_attention
+from .calibration.run import calibrate
+from .calibration.statistics import Statistics
+from .calibration.text import load_windows
+from .checkpoint.load import load
+from .checkpoint.version import __version__
+from .evaluation.cost.footprint import footprint
+from .evaluation.quality.perplexity import perplexity
 from .methods import METHODS, Method, Rap
-from .modeling import register
+from .model.errors import RapError
+from .model.fingerprint import fingerprint_model
+from .model.kernels.growing_cache import GrowingCache
+from .model.kernels.interface import register_attention
+from .model.modeling import register
 from .pipeline import compress
-from .plan import LayerPlan, Plan
+from .planning.plan import LayerPlan, Plan
 from .recovery.config import RecoveryConfig
 from .recovery.stages import recover
-from .statistics import Statistics
+from .studies.compare.run import compare
+from .surgery.apply import apply
 
 register()
 register_attention()

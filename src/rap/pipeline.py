@@ -9,32 +9,24 @@ from rich.console import Console
 from torch import Tensor
 
 from . import assets
-from .calibration import calibrate, check_windows
-from .card import model_card
-from .checkpoint import (
-    PLAN_FILE,
-    check_output,
-    copy_processor,
-    load_config,
-    load_dense,
-    load_tokenizer,
-    whole_directory,
-    write_json,
-)
-from .corpus import load_windows, read_text
-from .errors import CheckpointError, RapError
-from .evaluation.footprint import footprint
-from .evaluation.perplexity import DEFAULT_WINDOW, perplexity
-from .families import attention_spec, base_model_type, refuse_pruned, trained_length
-from .fingerprint import fingerprint_model
-from .memory import describe_memory, estimate_memory
+from .calibration.memory import describe_memory, estimate_memory
+from .calibration.run import calibrate, check_windows
+from .calibration.text import load_windows, read_text
+from .checkpoint.card import model_card
+from .checkpoint.files import PLAN_FILE, check_output, whole_directory, write_json
+from .checkpoint.load import copy_processor, load_config, load_dense, load_tokenizer
+from .checkpoint.provenance import provenance
+from .evaluation.cost.footprint import footprint
+from .evaluation.quality.perplexity import DEFAULT_WINDOW, perplexity
 from .methods import Method, Rap
-from .plan import Plan
-from .provenance import provenance
+from .model.errors import CheckpointError, RapError
+from .model.families import WRAPPERS
+from .model.fingerprint import fingerprint_model
+from .model.layers import attention_spec, base_model_type, refuse_pruned, trained_length
+from .planning.plan import Plan
 from .recovery.runs import finish
 from .recovery.stages import check_recovery, recover_stage, work_folder
-from .replacement import Replacement
-from .specs import WRAPPERS
+from .surgery.replace import Replacement
 
 REPORT_FILE = "rap_report.json"
 EVALUATION_WINDOWS = 16

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, StaticCache
 
-from kernel_cases import (
+from cases.kernel_cases import (
     DECODE_CASES,
     ROPE_SHAPES,
     STEP_CASES,
@@ -22,10 +22,10 @@ from kernel_cases import (
     check_rotation_into_cache,
     check_step,
 )
-from rap.evaluation.latency import CUDA_VARIANTS, DecodeStep
-from rap.evaluation.stand_ins import stand_in, uniform_config
-from rap.kernels.decode_attention import decode_step
-from rap.kernels.rope_pairs import rope_pairs, rope_pairs_into_cache
+from rap.evaluation.cost.latency import CUDA_VARIANTS, DecodeStep
+from rap.evaluation.cost.stand_ins import stand_in, uniform_config
+from rap.model.kernels.decode_attention import decode_step
+from rap.model.kernels.rope_pairs import rope_pairs, rope_pairs_into_cache
 
 pytestmark = [
     pytest.mark.gpu,

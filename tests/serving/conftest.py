@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import VOCABULARY, tiny_model
-from plans import Widths, random_plan, zeroed
-from rap.construction import apply
-from rap.plan import Plan
+from cases.models import VOCABULARY, tiny_model
+from cases.plans import Widths, random_plan, zeroed
+from rap.planning.plan import Plan
+from rap.surgery.apply import apply
 
 # Six layers of the bundled model (D = 64): native sizes, sizes that the CPU backend does not take
 # (44, 24 and 20 channels are padded), keys wider than values and the reverse, one layer left dense.

@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from plans import plan_of, zeroed
-from rap.construction import apply
-from rap.families import attention_layers
-from rap.plan import LayerPlan
+from cases.plans import plan_of, zeroed
+from rap.model.layers import attention_layers
+from rap.planning.plan import LayerPlan
 from rap.serving.agreement import agreement
 from rap.serving.engine import Transcript, engine_environment
 from rap.serving.stock import export_stock
+from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plans import random_plan
+from cases.plans import random_plan
 from rap import assets
-from rap.construction import apply
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round, run_vllm
 from rap.serving.verify import verify
+from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..errors import RapError
+from ..model.errors import RapError
 
 SPLITS = ("calibration", "validation", "test")
 

@@ -7,8 +7,8 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 from typer.exceptions import TyperException
 
-from .._version import __version__
-from ..errors import RapError
+from ..checkpoint.version import __version__
+from ..model.errors import RapError
 from . import (
     analyze,
     bench,

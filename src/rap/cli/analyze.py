@@ -5,15 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ..analysis.registry import ANALYSES
-from ..analysis.study import Analysis, Study, figure_of
-from ..calibration import check_windows
-from ..checkpoint import check_output, load_dense, load_tokenizer, whole_file, write_json
-from ..corpus import load_windows
-from ..errors import RapError
-from ..fingerprint import fingerprint_model
+from ..calibration.run import check_windows
+from ..calibration.text import load_windows
+from ..checkpoint.files import check_output, whole_file, write_json
+from ..checkpoint.load import load_dense, load_tokenizer
+from ..checkpoint.provenance import provenance
+from ..model.errors import RapError
+from ..model.fingerprint import fingerprint_model
 from ..pipeline import evaluation_tokens, resolve_source
-from ..provenance import provenance
+from ..studies.analyses.registry import ANALYSES
+from ..studies.analyses.study import Analysis, Study, figure_of
 from . import options
 from .options import console, print_json, print_table
 

@@ -9,13 +9,14 @@ import torch
 import typer
 from rich.progress import track
 
-from ..checkpoint import check_dtype, check_output_file, load, load_config
-from ..errors import RapError
-from ..evaluation.latency import Point, default_variants, measure_point
-from ..evaluation.stand_ins import dense_config, stand_in, uniform_config
-from ..families import PREFIX
+from ..checkpoint.files import check_output_file
+from ..checkpoint.load import check_dtype, load, load_config
+from ..checkpoint.provenance import provenance
+from ..evaluation.cost.latency import Point, default_variants, measure_point
+from ..evaluation.cost.stand_ins import dense_config, stand_in, uniform_config
+from ..model.errors import RapError
+from ..model.layers import PREFIX
 from ..pipeline import resolve_source
-from ..provenance import provenance
 from . import options
 from .options import console, print_json, print_table, write_result
 

@@ -7,11 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ..checkpoint import check_output_file, load, load_tokenizer
-from ..errors import RapError
-from ..fingerprint import fingerprint_model
+from ..checkpoint.files import check_output_file
+from ..checkpoint.load import load, load_tokenizer
+from ..evaluation.quantization import KINDS, quantize_weights
+from ..model.errors import RapError
+from ..model.fingerprint import fingerprint_model
 from ..pipeline import resolve_source
-from ..quantization import KINDS, quantize_weights
 from .options import print_json, write_result
 
 ResultFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")]

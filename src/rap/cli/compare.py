@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ..analysis.page import html_report
-from ..checkpoint import whole_file
-from ..comparison.measurement import Measures, changed_measures
-from ..comparison.run import compare
-from ..comparison.variants import all_variants, parse_names, parse_retains, parse_settings
+from ..checkpoint.files import whole_file
 from ..recovery.stages import RECOVERIES
+from ..studies.compare.measurement import Measures, changed_measures
+from ..studies.compare.run import compare
+from ..studies.compare.variants import all_variants, parse_names, parse_retains, parse_settings
+from ..studies.report.page import html_report
 from . import options
 from .options import console, print_json, print_table
 from .sections import read_figures

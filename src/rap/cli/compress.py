@@ -6,16 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ..card import comparison
-from ..checkpoint import check_output, check_output_file, load_config, load_dense, whole_file
-from ..errors import RapError
+from ..checkpoint.card import comparison
+from ..checkpoint.files import check_output, check_output_file, whole_file
+from ..checkpoint.load import load_config, load_dense
+from ..checkpoint.provenance import provenance
 from ..methods import apply_plan
+from ..model.errors import RapError
 from ..pipeline import compress, decide, resolve_source, save
-from ..plan import Plan
-from ..provenance import provenance
+from ..planning.plan import Plan
 from ..recovery.stages import RECOVERIES
-from ..replacement import Replacement, load_plan
-from ..streaming import apply_streamed
+from ..surgery.replace import Replacement, load_plan
+from ..surgery.stream import apply_streamed
 from . import options
 from .options import build_method, console, for_target, print_json, print_table
 

@@ -8,16 +8,16 @@ import torch
 import typer
 
 from .. import assets
-from ..analysis.figures import quality_against_cache
-from ..calibration import calibrate
-from ..checkpoint import check_output, write_json
-from ..corpus import load_windows
-from ..evaluation.footprint import footprint
-from ..evaluation.perplexity import perplexity
+from ..calibration.run import calibrate
+from ..calibration.text import load_windows
+from ..checkpoint.files import check_output, write_json
+from ..checkpoint.provenance import provenance
+from ..evaluation.cost.footprint import footprint
+from ..evaluation.quality.perplexity import perplexity
 from ..methods import Rap
 from ..pipeline import evaluation_tokens
-from ..provenance import provenance
 from ..recovery.stages import recover_stage
+from ..studies.report.figures import quality_against_cache
 from . import options
 from .options import console, print_json, print_table
 

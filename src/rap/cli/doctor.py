@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import typer
 
-from .._version import __version__
-from ..provenance import PACKAGES, device_name, installed_version
+from ..checkpoint.provenance import PACKAGES, device_name, installed_version
+from ..checkpoint.version import __version__
 from . import options
 from .options import print_json, print_table
 

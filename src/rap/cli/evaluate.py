@@ -7,14 +7,14 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from ..checkpoint import whole_file
-from ..errors import RapError
-from ..evaluation.harness import GROUPS, harness_version, mean_score, run_tasks
-from ..evaluation.needle import heat_map, needle_grid, needle_table
-from ..evaluation.perplexity import perplexity
-from ..evaluation.recall import copy_loss, recall_grid
+from ..checkpoint.files import whole_file
+from ..checkpoint.provenance import provenance
+from ..evaluation.quality.harness import GROUPS, harness_version, mean_score, run_tasks
+from ..evaluation.quality.needle import heat_map, needle_grid, needle_table
+from ..evaluation.quality.perplexity import perplexity
+from ..evaluation.quality.recall import copy_loss, recall_grid
+from ..model.errors import RapError
 from ..pipeline import evaluation_tokens
-from ..provenance import provenance
 from . import options
 from .cache import cache_command
 from .checkpoints import HELD_OUT, Quantize, ResultFile, finish, label, open_checkpoint

@@ -6,18 +6,19 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..allocation import kv_budgets
-from ..checkpoint import PLAN_FILE, is_pruned, load_config
-from ..errors import RapError
-from ..families import AttentionLayer, attention_layers, attention_spec, text_config
-from ..limits import key_limit, value_limit
+from ..checkpoint.files import PLAN_FILE
+from ..checkpoint.load import is_pruned, load_config
 from ..methods import Rap
-from ..modeling import auto_class
+from ..model.errors import RapError
+from ..model.layers import AttentionLayer, attention_layers, attention_spec, text_config
+from ..model.modeling import auto_class
+from ..model.rope import AttentionShape
 from ..pipeline import resolve_source
-from ..plan import Plan
-from ..replacement import Replacement, load_plan
-from ..rope import AttentionShape
-from ..scoring import LayerScores
+from ..planning.budgets import kv_budgets
+from ..planning.mixing import key_limit, value_limit
+from ..planning.plan import Plan
+from ..planning.scores import LayerScores
+from ..surgery.replace import Replacement, load_plan
 from . import options
 from .options import print_json, print_table
 

@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoint import load_config, write_json
-from ..errors import RapError
-from ..families import text_config
+from ..checkpoint.files import write_json
+from ..checkpoint.load import load_config
 from ..methods import METHODS, Method
-from ..profiles import TARGETS, target_settings
+from ..model.errors import RapError
+from ..model.layers import text_config
+from ..planning.shared import TARGETS, target_settings
 from .sections import own_entries
 
 # Plain text in, plain text out: messages name extras with brackets, and paths stay in one piece.

@@ -7,24 +7,17 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from ..checkpoint import (
-    PLAN_FILE,
-    check_output,
-    is_pruned,
-    load,
-    load_config,
-    load_dense,
-    load_tokenizer,
-)
-from ..errors import RapError
+from ..checkpoint.files import PLAN_FILE, check_output
+from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
+from ..checkpoint.provenance import provenance
+from ..evaluation.quantization import KINDS, quantize_weights
+from ..model.errors import RapError
 from ..pipeline import REPORT_FILE, evaluation_tokens, measure, resolve_source, save
-from ..plan import Plan
-from ..provenance import provenance
-from ..quantization import KINDS, quantize_weights
+from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.runs import finish, processes
 from ..recovery.stages import recover_stage, work_folder
-from ..replacement import Replacement, load_plan
+from ..surgery.replace import Replacement, load_plan
 from . import options
 from .options import console, print_json, print_table
 

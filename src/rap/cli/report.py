@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from ..analysis.page import html_report
-from ..analysis.report import markdown_report
-from ..checkpoint import check_output_file, whole_file
-from ..errors import RapError
+from ..checkpoint.files import check_output_file, whole_file
+from ..model.errors import RapError
+from ..studies.report.page import html_report
+from ..studies.report.report import markdown_report
 from . import options
 from .options import console
 

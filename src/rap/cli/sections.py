@@ -13,7 +13,7 @@ from typing import Any
 import typer
 import yaml
 
-from ..errors import RapError
+from ..model.errors import RapError
 
 DATA = ("paper", "shared")
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoint.provenance import provenance
 from ..pipeline import resolve_source
-from ..provenance import provenance
 from ..serving.serve import Server, complete, free_port, running, serve
 from ..serving.stock import export_stock
 from ..serving.verify import ENGINES, TOLERANCES, Verification, verify

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ..construction import apply
-from ..plan import Plan
-from ..replacement import Replacement
+from ..planning.plan import Plan
+from ..surgery.apply import apply
+from ..surgery.replace import Replacement
 from .a3 import A3
 from .base import Method, PairPruning
 from .elitekv import EliteKv

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..allocation import Budget
-from ..plan import LayerPlan
-from ..rope import AttentionShape
-from ..scoring import LayerScores, Named, score_layers
-from ..statistics import Statistics
+from ..calibration.statistics import Statistics
+from ..model.rope import AttentionShape
+from ..planning.budgets import Budget
+from ..planning.plan import LayerPlan
+from ..planning.scores import LayerScores, Named, score_layers
 from .base import DenseLayers, PairPruning
 from .values import in_subspace, layer_values
 

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..allocation import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
-from ..construction import apply
-from ..denominators import NORM_ROWS, row_sizes, with_denominators
-from ..errors import RapError
-from ..families import (
+from ..calibration.statistics import Statistics
+from ..model.errors import RapError
+from ..model.families import NORM_MODES, AttentionSpec
+from ..model.fingerprint import fingerprint_model
+from ..model.layers import (
     AttentionLayer,
     attention_layers,
     attention_spec,
@@ -22,13 +22,13 @@ from ..families import (
     refuse_pruned,
     trained_length,
 )
-from ..fingerprint import fingerprint_model
-from ..limits import key_limit, value_limit
-from ..plan import LayerPlan, Plan
-from ..rope import AttentionShape
-from ..scoring import LayerScores, Named, score_layers
-from ..specs import NORM_MODES, AttentionSpec
-from ..statistics import Statistics
+from ..model.rope import AttentionShape
+from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
+from ..planning.mixing import key_limit, value_limit
+from ..planning.norms import NORM_ROWS, row_sizes, with_denominators
+from ..planning.plan import LayerPlan, Plan
+from ..planning.scores import LayerScores, Named, score_layers
+from ..surgery.apply import apply
 
 # Kernels of attention and matrix products lose their fast paths at widths that are no multiple of
 # 8 channels; heads narrower than this keep any number of pairs, or little would be left to choose.

@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..accumulators import WINDOWS
-from ..elite import EliteAttention
-from ..errors import RapError
-from ..lowrank import whitened_factors
-from ..replacement import ReplacedLayer
-from ..rope import AttentionShape
-from ..statistics import Statistics
+from ..calibration.registry import WINDOWS
+from ..calibration.statistics import Statistics
+from ..model.errors import RapError
+from ..model.kinds.elite import EliteAttention
+from ..model.kinds.latent import whitened_factors
+from ..model.rope import AttentionShape
+from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, as_stored, linear
 from .trials import Trials
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..construction import assemble
-from ..errors import UnsupportedModelError
-from ..families import attention_layers, attention_spec, projections
-from ..replacement import ReplacedLayer, Replacement, check_made_for
-from ..statistics import Statistics
+from ..calibration.statistics import Statistics
+from ..model.errors import UnsupportedModelError
+from ..model.layers import attention_layers, attention_spec, projections
+from ..surgery.apply import assemble
+from ..surgery.replace import ReplacedLayer, Replacement, check_made_for
 from .replacing import DenseLayer, Replacing, nearest_rank
 
 

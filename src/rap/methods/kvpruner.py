@@ -12,15 +12,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..accumulators import WINDOWS
-from ..allocation import KeyShare, LayerBudget, check_settings, kv_budgets
-from ..channelwise import IndexedAttention, ReindexedAttention
-from ..errors import RapError, UnsupportedModelError
-from ..families import rotary_module
-from ..replacement import ReplacedLayer
-from ..rope import HeadGeometry, read_frequencies
-from ..scoring import score_layers
-from ..statistics import Statistics
+from ..calibration.registry import WINDOWS
+from ..calibration.statistics import Statistics
+from ..model.errors import RapError, UnsupportedModelError
+from ..model.kinds.single_channels import IndexedAttention, ReindexedAttention
+from ..model.layers import rotary_module
+from ..model.rope import HeadGeometry, read_frequencies
+from ..planning.budgets import KeyShare, LayerBudget, check_settings, kv_budgets
+from ..planning.scores import score_layers
+from ..surgery.replace import ReplacedLayer
 from .base import aligned
 from .replacing import DenseLayer, Replacing
 from .trials import Trials

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..accumulators import WINDOWS
-from ..errors import RapError
-from ..projected import ProjectedAttention, projected_tensors
-from ..replacement import ReplacedLayer
-from ..statistics import Statistics
+from ..calibration.registry import WINDOWS
+from ..calibration.statistics import Statistics
+from ..model.errors import RapError
+from ..model.kinds.projected import ProjectedAttention, projected_tensors
+from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, as_stored, every_pair, nearest_rank
 from .trials import Trials
 

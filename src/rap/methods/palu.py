@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..allocation import allocate
-from ..errors import RapError
-from ..lowrank import Factors, LatentAttention, whitened_factors
-from ..replacement import ReplacedLayer
-from ..statistics import Statistics
+from ..calibration.statistics import Statistics
+from ..model.errors import RapError
+from ..model.kinds.latent import Factors, LatentAttention, whitened_factors
+from ..planning.budgets import allocate
+from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
 
 

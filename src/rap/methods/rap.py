@@ -7,14 +7,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..allocation import Budget, LayerBudget, allocate_by_error
-from ..errors import RapError
-from ..folding import FoldedHead, fold_head
-from ..plan import LayerPlan
-from ..profiles import shared_frequencies, shared_pairs, shared_slots
-from ..rope import AttentionShape
-from ..scoring import SCORES, LayerScores, Named, score_layers
-from ..sensitivity import (
+from ..calibration.statistics import Statistics
+from ..model.errors import RapError
+from ..model.rope import AttentionShape
+from ..planning.budgets import Budget, LayerBudget, allocate_by_error
+from ..planning.folding import FoldedHead, fold_head
+from ..planning.losses import (
     METRICS,
     Metric,
     Moments,
@@ -24,8 +22,10 @@ from ..sensitivity import (
     split_step,
     width_errors,
 )
-from ..statistics import Statistics
-from ..subspace import weighted_subspace
+from ..planning.plan import LayerPlan
+from ..planning.scores import SCORES, LayerScores, Named, score_layers
+from ..planning.shared import shared_frequencies, shared_pairs, shared_slots
+from ..planning.subspace import weighted_subspace
 from .base import DenseLayers, PairPruning
 from .values import in_subspace, layer_losses, layer_values
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families import attention_layers, attention_spec, base_model_type, projections
-from ..replacement import ReplacedLayer, Replacement, check_plain, replace
-from ..rope import AttentionShape
-from ..scoring import Named
-from ..statistics import Statistics
+from ..calibration.statistics import Statistics
+from ..model.layers import attention_layers, attention_spec, base_model_type, projections
+from ..model.rope import AttentionShape
+from ..planning.scores import Named
+from ..surgery.replace import ReplacedLayer, Replacement, check_plain, replace
 from .base import Method, dense_layers
 
 

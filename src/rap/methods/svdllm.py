@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..lowrank import LatentAttention, whitened_factors
-from ..replacement import ReplacedLayer
-from ..statistics import Statistics
+from ..calibration.statistics import Statistics
+from ..model.kinds.latent import LatentAttention, whitened_factors
+from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
 
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import torch
 
-from ..allocation import allocate
-from ..statistics import Statistics
+from ..calibration.statistics import Statistics
+from ..planning.budgets import allocate
 from .replacing import DenseLayer, nearest_rank
 from .svdllm import SvdLlm, joint_rows
 

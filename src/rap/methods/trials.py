@@ -15,13 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..calibration import next_token_loss
-from ..errors import CalibrationError
-from ..families import AttentionLayer, attention_layers, attention_spec, projections
-from ..modeling import build_attention
-from ..replacement import ReplacedLayer
-from ..restoring import restored
-from ..statistics import Statistics
+from ..calibration.run import next_token_loss
+from ..calibration.state import restored
+from ..calibration.statistics import Statistics
+from ..model.errors import CalibrationError
+from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
+from ..model.modeling import build_attention
+from ..surgery.replace import ReplacedLayer
 
 Cuts = Mapping[int, ReplacedLayer]
 

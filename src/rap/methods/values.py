@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from ..plan import LayerPlan
-from ..sensitivity import Metric, Moments, key_moments, part_losses, value_moments
-from ..statistics import Statistics
-from ..subspace import weighted_subspace
+from ..calibration.statistics import Statistics
+from ..planning.losses import Metric, Moments, key_moments, part_losses, value_moments
+from ..planning.plan import LayerPlan
+from ..planning.subspace import weighted_subspace
 from .base import DenseLayers
 
 

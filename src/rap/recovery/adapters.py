@@ -6,9 +6,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from ..errors import RapError
-from ..families import attention_layers, attention_spec, projections
-from ..fingerprint import fingerprint_model, fingerprint_tensors, tied_names
+from ..model.errors import RapError
+from ..model.fingerprint import fingerprint_model, fingerprint_tensors, tied_names
+from ..model.layers import attention_layers, attention_spec, projections
 from .config import RecoveryConfig
 
 PROOF_TOKENS = 64

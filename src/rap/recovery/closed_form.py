@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from ..errors import RapError
-from ..evaluation.perplexity import evaluating
-from ..families import AttentionLayer, attention_layers, attention_spec, projections
+from ..evaluation.quality.perplexity import evaluating
+from ..model.errors import RapError
+from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 
 RIDGE = 1e-3
 HELD_OUT = 0.25

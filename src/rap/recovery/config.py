@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from ..errors import RapError
+from ..model.errors import RapError
 
 SCHEDULES = ("plateau", "cosine")
 DIVERGENCES = ("reverse", "forward")

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import assets
-from ..corpus import ALIASES, read_text, windows_from_text
-from ..errors import RapError
+from ..calibration.text import ALIASES, read_text, windows_from_text
+from ..model.errors import RapError
 from .config import RecoveryConfig
 
 HELD_OUT_SHARE = 10  # without a validation text, one window in so many is held out

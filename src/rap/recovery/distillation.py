@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainingArguments
 
-from ..errors import RapError
-from ..evaluation.perplexity import evaluating, perplexity
-from ..fingerprint import fingerprint_model
+from ..evaluation.quality.perplexity import evaluating, perplexity
+from ..model.errors import RapError
+from ..model.fingerprint import fingerprint_model
 from .adapters import add_adapters, merge
 from .config import RecoveryConfig
 from .data import Windows, fingerprint_windows, hold_out

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..families import attention_layers
+from ..model.layers import attention_layers
 
 
 def matching_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:

@@ -21,11 +21,11 @@ from rich.progress import track
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ..calibration import calibrate
-from ..errors import RapError
-from ..evaluation.perplexity import evaluating
-from ..families import AttentionLayer, attention_layers, attention_spec, projections
-from ..projected import ProjectedAttention, projected_tensors
+from ..calibration.run import calibrate
+from ..evaluation.quality.perplexity import evaluating
+from ..model.errors import RapError
+from ..model.kinds.projected import ProjectedAttention, projected_tensors
+from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 from .config import RecoveryConfig, preset
 from .loss import token_loss
 

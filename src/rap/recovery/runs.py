@@ -15,8 +15,8 @@ import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 
-from ..checkpoint import write_json
-from ..errors import RapError
+from ..checkpoint.files import write_json
+from ..model.errors import RapError
 
 RECORD_FILE = "run.json"
 COMPLETE = "complete"

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import RapError
-from ..evaluation.perplexity import perplexity
-from ..families import trained_length
+from ..evaluation.quality.perplexity import perplexity
+from ..model.errors import RapError
+from ..model.layers import trained_length
 from .closed_form import refit_outputs
 from .config import PRESETS, RecoveryConfig, preset
 from .data import recovery_windows

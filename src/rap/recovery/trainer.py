@@ -21,9 +21,9 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.trainer_callback import ExportableState
 
-from ..errors import RapError
-from ..evaluation.logits import decoder_of, head_logits
-from ..evaluation.perplexity import perplexity
+from ..evaluation.quality.logits import decoder_of, head_logits
+from ..evaluation.quality.perplexity import perplexity
+from ..model.errors import RapError
 from .config import RecoveryConfig
 from .data import Windows
 from .loss import Head, distillation_loss

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import RapError
+from ..model.errors import RapError
 
 GIB = 2**30
 LOG_LINES = 30

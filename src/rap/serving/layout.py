@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointError
-from ..modeling import layer_widths
+from ..model.errors import CheckpointError
+from ..model.modeling import layer_widths
 
 LARGEST_HEAD = 512
 

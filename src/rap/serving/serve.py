@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import is_pruned, load_config
+from ..checkpoint.load import is_pruned, load_config
 from .engine import EngineError, engine_environment, failure, require_vllm
 from .layout import head_layouts
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..checkpoint import check_output, load, load_tokenizer, whole_directory
-from ..errors import CheckpointError, UnsupportedModelError
-from ..families import base_model_type, rotary_module
-from ..modeling import layer_widths
-from ..rope import read_frequencies
+from ..checkpoint.files import check_output, whole_directory
+from ..checkpoint.load import load, load_tokenizer
+from ..model.errors import CheckpointError, UnsupportedModelError
+from ..model.layers import base_model_type, rotary_module
+from ..model.modeling import layer_widths
+from ..model.rope import read_frequencies
 
 STOCK_FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "llama"}
 # Frequencies that change with the length of the text are no fixed list.

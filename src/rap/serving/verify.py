@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from .. import assets
-from ..checkpoint import load, load_config, load_tokenizer
-from ..errors import CheckpointError, RapError
-from ..evaluation.footprint import footprint, layer_widths
+from ..checkpoint.load import load, load_config, load_tokenizer
+from ..evaluation.cost.footprint import footprint, layer_widths
+from ..model.errors import CheckpointError, RapError
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
 from .layout import dense_head_dim

@@ -16,7 +16,7 @@ def register() -> None:
     """Tell vLLM of the pruned architectures. May be called any number of times."""
     from vllm import ModelRegistry
 
-    from ... import modeling
+    from ...model import modeling
 
     modeling.register()
     known = ModelRegistry.get_supported_archs()

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.selector import get_attn_backend
 
-from ...errors import CheckpointError, UnsupportedModelError
+from ...model.errors import CheckpointError, UnsupportedModelError
 from ..layout import HeadLayout, dense_head_dim, padded_width
 
 

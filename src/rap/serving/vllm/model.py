@@ -11,8 +11,8 @@ from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, 
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ...errors import UnsupportedModelError
-from ...families import base_model_type
+from ...model.errors import UnsupportedModelError
+from ...model.layers import base_model_type
 from ..layout import head_layouts
 from .attention import RapAttention, sliding_window
 from .norm import RapNormAttention

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from ...errors import CheckpointError
-from ...modeling import norm_mode
+from ...model.errors import CheckpointError
+from ...model.modeling import norm_mode
 from .attention import RapAttention
 
 

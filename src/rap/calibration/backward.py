@@ -1,0 +1,97 @@
+"""Gradients of the loss by keys and by what o_proj reads: what calibration's backward pass watches.
+
+Shapes: B batch, T tokens, G KV heads, D head dim, P pairs, F channels that never rotate.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..model.errors import CalibrationError
+from ..model.layers import split_heads
+from .observers import GradientStatistic, WatchedLayer, by_kv_head, complex_pairs, free_channels
+
+
+class GradientMoment(GradientStatistic):
+    """Second moments of the loss gradient by keys and by what o_proj reads: what a change costs.
+
+    Keys as complex pairs before rotation, E[g g^H], and their channels that never rotate, in the
+    frame of PairMoment's keys.
+    """
+
+    roles = ("k", "o")
+
+    def __init__(self, layer: WatchedLayer):
+        self.shape, geometry = layer.shape, layer.shape.geometry
+        heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
+        self.pairs = layer.zeros("k", heads, geometry.num_pairs, geometry.num_pairs)
+        self.pairs = self.pairs.to(torch.complex64)
+        self.free = layer.zeros("k", heads, geometry.num_free, geometry.num_free)
+        self.values = layer.zeros("o", heads, width, width)
+
+    def see(self, role: str, gradient: Tensor) -> None:
+        heads_GND = by_kv_head(split_heads(gradient, self.shape.head_dim), self.shape)
+        if role == "o":
+            self.values += heads_GND.mT @ heads_GND
+            return
+        pairs_GNP = complex_pairs(heads_GND, self.shape)
+        self.pairs += pairs_GNP.mT @ pairs_GNP.conj()
+        free_GNF = free_channels(heads_GND, self.shape)
+        self.free += free_GNF.mT @ free_GNF
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        return {
+            "key_gradient": torch.view_as_real(self.pairs / num_tokens),
+            "free_gradient": self.free / num_tokens,
+            "value_gradient": self.values / num_tokens,
+        }
+
+
+def watch_gradients(
+    moments: list[tuple[WatchedLayer, GradientStatistic]], position: list[int], tokens: int
+) -> list[RemovableHandle]:
+    """Hooks that hand the gradients of k's outputs and o's inputs to their statistics."""
+
+    def attach(
+        layer: WatchedLayer,
+        statistic: GradientStatistic,
+        role: str,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        outputs: Tensor,
+    ) -> None:
+        watched = inputs[0] if role == "o" else outputs
+        watched.register_hook(partial(arrive, layer, statistic, role))
+
+    def arrive(
+        layer: WatchedLayer, statistic: GradientStatistic, role: str, gradient: Tensor
+    ) -> None:
+        rows = linear_of(layer, role)[1]
+        taken = gradient if rows is None else gradient[..., rows.to(gradient.device)]
+        check_gradient(layer, role, taken, position[0])
+        # The loss is a mean over the window; moments are of the gradient of the sum.
+        statistic.see(role, taken.float() * (tokens - 1))
+
+    return [
+        linear_of(layer, role)[0].register_forward_hook(partial(attach, layer, statistic, role))
+        for layer, statistic in moments
+        for role in statistic.roles
+    ]
+
+
+def check_gradient(layer: WatchedLayer, role: str, gradient: Tensor, window: int) -> None:
+    """Raise CalibrationError, naming layer and window, for a gradient that is not finite."""
+    if not torch.isfinite(gradient).all():
+        raise CalibrationError(
+            f"layer {layer.index}, window {window}: the gradient of {role}_proj is not "
+            "finite: calibrate in float32 or bfloat16, and check the weights"
+        )
+
+
+def linear_of(layer: WatchedLayer, role: str) -> tuple[Any, Tensor | None]:
+    """The linear of a role, and its rows of it where it is shared with others."""
+    part = layer.linears[role]
+    return getattr(part, "linear", part), getattr(part, "rows", None)

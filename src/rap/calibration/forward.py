@@ -1,0 +1,121 @@
+"""Statistics that the baselines ask for: what projections read, rotated states, sampled logits.
+
+Shapes: B batch, T tokens, H query heads, G KV heads, D head dim, P pairs, E model dim, N samples.
+"""
+
+import torch
+from torch import Tensor
+
+from ..model.layers import split_heads
+from .observers import ForwardStatistic, WatchedLayer
+
+# Query and key positions sampled from every window of a batch, for distances between logits.
+SAMPLES_PER_WINDOW = 64
+
+
+class InputMoment(ForwardStatistic):
+    """Second moment of the input that q, k and v share, [E, E]: what low-rank methods whiten by."""
+
+    roles = ("k",)
+
+    def __init__(self, layer: WatchedLayer):
+        width = layer.linears["k"].weight.shape[1]
+        self.sum = layer.zeros("k", width, width)
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        x_NE = inputs.float().flatten(0, -2)
+        self.sum += x_NE.mT @ x_NE
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        return {"input_moment": self.sum / num_tokens}
+
+
+class RotatedMoment(ForwardStatistic):
+    """Covariance of every head's rotated keys (canonical order), mean and covariance of values."""
+
+    roles = ("k", "v")
+
+    def __init__(self, layer: WatchedLayer):
+        self.layer = layer
+        heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
+        self.moments = {role: layer.zeros(role, heads, width, width) for role in self.roles}
+        self.means = {role: layer.zeros(role, heads, width) for role in self.roles}
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        states_BTGD = split_heads(outputs.float(), self.layer.shape.head_dim)
+        if role == "k":
+            states_BTGD = _rotated(states_BTGD, self.layer)
+        states_GND = states_BTGD.flatten(0, 1).transpose(0, 1)
+        self.moments[role] += states_GND.mT @ states_GND
+        self.means[role] += states_GND.sum(1)
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        means = {role: total / num_tokens for role, total in self.means.items()}
+        about = {
+            role: self.moments[role] / num_tokens - mean[:, :, None] * mean[:, None, :]
+            for role, mean in means.items()
+        }
+        return {
+            "rotated_key_moment": about["k"],
+            "value_moment_about_mean": about["v"],
+            "value_mean": means["v"],
+        }
+
+
+class LogitSamples(ForwardStatistic):
+    """Products of sampled queries and keys, pair by pair, from which any partial logit follows.
+
+    With z = q conj(k) of a pair (first + i second channel), its part of a logit is Re z without
+    rotation, and Re(z exp(i theta d)) with it at distance d.
+    """
+
+    roles = ("q", "k")
+
+    def __init__(self, layer: WatchedLayer):
+        self.layer = layer
+        self.generator = torch.Generator().manual_seed(layer.index)
+        self.query = torch.empty(0)
+        self.products: list[Tensor] = []
+        self.distances: list[Tensor] = []
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        pairs_BTHP = _complex_pairs(outputs.float(), self.layer)
+        if role == "q":
+            self.query = pairs_BTHP
+            return
+        batch, length = pairs_BTHP.shape[:2]
+        shape = (batch, SAMPLES_PER_WINDOW)
+        query = torch.randint(length, shape, generator=self.generator)
+        key = (torch.rand(shape, generator=self.generator) * (query + 1)).long()
+        row = torch.arange(batch)[:, None]
+        keys = pairs_BTHP[row, key].repeat_interleave(self.layer.shape.group_size, 2)
+        self.products.append((self.query[row, query] * keys.conj()).flatten(0, 1).cpu())
+        self.distances.append((query - key).flatten())
+        self.query = torch.empty(0)
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        products_HNP = torch.cat(self.products).transpose(0, 1)
+        return {
+            "logit_products": torch.view_as_real(products_HNP.contiguous()),
+            "logit_distances": torch.cat(self.distances).float(),
+        }
+
+
+def _complex_pairs(states: Tensor, layer: WatchedLayer) -> Tensor:
+    first, second = layer.shape.geometry.pair_channels().to(states.device).unbind(1)
+    states_BTHD = split_heads(states, layer.shape.head_dim)
+    return torch.complex(states_BTHD[..., first], states_BTHD[..., second])
+
+
+def _rotated(states_BTGD: Tensor, layer: WatchedLayer) -> Tensor:
+    """Keys at their positions in the window, in canonical order."""
+    geometry = layer.shape.geometry
+    assert layer.frequencies is not None
+    frequencies = layer.frequencies[: geometry.num_pairs].to(states_BTGD.device)
+    position = torch.arange(states_BTGD.shape[1], device=states_BTGD.device)
+    angle_TP = position[:, None].double() * frequencies
+    turn = torch.polar(torch.ones_like(angle_TP), angle_TP).to(torch.complex64)
+    first, second = geometry.pair_channels().to(states_BTGD.device).unbind(1)
+    pairs = torch.complex(states_BTGD[..., first], states_BTGD[..., second]) * turn[:, None]
+    free = states_BTGD[..., geometry.rotary_dim :]
+    return torch.cat([pairs.real, pairs.imag, free], dim=-1)

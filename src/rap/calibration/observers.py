@@ -1,0 +1,115 @@
+"""What watches a layer during calibration: the layer as statistics see it, and their contract.
+
+Shapes: B batch, T tokens, H query heads, G KV heads, N tokens of a group, D head dim, P pairs.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..model.families import QKNorm
+from ..model.rope import AttentionShape
+
+
+@dataclass(frozen=True)
+class WatchedLayer:
+    """One attention layer under calibration: its index, dense shape, and projections by role.
+
+    `norm` is how it normalises queries and keys, if it does, and `norm_weights` the weights of the
+    norms of q [H, D] and k [G, D].
+    `frequencies` float64 [P] are those of its pairs, per position.
+    """
+
+    index: int
+    shape: AttentionShape
+    linears: dict[str, Any]
+    norm_weights: tuple[Tensor, ...] = ()
+    frequencies: Tensor | None = None
+    norm: QKNorm | None = None
+
+    def zeros(self, role: str, *shape: int) -> Tensor:
+        """A float32 accumulator on the device of a projection."""
+        return torch.zeros(shape, device=self.linears[role].weight.device)
+
+    def canonical(self, x_HD: Tensor) -> Tensor:
+        """Channels in canonical order: first of every pair, second of every pair, the rest."""
+        return x_HD[:, self.shape.geometry.canonical_order().to(x_HD.device)]
+
+
+class ForwardStatistic(ABC):
+    """Accumulates over activations of the projections named in `roles`."""
+
+    roles: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def __init__(self, layer: WatchedLayer): ...
+
+    @abstractmethod
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        """Take in the input and output, [B, T, ...], of one projection."""
+
+    @abstractmethod
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        """The reduced sums by name, after all windows."""
+
+
+class BackwardStatistic(ABC):
+    """Accumulates over gradients of W_k and W_v (and their biases with `biases`), per window."""
+
+    biases: ClassVar[bool] = False
+
+    @abstractmethod
+    def __init__(self, layer: WatchedLayer): ...
+
+    @abstractmethod
+    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+        """Take in one window's gradient of the weight (2-d) or bias (1-d) of k or v."""
+
+    def end_window(self) -> None:  # noqa: B027 - optional: only sums over parameters need it
+        """Called when all gradients of a window have been seen."""
+
+    @abstractmethod
+    def result(self, num_windows: int) -> dict[str, Tensor]:
+        """The reduced sums by name, after all windows."""
+
+
+class GradientStatistic(ABC):
+    """Accumulates over the loss gradient of what projections give (k), or read (o).
+
+    The loss is the sum of a window's next-token losses, so that a gradient is in nats.
+    """
+
+    roles: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def __init__(self, layer: WatchedLayer): ...
+
+    @abstractmethod
+    def see(self, role: str, gradient: Tensor) -> None:
+        """Take in one window's gradient [B, T, ...], float32."""
+
+    @abstractmethod
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        """The reduced sums by name, after all windows."""
+
+
+def by_kv_head(states_BTHD: Tensor, shape: AttentionShape) -> Tensor:
+    """[B, T, H or G, D] to [G, N, D] with every token of every head of a group in N."""
+    groups = states_BTHD.flatten(0, 1).unflatten(1, (shape.num_kv_heads, -1))
+    return groups.transpose(0, 1).flatten(1, 2)
+
+
+def free_channels(heads_GND: Tensor, shape: AttentionShape) -> Tensor:
+    """The channels that never rotate, [G, N, F], of heads [G, N, D]."""
+    geometry = shape.geometry
+    free = geometry.canonical_order()[geometry.rotary_dim :]
+    return heads_GND[..., free.to(heads_GND.device)]
+
+
+def complex_pairs(heads_GND: Tensor, shape: AttentionShape) -> Tensor:
+    """Pairs [G, N, P] of heads [G, N, D], as first plus i times second channel."""
+    first, second = shape.geometry.pair_channels().to(heads_GND.device).unbind(1)
+    return torch.complex(heads_GND[..., first], heads_GND[..., second])

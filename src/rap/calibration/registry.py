@@ -1,0 +1,226 @@
+"""What calibration accumulates: one class per statistic, fed activations or gradients of a layer.
+
+A new statistic is a class here and a row of FORWARD, BACKWARD or GRADIENT. Accumulators are float32
+and live on the device of the projection they watch.
+
+Shapes: B batch, T tokens, H query heads, G KV heads, D head dim, E model dim.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model.errors import CalibrationError
+from ..model.layers import (
+    attention_layers,
+    attention_spec,
+    layer_frequencies,
+    norm_weights,
+    projections,
+    split_heads,
+)
+from .backward import GradientMoment
+from .forward import InputMoment, LogitSamples, RotatedMoment
+from .norms import NormMoment, centred, shares
+from .observers import (
+    BackwardStatistic,
+    ForwardStatistic,
+    GradientStatistic,
+    WatchedLayer,
+    by_kv_head,
+    complex_pairs,
+    free_channels,
+)
+
+
+class Energy(ForwardStatistic):
+    """Mean square of every channel of q, k (before rotation, which keeps pair norms) and v.
+
+    With QK-norm, `energy` is that of normalised q and k, and `raw_energy` that of what the norm
+    divides.
+    """
+
+    roles = ("q", "k", "v")
+
+    def __init__(self, layer: WatchedLayer):
+        self.layer = layer
+        shape = layer.shape
+        heads = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
+        self.sums = {role: layer.zeros(role, n, shape.head_dim) for role, n in heads.items()}
+        raw = "qk" if layer.norm is not None else ""
+        self.raw = {role: torch.zeros_like(self.sums[role]) for role in raw}
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        states_BTHD = split_heads(outputs.float(), self.layer.shape.head_dim)
+        norm = self.layer.norm if role in self.raw else None
+        self.sums[role] += shares(states_BTHD, norm).sum((0, 1))
+        if role in self.raw:
+            self.raw[role] += centred(states_BTHD, norm).square().sum((0, 1))
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        found = {f"energy_{role}": total / num_tokens for role, total in self.sums.items()}
+        for role, weight in zip(self.raw, self.layer.norm_weights, strict=True):
+            found[f"energy_{role}"] *= weight.to(found[f"energy_{role}"]).square()
+            found[f"raw_energy_{role}"] = self.raw[role] / num_tokens
+        values = found.pop("energy_v")
+        return {name: self.layer.canonical(x) for name, x in found.items()} | {"energy_v": values}
+
+
+class ValueMoment(ForwardStatistic):
+    """Second moment of what a KV head's query heads hand to o_proj, summed over the group."""
+
+    roles = ("o",)
+
+    def __init__(self, layer: WatchedLayer):
+        self.shape = layer.shape
+        width = layer.shape.head_dim
+        self.sum = layer.zeros("o", layer.shape.num_kv_heads, width, width)
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        heads_GND = by_kv_head(split_heads(inputs.float(), self.shape.head_dim), self.shape)
+        self.sum += heads_GND.mT @ heads_GND
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        return {"value_moment": self.sum / num_tokens}
+
+
+class PairMoment(ForwardStatistic):
+    """Second moments E[x x^H] of q (summed over the group) and of k, before they rotate.
+
+    Complex ones of pairs: a pair is its first plus i times its second channel, and a rotation
+    multiplies it by a unit number. Real ones of the channels that never rotate.
+    """
+
+    roles = ("q", "k")
+
+    def __init__(self, layer: WatchedLayer):
+        self.shape, pairs = layer.shape, layer.shape.geometry.num_pairs
+        heads, free = layer.shape.num_kv_heads, layer.shape.geometry.num_free
+        self.sums = {r: layer.zeros(r, heads, pairs, pairs).to(torch.complex64) for r in "qk"}
+        self.free = {role: layer.zeros(role, heads, free, free) for role in "qk"}
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        heads_GND = by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
+        pairs_GNP = complex_pairs(heads_GND, self.shape)
+        self.sums[role] += pairs_GNP.mT @ pairs_GNP.conj()
+        free_GNF = free_channels(heads_GND, self.shape)
+        self.free[role] += free_GNF.mT @ free_GNF
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        found = {}
+        for role, side in (("q", "query"), ("k", "key")):
+            found[f"{side}_moment"] = torch.view_as_real(self.sums[role] / num_tokens)
+            found[f"{side}_free_moment"] = self.free[role] / num_tokens
+        return found
+
+
+class Fisher(BackwardStatistic):
+    """Empirical Fisher F = E[(dL/dW)^2], entrywise over windows (paper, eq. `fisher`).
+
+    Holds [G D, E] float32 for each of W_k and W_v until `result` reduces it over inputs.
+    """
+
+    def __init__(self, layer: WatchedLayer):
+        self.layer = layer
+        self.sums = {role: layer.zeros(role, *layer.linears[role].weight.shape) for role in "kv"}
+
+    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+        if parameter.ndim == 2:
+            gradient = gradient.float()
+            self.sums[role].addcmul_(gradient, gradient)
+
+    def result(self, num_windows: int) -> dict[str, Tensor]:
+        found = {}
+        for role, total in self.sums.items():
+            fisher = total / num_windows
+            weight = self.layer.linears[role].weight.detach().float()
+            root = fisher.sqrt().sum(1).view(-1, self.layer.shape.head_dim)
+            weighted = (fisher * weight.square()).sum(1).view(-1, self.layer.shape.head_dim)
+            order = self.layer.canonical if role == "k" else Tensor.contiguous
+            found[f"root_fisher_{role}"] = order(root)
+            found[f"weighted_fisher_{role}"] = order(weighted)
+        return found
+
+
+class GateFisher(BackwardStatistic):
+    """E[(dL/dz)^2] over windows for a gate z = 1 on every key pair, free key and value channel.
+
+    For k_i = W_i x + b_i the gate's derivative is the sum over the pair's channels of
+    W_i . dL/dW_i + b_i dL/db_i, so no activation is needed.
+    """
+
+    biases = True
+
+    def __init__(self, layer: WatchedLayer):
+        self.layer = layer
+        heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
+        self.window = {role: layer.zeros(role, heads, width) for role in "kv"}
+        gates = {"k": layer.shape.geometry.num_pairs + layer.shape.geometry.num_free, "v": width}
+        self.sums = {role: layer.zeros(role, heads, count) for role, count in gates.items()}
+
+    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+        product = parameter.detach().float() * gradient.float()
+        rows = product.sum(1) if product.ndim == 2 else product
+        self.window[role] += rows.view_as(self.window[role])
+
+    def end_window(self) -> None:
+        pairs, rotary = self.layer.shape.geometry.num_pairs, self.layer.shape.geometry.rotary_dim
+        key = self.layer.canonical(self.window["k"])
+        gates = torch.cat([key[:, :pairs] + key[:, pairs:rotary], key[:, rotary:]], dim=1)
+        self.sums["k"] += gates.square()
+        self.sums["v"] += self.window["v"].square()
+        for total in self.window.values():
+            total.zero_()
+
+    def result(self, num_windows: int) -> dict[str, Tensor]:
+        return {f"gate_fisher_{role}": total / num_windows for role, total in self.sums.items()}
+
+
+FORWARD: dict[str, type[ForwardStatistic]] = {
+    "energy": Energy,
+    "norms": NormMoment,
+    "values": ValueMoment,
+    "pairs": PairMoment,
+    "inputs": InputMoment,
+    "rotated": RotatedMoment,
+    "logits": LogitSamples,
+}
+BACKWARD: dict[str, type[BackwardStatistic]] = {"fisher": Fisher, "gate": GateFisher}
+GRADIENT: dict[str, type[GradientStatistic]] = {"gradients": GradientMoment}
+# No statistic of a layer: some of the text itself, to try cuts on.
+WINDOWS = "windows"
+
+
+def check_needs(needs: Collection[str]) -> frozenset[str]:
+    """`needs` as a set; CalibrationError if one of them is in no table."""
+    known = {*FORWARD, *BACKWARD, *GRADIENT, WINDOWS}
+    unknown = sorted(set(needs) - known)
+    if unknown:
+        raise CalibrationError(
+            f"unknown statistics {', '.join(unknown)}: use any of {', '.join(sorted(known))}"
+        )
+    return frozenset(needs)
+
+
+def watched_layers(model: Any) -> list[WatchedLayer]:
+    """Every layer with attention to prune; CalibrationError if its weights are not in memory."""
+    spec = attention_spec(model.config)
+    watched = []
+    for layer in attention_layers(model):
+        if layer.shape is None:
+            continue
+        linears = projections(layer, spec)
+        if any(linear.weight.device.type == "meta" for linear in linears.values()):
+            raise CalibrationError(
+                f"layer {layer.index} has no weights in memory (offloaded, or the meta device): "
+                "load the model with weights on devices"
+            )
+        frequencies = layer_frequencies(model, layer)
+        watched.append(
+            WatchedLayer(
+                layer.index, layer.shape, linears, norm_weights(layer), frequencies, layer.norm
+            )
+        )
+    return watched

@@ -1,0 +1,264 @@
+"""Windows of tokens to per-layer statistics, streamed: no activation or gradient is kept.
+
+Shapes: N windows, B batch, T tokens, V vocabulary.
+"""
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ..model.errors import CalibrationError
+from ..model.layers import attention_layers, refuse_pruned, trained_length
+from .backward import check_gradient, linear_of, watch_gradients
+from .registry import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    WINDOWS,
+    BackwardStatistic,
+    ForwardStatistic,
+    GradientStatistic,
+    WatchedLayer,
+    check_needs,
+    watched_layers,
+)
+from .state import removed, restored
+from .statistics import Statistics
+
+# Kept where a method asks for windows: it tries many cuts, and compares them on the same tokens.
+KEPT_WINDOWS = 8
+
+
+def calibrate(
+    model: Any,
+    windows: Tensor,
+    needs: Collection[str],
+    *,
+    batch_size: int = 8,
+    checkpointing: bool = True,
+    fingerprint: str = "",
+    progress: bool = False,
+) -> Statistics:
+    """Statistics of every attention layer over `windows`, LongTensor [N, T].
+
+    The loss is the mean next-token cross-entropy of one window, in float32; gradients are taken
+    for each window alone, because the square of a batch mean is not the empirical Fisher.
+    `batch_size` is for statistics that need no gradient. `checkpointing` recomputes activations
+    where the model can, without turning dropout on. The model is left as it was found, also after
+    an error. It may be spread over devices; weights offloaded to disk have no gradients and are
+    refused. float16 gradients can underflow: use bfloat16 or float32.
+
+    Raises CalibrationError for unknown needs, unusable windows, or the first loss, activation or
+    gradient that is not finite; UnsupportedModelError for a model without pairs.
+    """
+    refuse_pruned(model.config)
+    needs = check_needs(needs)
+    check_windows(model, windows)
+    layers = watched_layers(model)
+    forward = [(layer, FORWARD[n](layer)) for layer in layers for n in sorted(needs & {*FORWARD})]
+    backward = [
+        (layer, BACKWARD[n](layer)) for layer in layers for n in sorted(needs & {*BACKWARD})
+    ]
+    gradient = [
+        (layer, GRADIENT[n](layer)) for layer in layers for n in sorted(needs & {*GRADIENT})
+    ]
+    if forward:
+        _forward_pass(model, windows, forward, batch_size, progress)
+    if backward or gradient:
+        _backward_pass(model, windows, backward, gradient, checkpointing, progress)
+
+    found: dict[int, dict[str, Tensor]] = {layer.index: {} for layer in layers}
+    tokens = windows.numel()
+    for statistics, count in ((forward, tokens), (backward, len(windows)), (gradient, tokens)):
+        for layer, statistic in statistics:
+            reduced = statistic.result(count)
+            found[layer.index].update({name: x.contiguous().cpu() for name, x in reduced.items()})
+    return Statistics(
+        layers=tuple(found.get(index) for index in range(len(attention_layers(model)))),
+        num_windows=windows.shape[0],
+        window=windows.shape[1],
+        needs=needs,
+        fingerprint=fingerprint,
+        windows=windows[:KEPT_WINDOWS].cpu().clone() if WINDOWS in needs else None,
+    )
+
+
+def check_windows(model: Any, windows: Tensor) -> None:
+    """Raise CalibrationError for windows [N, T] that this model cannot read."""
+    if windows.ndim != 2 or windows.dtype != torch.long or min(windows.shape) < 1:
+        raise CalibrationError(
+            f"windows must be a LongTensor [N, T], not {windows.dtype} {list(windows.shape)}"
+        )
+    if windows.shape[1] < 2:
+        raise CalibrationError("windows of one token have no next token: use at least two")
+    longest = trained_length(model.config)
+    if longest is not None and windows.shape[1] > longest:
+        raise CalibrationError(
+            f"windows have {windows.shape[1]} tokens, the model was made for {longest}: use "
+            f"windows of at most {longest}"
+        )
+    low, high = int(windows.min()), int(windows.max())
+    size = model.get_input_embeddings().num_embeddings
+    if low < 0 or high >= size:
+        raise CalibrationError(
+            f"token {low if low < 0 else high} is outside the vocabulary of {size}: tokenize with "
+            "the model's own tokenizer"
+        )
+
+
+def _forward_pass(
+    model: Any,
+    windows: Tensor,
+    statistics: list[tuple[WatchedLayer, ForwardStatistic]],
+    batch_size: int,
+    progress: bool,
+) -> None:
+    position = [0]
+
+    def see(
+        layer: WatchedLayer,
+        statistic: ForwardStatistic,
+        role: str,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        outputs: Tensor,
+    ) -> None:
+        if not torch.isfinite(outputs).all():
+            raise CalibrationError(
+                f"layer {layer.index}: {role}_proj gives values that are not finite in windows "
+                f"{position[0]} to {position[0] + batch_size - 1}: check the weights of this layer"
+            )
+        statistic.see(role, inputs[0], outputs)
+
+    device = model.get_input_embeddings().weight.device
+    with restored(model, [], False), _bar(progress) as bar, torch.no_grad():
+        handles = [
+            layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
+            for layer, statistic in statistics
+            for role in statistic.roles
+        ]
+        with removed(handles):
+            task = bar.add_task("activations", total=windows.numel())
+            for batch in windows.split(batch_size):
+                model.base_model(input_ids=batch.to(device), use_cache=False)
+                position[0] += len(batch)
+                bar.advance(task, batch.numel())
+
+
+def _backward_pass(
+    model: Any,
+    windows: Tensor,
+    statistics: list[tuple[WatchedLayer, BackwardStatistic]],
+    moments: list[tuple[WatchedLayer, GradientStatistic]],
+    checkpointing: bool,
+    progress: bool,
+) -> None:
+    position = [0]
+    watching = _parameters(statistics)
+
+    def consume(watchers: list[_Watcher], parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        for layer, role, rows, interested in watchers:
+            taken = slice(None) if rows is None else rows.to(gradient.device)
+            check_gradient(layer, role, gradient[taken], position[0])
+            for statistic in interested:
+                statistic.see(role, parameter[taken], gradient[taken])
+
+    device = model.get_input_embeddings().weight.device
+    trainable = [parameter for parameter, _ in watching]
+    if not trainable:  # a graph must start somewhere: below everything that is watched
+        trainable = [linear_of(moments[0][0], role)[0].weight for role in "kv"]
+    with (
+        restored(model, trainable, checkpointing),
+        _bar(progress) as bar,
+        torch.enable_grad(),
+    ):
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(consume, watchers))
+            for parameter, watchers in watching
+        ]
+        handles += watch_gradients(moments, position, windows.shape[1])
+        with removed(handles):
+            task = bar.add_task("gradients", total=windows.numel())
+            for index, ids in enumerate(windows.split(1)):
+                position[0] = index
+                loss = next_token_loss(model, ids.to(device))
+                if not torch.isfinite(loss):
+                    where = _first_bad_layer(model, ids.to(device))
+                    raise CalibrationError(
+                        f"window {index}: the loss is {loss.item()}, first {where}: check the "
+                        "weights, or calibrate in float32 or bfloat16"
+                    )
+                loss.backward()
+                for _, statistic in statistics:
+                    statistic.end_window()
+                bar.advance(task, ids.numel())
+
+
+# A layer's role, the rows of the parameter that have it (None: all), and who wants its gradient.
+_Watcher = tuple[WatchedLayer, str, Tensor | None, list[BackwardStatistic]]
+
+
+def _parameters(
+    statistics: list[tuple[WatchedLayer, BackwardStatistic]],
+) -> list[tuple[Tensor, list[_Watcher]]]:
+    """Every parameter whose gradient is wanted, and its watchers: k and v may share one."""
+    wanted: dict[tuple[Tensor, str], _Watcher] = {}
+    for layer, statistic in statistics:
+        for role in "kv":
+            linear, rows = linear_of(layer, role)
+            for parameter in (linear.weight, linear.bias if statistic.biases else None):
+                if parameter is not None:
+                    watcher = wanted.setdefault((parameter, role), (layer, role, rows, []))
+                    watcher[3].append(statistic)
+    parameters = list(dict.fromkeys(parameter for parameter, _ in wanted))
+    return [(p, [wanted[p, role] for role in "kv" if (p, role) in wanted]) for p in parameters]
+
+
+def next_token_loss(model: Any, ids_BT: Tensor) -> Tensor:
+    """Mean next-token cross-entropy in float32."""
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
+    return cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten().to(logits_BTV.device))
+
+
+def _first_bad_layer(model: Any, ids_BT: Tensor) -> str:
+    bad: list[int] = []
+
+    def look(index: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        output = outputs[0] if isinstance(outputs, tuple) else outputs
+        if not torch.isfinite(output).all():
+            bad.append(index)
+
+    handles = [
+        layer.module.register_forward_hook(partial(look, layer.index))
+        for layer in attention_layers(model)
+        if layer.module is not None
+    ]
+    with removed(handles), torch.no_grad():
+        model.base_model(input_ids=ids_BT, use_cache=False)
+    return f"in the attention of layer {bad[0]}" if bad else "after the attention of the last layer"
+
+
+class _TokensPerSecond(ProgressColumn):
+    def render(self, task: Any) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} tokens/s" if speed else "")
+
+
+def _bar(progress: bool) -> Progress:
+    return Progress(
+        TextColumn("calibrating {task.description}"),
+        BarColumn(),
+        _TokensPerSecond(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not progress,
+    )

@@ -1,0 +1,188 @@
+"""Text to token windows: the bundled novels, a file, or a Hugging Face dataset.
+
+Shapes: N windows, T tokens of a window.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import assets
+from ..model.errors import CalibrationError
+
+# The paper calibrates on the first of these: 32 windows of 1024 tokens, which are the defaults.
+ALIASES = {
+    "paper": "Salesforce/wikitext:wikitext-2-raw-v1:train",
+    "wikitext-2-raw-v1": "Salesforce/wikitext:wikitext-2-raw-v1:train",
+    "c4": "allenai/c4:en:train",
+}
+STREAMED = ("allenai/c4",)
+FILE_TYPES = (".txt", ".jsonl")
+
+# Characters that surely hold one token of running text; English has four to five.
+_CHARACTERS_PER_TOKEN = 16
+
+
+def load_windows(
+    source: str | Path, tokenizer: Any, *, num_windows: int = 32, window: int = 1024, seed: int = 0
+) -> Tensor:
+    """Calibration windows, LongTensor [N, T], from a source that `read_text` knows.
+
+    Raises CalibrationError if the source cannot be read or is too short.
+    """
+    enough = num_windows * window * _CHARACTERS_PER_TOKEN
+    text = read_text(source, max_characters=enough)
+    return windows_from_text(text, tokenizer, num_windows=num_windows, window=window, seed=seed)
+
+
+def windows_from_text(
+    text: str, tokenizer: Any, *, num_windows: int = 32, window: int = 1024, seed: int = 0
+) -> Tensor:
+    """Contiguous, non-overlapping windows of `text`, LongTensor [N, T], in the order of the text.
+
+    Which ones is sampled with `seed`. A long text is cut into stretches of 16 T characters, of
+    which N are drawn and only those tokenized; a shorter one is tokenized whole and its windows
+    drawn. No special token is added: most windows start inside a document anyway.
+
+    Raises CalibrationError for an empty text, one shorter than a window, or fewer windows than N.
+    """
+    if num_windows < 1 or window < 2:
+        raise CalibrationError(
+            f"cannot cut {num_windows} windows of {window} tokens: ask for at least one window of "
+            "two tokens"
+        )
+    if not text.strip():
+        raise CalibrationError("the calibration text is empty: give a text with some words in it")
+    rows = _from_stretches(text, tokenizer, num_windows, window, seed)
+    return rows if rows is not None else _from_whole(text, tokenizer, num_windows, window, seed)
+
+
+def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
+    """The text behind `bundled`, a .txt or .jsonl path, or a `datasets` name.
+
+    A JSONL line gives its `text` field, else its first string field. A dataset is
+    `name[:config[:split]]`, split `train` unless told; `paper`, `wikitext-2-raw-v1` and `c4` are
+    short names. `max_characters` bounds what is read of a streamed dataset, nothing else.
+
+    Raises CalibrationError for a missing or unreadable file, or a dataset that cannot be loaded.
+    """
+    if str(source) == "bundled":
+        return assets.reference_text("calibration")
+    path = Path(source)
+    if path.suffix in FILE_TYPES or path.is_file():
+        return _read_file(path)
+    return _read_dataset(ALIASES.get(str(source), str(source)), max_characters)
+
+
+def _from_stretches(
+    text: str, tokenizer: Any, num_windows: int, window: int, seed: int
+) -> Tensor | None:
+    length = window * _CHARACTERS_PER_TOKEN
+    if len(text) // length < num_windows:
+        return None
+    rows = []
+    for slot in _sample(len(text) // length, num_windows, seed):
+        stretch = text[slot * length : (slot + 1) * length]
+        # A stretch starts anywhere: drop the word it cuts.
+        ids = _encode(tokenizer, re.sub(r"^\S{0,40}\s", "", stretch))
+        if len(ids) < window:
+            return None
+        rows.append(ids[:window])
+    return torch.tensor(rows)
+
+
+def _from_whole(text: str, tokenizer: Any, num_windows: int, window: int, seed: int) -> Tensor:
+    ids = _encode(tokenizer, text)
+    found = len(ids) // window
+    if found == 0:
+        raise CalibrationError(
+            f"the calibration text has {len(ids)} tokens, one window needs {window}: give a longer "
+            "text or a shorter window"
+        )
+    if found < num_windows:
+        raise CalibrationError(
+            f"the calibration text has {len(ids)} tokens, enough for {found} windows of {window}, "
+            f"not {num_windows}: give more text, or ask for fewer or shorter windows"
+        )
+    rows = torch.tensor(ids[: found * window]).view(found, window)
+    return rows[_sample(found, num_windows, seed)]
+
+
+def _sample(size: int, count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return sorted(torch.randperm(size, generator=generator)[:count].tolist())
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    # verbose=False: the text is longer than the model's window on purpose.
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def _read_file(path: Path) -> str:
+    if path.suffix not in FILE_TYPES:
+        raise CalibrationError(f"{path} is neither .txt nor .jsonl: convert it to one of them")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise CalibrationError(f"there is no file {path}: check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"cannot read {path} as UTF-8 text: {error}") from error
+    if path.suffix == ".txt":
+        return text
+    lines = enumerate(text.split("\n"), start=1)
+    return "\n\n".join(_field_of(path, number, line) for number, line in lines if line.strip())
+
+
+def _field_of(path: Path, number: int, line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise CalibrationError(f"{path} line {number} is not JSON: {error}") from error
+    text = _text_of(entry)
+    if text is None:
+        raise CalibrationError(
+            f"{path} line {number} has no text: every line must be an object with a string field"
+        )
+    return text
+
+
+def _text_of(entry: Any) -> str | None:
+    if not isinstance(entry, dict):
+        return None
+    if isinstance(entry.get("text"), str):
+        return str(entry["text"])
+    return next((value for value in entry.values() if isinstance(value, str)), None)
+
+
+def _read_dataset(name: str, max_characters: int | None) -> str:
+    # Imported here: it takes a second, and only this source needs it.
+    import datasets
+
+    path, config, split, *_ = [*name.split(":"), "", ""]
+    streamed = path in STREAMED
+    try:
+        data = datasets.load_dataset(
+            path, config or None, split=split or "train", streaming=streamed
+        )
+        return "\n\n".join(_take(data, max_characters if streamed else None))
+    except Exception as error:  # hub, network, cache and builder each raise their own kinds
+        reason = str(error).strip().split("\n")[0]
+        raise CalibrationError(
+            f"cannot load the dataset {name!r} ({reason}): check the name, or the network; offline "
+            "give a .txt or .jsonl file, or 'bundled'"
+        ) from error
+
+
+def _take(entries: Iterable[Any], max_characters: int | None) -> Iterator[str]:
+    taken = 0
+    for entry in entries:
+        text = _text_of(entry) or ""
+        yield text
+        taken += len(text)
+        if max_characters is not None and taken >= max_characters:
+            return

@@ -1,0 +1,115 @@
+"""The model card written beside a pruned checkpoint, every figure taken from its report."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from ..methods import METHODS, Method, PairPruning, Rap
+
+_TEMPLATE = """---
+{base}library_name: transformers
+tags:
+- rap
+- kv-cache
+- pruning
+- rope
+---
+
+# {title}
+
+{what}
+
+| | dense | this model |
+|---|---:|---:|
+{rows}
+
+```python
+import rap{without}
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{path}")
+tokenizer = AutoTokenizer.from_pretrained("{path}")
+```
+
+Method: `{method}`
+
+Calibration: {calibration}. The weights' fingerprint and every layer's widths are in `config.json`
+(section `rap`), the full decision in `plan.rap` (`rap inspect plan plan.rap`), the measurements and
+versions in `rap_report.json`. The licence is that of the dense model.
+"""
+
+
+_WITHOUT = "  # or pass trust_remote_code=True without the package"
+
+
+def model_card(report: dict[str, Any], title: str) -> str:
+    """The README.md of a checkpoint, from the report that is saved beside it."""
+    source = str(report["source"])
+    # Only a hub name is a link that others can follow; a local path stays out of the card.
+    is_local = source.startswith((".", "/", "~")) or Path(source).exists()
+    is_hub_name = source.count("/") == 1 and not is_local
+    return _TEMPLATE.format(
+        base=f"base_model: {source}\n" if is_hub_name else "",
+        title=title,
+        what=_what(report),
+        without=_WITHOUT if _prunes(report) else "",
+        rows="\n".join(_row(name, dense, small) for name, dense, small in comparison(report)),
+        path=title,
+        method=report["method"],
+        calibration=report["calibration"],
+    )
+
+
+def _method(report: dict[str, Any]) -> type[Method] | None:
+    return METHODS.get(report["method"].get("name", ""))
+
+
+def _prunes(report: dict[str, Any]) -> bool:
+    """Whether the checkpoint is RapAttention throughout, whose code it carries along."""
+    method = _method(report)
+    return method is None or issubclass(method, PairPruning)
+
+
+def _what(report: dict[str, Any]) -> str:
+    """What the model is and how it was made, as a paragraph."""
+    method = _method(report)
+    text = (
+        f"A {report['model_type']} model whose KV cache is {report['kept_fraction']:.1%} of the "
+        "dense model's, "
+    )
+    if method is None or method is Rap:
+        text += (
+            "made by cutting the weights of attention (RoPE-Aligned Pruning): whole RoPE pairs of "
+            "keys and queries, channels or directions of values. "
+        )
+    else:
+        summary = " ".join((method.__doc__ or "").split("\n\n")[0].split())
+        text += f"made by method `{method.name}` of the rap package. {summary} "
+    rebuilt = method is not None and method.reconstructs
+    text += "Keys are rebuilt from the cache" if rebuilt else "Nothing is reconstructed"
+    return textwrap.fill(text + " when it decodes.", 100)
+
+
+def comparison(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Printable (name, dense, pruned) rows of a report: what a person looks at first."""
+    dense, small = report["dense"], report["pruned"]
+    rows = [
+        (
+            "KV cache, bytes per token",
+            f"{dense['kv_bytes_per_token']:,}",
+            f"{small['kv_bytes_per_token']:,}",
+        ),
+        (
+            "attention parameters",
+            f"{dense['attention_parameters']:,}",
+            f"{small['attention_parameters']:,}",
+        ),
+        ("all parameters", f"{dense['parameters']:,}", f"{small['parameters']:,}"),
+    ]
+    if "perplexity" in dense:
+        rows.append(("perplexity", f"{dense['perplexity']:.3f}", f"{small['perplexity']:.3f}"))
+    return rows
+
+
+def _row(name: str, dense: str, small: str) -> str:
+    return f"| {name} | {dense} | {small} |"

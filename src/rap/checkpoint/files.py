@@ -1,0 +1,141 @@
+"""Files and directories that appear whole or not at all."""
+
+import contextlib
+import ctypes
+import glob
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..model.errors import CheckpointError
+
+PLAN_FILE = "plan.rap"
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def check_output(output: str | Path, *, force: bool) -> None:
+    """Raise CheckpointError if the directory `output` cannot be made or may not be replaced."""
+    path = Path(output)
+    _check_parents(path)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{output} is a file: name a directory")
+    if path.is_dir() and any(path.iterdir()) and not force:
+        raise CheckpointError(
+            f"{output} exists: pass --force to replace it, or name another output"
+        )
+
+
+def check_output_file(output: str | Path, *, force: bool) -> None:
+    """Raise CheckpointError if the file `output` cannot be made or may not be replaced."""
+    path = Path(output)
+    _check_parents(path)
+    if path.is_dir():
+        raise CheckpointError(f"{output} is a directory: name a file")
+    if path.exists() and not force:
+        raise CheckpointError(
+            f"{output} exists: pass --force to replace it, or name another output"
+        )
+
+
+@contextlib.contextmanager
+def whole_file(output: str | Path, *, force: bool = True) -> Iterator[Path]:
+    """A path to write to that becomes the file `output` only when the block ends well."""
+    check_output_file(output, force=force)
+    target = Path(output).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        yield partial
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_directory(output: str | Path, *, force: bool = False) -> Iterator[Path]:
+    """A directory to write into that becomes `output` only when the block ends well.
+
+    A process killed inside leaves `output` as it was. An exception removes what was written.
+    """
+    check_output(output, force=force)
+    target = Path(output).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _open_to_readers(partial)
+        _move_into_place(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """safetensors writes files for their owner alone; a server often runs as another user."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.iterdir():
+        if file.is_file():
+            file.chmod(0o666 & ~mask)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON whole or not at all, sorted and indented."""
+    text = json.dumps(data, indent=2, sort_keys=True) + "\n"
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise CheckpointError if a safetensors file is shorter than its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little") if len(start) == 8 else size
+        try:
+            header = json.loads(file.read(length)) if length < size else None
+        except ValueError:
+            header = None
+    entries = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
+    if header is None or 8 + length + max(entries, default=0) != size:
+        raise CheckpointError(f"{path} is truncated or damaged ({size} bytes): download it again")
+
+
+def _check_parents(path: Path) -> None:
+    above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    if above is not None and not above.is_dir():
+        raise CheckpointError(f"{above} is a file: {path} cannot be made inside it")
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    if not target.exists():
+        partial.rename(target)
+    elif not _exchange(partial, target):
+        # Without an atomic exchange there is a moment with only the backup: keep it beside.
+        backup = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        target.rename(backup)
+        partial.rename(target)
+        shutil.rmtree(backup)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step (Linux renameat2); False where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    names = (os.fsencode(first), os.fsencode(second))
+    return rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
+
+
+def _remove_abandoned(target: Path) -> None:
+    for old in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        process = old.name.rpartition("-")[2]
+        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():
+            shutil.rmtree(old, ignore_errors=True)

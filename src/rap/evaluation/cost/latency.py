@@ -1,0 +1,295 @@
+"""Time of a decode step over a filled cache, dense and pruned in turns.
+
+A step is one token for each sequence of a batch, the logits included. The cache is filled with
+random states: what prefill would have written costs the same to read.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import DynamicCache, StaticCache
+
+from ...model.errors import UnsupportedModelError
+from ...model.kernels.growing_cache import GrowingCache
+
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a decode step: attention implementation, cache, and how it is launched.
+
+    `launch` is one by one (`eager`), as a captured CUDA graph, or by torch.compile.
+    """
+
+    name: str
+    attention: str
+    cache: Literal["dynamic", "growing", "static"]
+    launch: Literal["eager", "graph", "compile"] = "eager"
+
+
+PLAIN = Variant("sdpa", "sdpa", "dynamic")
+CPU_VARIANTS = (PLAIN, Variant("rap", "rap", "growing"))
+CUDA_VARIANTS = (
+    PLAIN,
+    Variant("sdpa, graph", "sdpa", "static", "graph"),
+    Variant("rap", "rap", "growing"),
+    Variant("rap, graph", "rap", "static", "graph"),
+)
+COMPILED = (
+    Variant("sdpa, compiled", "sdpa", "static", "compile"),
+    Variant("rap, compiled", "rap", "static", "compile"),
+)
+
+
+def default_variants(device: str) -> tuple[Variant, ...]:
+    """What dense and pruned are both timed with; each is then judged by its best."""
+    return CUDA_VARIANTS if torch.device(device).type == "cuda" else CPU_VARIANTS
+
+
+class DecodeStep:
+    """A model, a batch and a cache of `context` tokens; calling it decodes one more token.
+
+    At most `steps` calls, for which room is made.
+    """
+
+    def __init__(self, model: Any, variant: Variant, *, batch: int, context: int, steps: int):
+        self.model, self.variant, self.left = model, variant, steps
+        self.device = model.get_input_embeddings().weight.device
+        self.ids_B1 = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
+        # Capturing and compiling run a few steps of their own.
+        self.cache = _empty_cache(variant, model.config, context + steps + 8)
+        self.kv_bytes = fill_cache(model, self.cache, batch, context)
+        self.logits: torch.Tensor | None = None
+        self._forward: Callable[..., Any] = model
+        # No reference to a method of its own: a cycle would keep the cache until collected.
+        self._graph: Callable[[], None] | None = None
+        self.choose()
+        before = _allocated(self.device)
+        if variant.launch == "compile":
+            self._forward = torch.compile(
+                model.forward, mode="reduce-overhead", fullgraph=True, dynamic=False
+            )
+        elif variant.launch == "graph":
+            self._graph = captured(self._decode)
+        self._decode()
+        synchronize(self.device)
+        # A graph keeps what its capture allocated, so that comes before the first replay.
+        self.transient_bytes = _allocated(self.device, peak=True) - before
+
+    def choose(self) -> None:
+        """Switch the model to this variant's attention; several steps may share a model."""
+        if self.model.config._attn_implementation != self.variant.attention:
+            self.model.set_attn_implementation(self.variant.attention)
+
+    def __call__(self) -> None:
+        """Decode one token per sequence and wait for the device."""
+        assert self.left > 0, "no room was made for more steps"
+        self.left -= 1
+        self._decode()
+        synchronize(self.device)
+
+    @torch.no_grad()
+    def _decode(self) -> None:
+        if self._graph is not None:
+            self._graph()
+            return
+        found = self._forward(input_ids=self.ids_B1, past_key_values=self.cache, use_cache=True)
+        self.logits = found.logits
+
+
+def _empty_cache(variant: Variant, config: Any, room: int) -> Any:
+    if variant.cache == "static":
+        return StaticCache(config=config, max_cache_len=room)
+    if variant.cache == "growing":
+        return GrowingCache(config, capacity=room)
+    return DynamicCache(config=config)
+
+
+@torch.no_grad()
+def fill_cache(model: Any, cache: Any, batch: int, context: int) -> int:
+    """Random states for `context` tokens in every layer; the bytes they take."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    shapes = model(input_ids=ids, past_key_values=DynamicCache(config=model.config)).past_key_values
+    total = 0
+    for index, layer in enumerate(shapes.layers):
+        if getattr(layer, "keys", None) is None:
+            raise UnsupportedModelError(
+                f"layer {index} caches no keys: decode can only be timed where all layers attend"
+            )
+        states = [
+            torch.randn(batch, x.shape[1], context, x.shape[-1], dtype=x.dtype, device=x.device)
+            for x in (layer.keys, layer.values)
+        ]
+        cache.update(*states, index)
+        kept = min(context, getattr(layer, "sliding_window", None) or context)
+        total += sum(state.nbytes for state in states) // context * kept
+    return total
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A step as a CUDA graph, captured after a few runs on a stream beside, as PyTorch asks."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _allocated(device: torch.device, *, peak: bool = False) -> int:
+    """Bytes of tensors on a CUDA device now, or the most since this was last asked; else 0."""
+    if device.type != "cuda":
+        return 0
+    if peak:
+        return torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a CUDA device; nothing elsewhere."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def interleaved(
+    tasks: Mapping[Any, Callable[[], None]],
+    rounds: int,
+    prepare: Callable[[Any], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Any, list[float]]:
+    """Seconds of every task in every round, the tasks in turns; `prepare(name)` is not timed.
+
+    Load that comes and goes meets all tasks alike. `WARM_UP` rounds before are not counted. On a
+    CPU shared with others, `clock=time.process_time` counts what the tasks themselves took.
+    """
+    seconds: dict[Any, list[float]] = {name: [] for name in tasks}
+    for number in range(WARM_UP + rounds):
+        for name, task in tasks.items():
+            if prepare is not None:
+                prepare(name)
+            start = clock()
+            task()
+            spent = clock() - start
+            if number >= WARM_UP:
+                seconds[name].append(spent)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Point:
+    """Decode steps of several models at one batch and context.
+
+    `seconds[model][variant]` are the rounds, interleaved, or None where memory did not suffice.
+    `read_bytes[model]` is what a step must read: every weight but the input embedding's, and the
+    cache of `kv_bytes`. `transient_bytes` (CUDA) came on top of weights and cache.
+    """
+
+    batch: int
+    context: int
+    seconds: dict[str, dict[str, list[float] | None]]
+    transient_bytes: dict[str, dict[str, int]]
+    kv_bytes: dict[str, int]
+    read_bytes: dict[str, int]
+
+    def best(self, model: str) -> str | None:
+        """The variant of least median time."""
+        spent = {name: found for name, found in self.seconds[model].items() if found}
+        return min(spent, key=lambda name: statistics.median(spent[name]), default=None)
+
+    def median(self, model: str, variant: str | None = None) -> float | None:
+        """Median seconds of a step, by default of the best variant."""
+        found = self.seconds[model].get(variant or self.best(model) or "")
+        return statistics.median(found) if found else None
+
+    def ratio(self, pruned: str, dense: str = "dense", variant: str | None = None) -> float | None:
+        """Dense over pruned time: the median over rounds, each at its best or at one variant."""
+        pair = [
+            self.seconds[name].get(variant or self.best(name) or "") for name in (dense, pruned)
+        ]
+        if not all(pair):
+            return None
+        return statistics.median(a / b for a, b in zip(*pair, strict=True))  # type: ignore[arg-type]
+
+    def roofline(self, pruned: str, dense: str = "dense") -> float:
+        """What the ratio would be if a step took as long as reading its bytes."""
+        return self.read_bytes[dense] / self.read_bytes[pruned]
+
+
+def measure_point(
+    models: Mapping[str, Any],
+    *,
+    batch: int,
+    context: int,
+    rounds: int,
+    variants: Sequence[Variant],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Point:
+    """Time a decode step of every model in every variant, in turns.
+
+    Where memory does not hold all caches at once, one after the other.
+    """
+    names = [(name, variant) for name in models for variant in variants]
+    kv_bytes: dict[str, int] = {}
+    transient: dict[str, dict[str, int]] = {name: {} for name in models}
+
+    def build(keys: Sequence[tuple[str, Variant]]) -> dict[tuple[str, Variant], list[float]]:
+        steps = {
+            key: DecodeStep(
+                models[key[0]], key[1], batch=batch, context=context, steps=rounds + WARM_UP
+            )
+            for key in keys
+        }
+        for (name, variant), step in steps.items():
+            kv_bytes[name] = step.kv_bytes
+            transient[name][variant.name] = step.transient_bytes
+        return interleaved(steps, rounds, lambda key: steps[key].choose(), clock)
+
+    found: dict[tuple[str, Variant], list[float] | None] = dict.fromkeys(names)
+    together = _if_it_fits(build, names)
+    if together is not None:
+        found |= together
+    else:
+        for key in names:
+            torch.cuda.empty_cache()
+            found |= _if_it_fits(build, [key]) or {}
+    return Point(
+        batch=batch,
+        context=context,
+        seconds={
+            name: {variant.name: found[name, variant] for variant in variants} for name in models
+        },
+        transient_bytes=transient,
+        kv_bytes=kv_bytes,
+        read_bytes={name: weight_bytes(models[name]) + kv_bytes[name] for name in kv_bytes},
+    )
+
+
+def _if_it_fits(
+    build: Callable[..., dict[tuple[str, Variant], list[float]]],
+    keys: Sequence[tuple[str, Variant]],
+) -> dict[tuple[str, Variant], list[float]] | None:
+    """What `build` measures, or None if memory did not suffice."""
+    try:
+        return build(keys)
+    except torch.OutOfMemoryError:
+        # The error holds on to what was built, so the next attempt must wait until it is gone.
+        return None
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of the weights that a decode step reads: all but the input embedding, unless tied."""
+    embedding = model.get_input_embeddings().weight
+    output = model.get_output_embeddings()
+    tied = output is not None and output.weight is embedding
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    return whole if tied else whole - embedding.nbytes

@@ -1,0 +1,199 @@
+"""Benchmark tasks by lm-eval on a live model: the paper's zero-shot and LongBench sets, or any.
+
+https://github.com/EleutherAI/lm-evaluation-harness, optional: `pip install 'rap-kv[eval]'`.
+"""
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.provenance import installed_version
+from ...model.errors import RapError
+from .perplexity import evaluating
+
+# In the order of preference, for tasks that no group gives a metric.
+METRICS = ("acc_norm", "acc", "exact_match", "score", "f1", "word_perplexity")
+UNFILTERED = "none"
+
+
+@dataclass(frozen=True)
+class TaskGroup:
+    """Tasks with the metric that is reported of each, and how many examples of each are read."""
+
+    metrics: Mapping[str, str]
+    limit: int | None = None
+
+
+GROUPS = {
+    # Section "Metrics" of the paper.
+    "paper-zero-shot": TaskGroup(
+        {
+            "openbookqa": "acc_norm",
+            "hellaswag": "acc_norm",
+            "piqa": "acc_norm",
+            "arc_easy": "acc_norm",
+            "arc_challenge": "acc_norm",
+            "winogrande": "acc",
+        }
+    ),
+    "paper-longbench": TaskGroup(
+        {f"longbench_{task}": "score" for task in ("triviaqa", "qasper", "trec", "samsum", "lcc")},
+        limit=50,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """`value` of one metric of one task, as lm-eval gives it (accuracies are shares)."""
+
+    task: str
+    metric: str
+    value: float
+    num_examples: int
+    version: str
+
+
+def run_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    folder: Path | None = None,
+    batch_size: int = 1,
+    seed: int = 0,
+) -> list[TaskScore]:
+    """Score a dense or pruned model on tasks of lm-eval, or groups of GROUPS.
+
+    Tasks show as many examples as they say themselves, those of the groups none. `limit` is how
+    many questions of each are asked, the first ones (default: the group's limit, or all); `folder`
+    holds further tasks as YAML files. The same call gives the same digits. The model is left in
+    the mode it was in.
+
+    Raises RapError if lm-eval is missing, a task is unknown, or its data cannot be loaded.
+    """
+    if limit is not None and limit < 1:
+        raise RapError(f"limit {limit} leaves nothing to read: give 1 or more, or leave it out")
+    lm_eval = _lm_eval()
+    metrics, default = _expand(tasks)
+    manager = _manager(metrics, folder)
+    with evaluating(model), _as_rap_error(metrics):
+        found = lm_eval.simple_evaluate(
+            model=_wrapped(model, tokenizer, batch_size),
+            tasks=list(metrics),
+            num_fewshot=None,
+            limit=limit if limit is not None else default,
+            bootstrap_iters=0,
+            log_samples=False,
+            task_manager=manager,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+    return [_score(task, metrics, found) for task in found["results"] if task in found["n-samples"]]
+
+
+def mean_score(scores: Sequence[TaskScore]) -> float:
+    """The plain mean over tasks, as the paper averages them."""
+    return sum(score.value for score in scores) / len(scores)
+
+
+def harness_version() -> str | None:
+    """The installed version of lm-eval, or None."""
+    return installed_version("lm_eval")
+
+
+def _expand(tasks: Sequence[str]) -> tuple[dict[str, str | None], int | None]:
+    """Every task with its metric (None: the best known one), and the limit the groups ask for."""
+    metrics: dict[str, str | None] = {}
+    limits = set()
+    for name in tasks:
+        group = GROUPS.get(name)
+        metrics |= dict(group.metrics) if group is not None else {name: None}
+        limits.add(group.limit if group is not None else None)
+    if not metrics:
+        raise RapError(f"no task is named: give --tasks, such as {next(iter(GROUPS))}")
+    if len(limits) > 1:
+        raise RapError(
+            f"{', '.join(tasks)} read different numbers of examples: run them one by one"
+        )
+    return metrics, next(iter(limits))
+
+
+def _manager(tasks: Mapping[str, str | None], folder: Path | None) -> Any:
+    """What finds all the tasks: those of the folder alone if they are enough, which is fast."""
+    if folder is not None:
+        own = _index(folder, False)
+        if set(tasks) <= set(own.all_tasks):
+            return own
+    manager = _index(folder, True)
+    unknown = sorted(set(tasks) - set(manager.all_tasks))
+    if unknown:
+        raise RapError(
+            f"lm-eval has no task {', '.join(unknown)}: `lm-eval ls tasks` names them, or use "
+            f"{' or '.join(GROUPS)}"
+        )
+    return manager
+
+
+@functools.cache
+def _index(folder: Path | None, with_defaults: bool) -> Any:
+    """lm-eval's index of tasks; that of its own thousands of files takes seconds to make."""
+    manager = importlib.import_module("lm_eval.tasks").TaskManager
+    return manager(include_path=str(folder) if folder else None, include_defaults=with_defaults)
+
+
+def _score(task: str, metrics: Mapping[str, str | None], found: Mapping[str, Any]) -> TaskScore:
+    values = {
+        name: float(value)
+        for key, value in found["results"][task].items()
+        for name, comma, filtered in [key.partition(",")]
+        if comma and filtered == UNFILTERED and not name.endswith("_stderr")
+    }
+    wanted = metrics.get(task)
+    chosen = [wanted] if wanted else [*METRICS, *values]
+    metric = next((name for name in chosen if name in values), None)
+    if metric is None:
+        raise RapError(
+            f"task {task} has no metric {wanted}, but {', '.join(values) or 'none'}: this lm-eval "
+            "defines it otherwise"
+        )
+    version = str(found["versions"].get(task, ""))
+    count = int(found["n-samples"][task]["effective"])
+    return TaskScore(task, metric, values[metric], count, version)
+
+
+def _wrapped(model: Any, tokenizer: Any, batch_size: int) -> Any:
+    """The model as lm-eval takes it: as it is, on the device where it is."""
+    wrapper = importlib.import_module("lm_eval.models.huggingface").HFLM
+    device = str(model.get_input_embeddings().weight.device)
+    return wrapper(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=device)
+
+
+def _lm_eval() -> Any:
+    try:
+        importlib.import_module("lm_eval.tasks")
+        return importlib.import_module("lm_eval")
+    except ImportError as error:
+        raise RapError("benchmark tasks need lm-eval: pip install 'rap-kv[eval]'") from error
+
+
+@contextmanager
+def _as_rap_error(tasks: Mapping[str, str | None]) -> Iterator[None]:
+    """Data that cannot be had is the user's to mend: hub, network and builders raise many kinds."""
+    try:
+        yield
+    except RapError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RapError(
+            f"lm-eval could not run {', '.join(tasks)} ({reason}): check the network, or the "
+            "task's needs"
+        ) from error

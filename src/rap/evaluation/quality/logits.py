@@ -1,0 +1,72 @@
+"""A causal LM in two halves, so that logits can be made for a chunk of tokens at a time.
+
+Shapes: B batch, T tokens, C tokens of a chunk, E model dim, V vocabulary.
+"""
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...model.errors import RapError
+from ...model.layers import text_decoder
+
+
+def decoder_of(model: Any) -> tuple[str, nn.Module]:
+    """The module below the language-model head, and its name in the model.
+
+    It holds the decoder or, in multimodal models, the decoder and what looks at images.
+    """
+    model = _headed(model)
+    decoder = text_decoder(model)
+    for name, child in model.named_children():
+        if any(part is decoder for part in child.modules()):
+            return name, child
+    raise RapError(
+        f"{type(model).__name__} has no decoder directly below its head: use the causal LM itself"
+        " (of a PEFT model, model.get_base_model())"
+    )
+
+
+def head_logits(model: Any, name: str, output: Any) -> Tensor:
+    """Logits that the family's own forward makes of decoder outputs already computed.
+
+    Some families scale or cap logits after the head's matrix, which this keeps. It runs the class's
+    forward on a shallow copy whose decoder is a constant; the model itself is not touched.
+    """
+    model = _headed(model)
+    view = copy.copy(model)
+    view._modules = {**model._modules, name: _Constant(_Complete(output))}
+    return type(model).forward(view, input_ids=None, use_cache=False).logits
+
+
+def _headed(model: Any) -> Any:
+    """The part that is a causal LM by itself: a child of some multimodal models (llama4)."""
+    head = model.get_output_embeddings()
+    for child in model.children():
+        if hasattr(child, "get_decoder") and any(part is head for part in child.modules()):
+            return child
+    return model
+
+
+class _Complete:
+    """Decoder outputs with None for what they lack: heads of some families pass more on."""
+
+    def __init__(self, output: Any):
+        self._output = output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name, None)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._output[index]
+
+
+class _Constant(nn.Module):
+    def __init__(self, output: Any):
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output given at construction, whatever is asked."""
+        return self.output

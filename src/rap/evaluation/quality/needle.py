@@ -1,0 +1,174 @@
+"""Needle in a haystack: one fact at every depth of documents of every length, asked for at the end.
+
+The facts and the question are those of documents.py, plain English that any language model can
+answer and that the bundled one was trained on.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import PercentFormatter
+
+from ...model.errors import RapError
+from .documents import ANSWER, Document, FactWriter, draw_facts, evaluation_rng, interleave
+from .recall import token_losses
+
+
+@dataclass(frozen=True)
+class NeedleCell:
+    """Share of `num_documents` needles found: `accuracy` of whole numbers, then of tokens.
+
+    The document has `length` tokens, the last of them the answer's; the needle stands behind the
+    fraction `depth` of its text, 0 at the beginning.
+    """
+
+    length: int
+    depth: float
+    num_documents: int
+    accuracy: float
+    token_accuracy: float
+
+
+def needle_document(
+    writer: FactWriter,
+    text: np.ndarray,
+    rng: np.random.Generator,
+    length: int,
+    depth: float,
+    num_facts: int = 1,
+) -> Document:
+    """A document of exactly `length` tokens with a needle at `depth`, and its question at the end.
+
+    `num_facts` - 1 other facts stand anywhere in the text. `text` gives `length` tokens or more.
+    Raises RapError if the facts and the question leave no room for text, or the text is short.
+    """
+    needle, *others = draw_facts(writer, rng, num_facts)
+    stated = [writer.fact(*fact) for fact in (needle, *others)]
+    question, kinds = writer.question(*needle)
+    asked = int(np.flatnonzero(np.array(kinds) == ANSWER)[-1]) + 1  # up to the answer, no full stop
+    room = length - asked - sum(len(ids) for ids, _ in stated)
+    if room < 1:
+        raise RapError(
+            f"a document of {length} tokens has no room for text beside {num_facts} facts and a "
+            f"question, which take {length - room}: ask for longer documents or fewer facts"
+        )
+    if len(text) < room:
+        raise RapError(f"the text has {len(text)} tokens, {room} are needed: give a longer text")
+    places = [round(depth * room), *(int(rng.integers(0, room + 1)) for _ in others)]
+    events = [(at, *statement) for at, statement in zip(places, stated, strict=True)]
+    events.append((room, question[:asked], kinds[:asked]))
+    return interleave(text[:room], events)
+
+
+def needle_grid(
+    model: Any,
+    tokenizer: Any,
+    text_ids: np.ndarray,
+    *,
+    lengths: Sequence[int] = (256, 512, 1024, 2048),
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    num_facts: int = 1,
+    num_documents: int = 16,
+    batch_size: int = 4,
+    seed: int = 0,
+) -> list[NeedleCell]:
+    """Needles found over length (tokens) x depth, in documents made of `text_ids` [N].
+
+    A needle is found if every token of its number is the greedy choice given those before it. The
+    same call gives the same digits. Raises RapError for a depth outside [0, 1], or documents that
+    cannot be made.
+    """
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise RapError(f"depth {depth} is outside [0, 1]: 0 is the beginning of the document")
+    if num_documents < 1:
+        raise RapError(f"cannot judge by {num_documents} documents: ask for at least one")
+    text, writer, cells = np.asarray(text_ids), FactWriter(tokenizer), []
+    for length in lengths:
+        for number, depth in enumerate(depths):
+            rng = evaluation_rng(seed, length, number)
+            documents = [
+                needle_document(writer, _stretch(text, rng, length), rng, length, depth, num_facts)
+                for _ in range(num_documents)
+            ]
+            right = [
+                right[document.kinds[1:] == ANSWER]
+                for document, _, right in token_losses(model, documents, batch_size)
+            ]
+            whole = float(np.mean([answer.all() for answer in right]))
+            token = float(np.mean(np.concatenate(right)))
+            cells.append(NeedleCell(length, float(depth), num_documents, whole, token))
+    return cells
+
+
+def needle_table(title: str, cells: Sequence[NeedleCell]) -> dict[str, Any]:
+    """Title, header and rows: a row a depth, a column a length, the share that was found."""
+    lengths, depths, found = _grid(cells)
+    return {
+        "title": title,
+        "header": ["depth", *(f"{length:,} tokens" for length in lengths)],
+        "rows": [[f"{d:.0%}", *(f"{found[d, n]:.0%}" for n in lengths)] for d in depths],
+    }
+
+
+def heat_map(cells: Sequence[NeedleCell], title: str) -> Figure:
+    """Depth against length, a square a cell, the share that was found written into it."""
+    return heat_maps({title: cells})
+
+
+def heat_maps(found: Mapping[str, Sequence[NeedleCell]]) -> Figure:
+    """One heat map a title, two beside each other, in one scale of colours."""
+    lengths, depths, _ = _grid(next(iter(found.values())))
+    columns = min(2, len(found))
+    rows = math.ceil(len(found) / columns)
+    # A Figure of its own, not pyplot: no global state, no display.
+    size = (1.6 + columns * (0.5 + 0.62 * len(lengths)), 0.5 + rows * (0.7 + 0.36 * len(depths)))
+    figure = Figure(figsize=size)
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (title, cells) in zip(panels, found.items(), strict=False):
+        image = _draw(axes, cells, title)
+    for axes in panels[len(found) :]:
+        axes.set_axis_off()
+    # Every square tells its share, so that the key may be small.
+    whole = PercentFormatter(1.0)
+    figure.colorbar(image, ax=panels, shrink=1 / rows, anchor=(0.0, 1.0), format=whole)
+    figure.supxlabel("length of the document, tokens", fontsize=10)
+    figure.supylabel("depth of the needle", fontsize=10)
+    return figure
+
+
+def _grid(
+    cells: Sequence[NeedleCell],
+) -> tuple[list[int], list[float], dict[tuple[float, int], float]]:
+    """Lengths and depths from small to large, and what was found at (depth, length)."""
+    lengths = sorted({cell.length for cell in cells})
+    depths = sorted({cell.depth for cell in cells})
+    return lengths, depths, {(cell.depth, cell.length): cell.accuracy for cell in cells}
+
+
+def _draw(axes: Axes, cells: Sequence[NeedleCell], title: str) -> AxesImage:
+    lengths, depths, found = _grid(cells)
+    grid = [[found[depth, length] for length in lengths] for depth in depths]
+    # Blue to yellow is told apart in grey and by colour-blind readers too.
+    image = axes.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    for row, shares in enumerate(grid):
+        for column, share in enumerate(shares):
+            color = "black" if share > 0.5 else "white"
+            axes.text(column, row, f"{share:.0%}", ha="center", va="center", color=color)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set_title(title, fontsize=11)
+    return image
+
+
+def _stretch(text: np.ndarray, rng: np.random.Generator, length: int) -> np.ndarray:
+    """`length` tokens of the text from anywhere, or all of a text that has no more."""
+    start = int(rng.integers(0, max(1, len(text) - length + 1)))
+    return text[start : start + length]

@@ -1,0 +1,184 @@
+"""Perplexity in float32 over contiguous non-overlapping windows, as the paper measures it.
+
+Shapes: N tokens of text, B windows in a batch, T tokens of a window, C tokens of a chunk, V vocab.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...model.errors import RapError
+from ...model.layers import trained_length
+from .logits import decoder_of, head_logits
+
+DEFAULT_WINDOW = 2048
+CHUNK_LOGITS = 2**25  # logits held at once, tokens x vocabulary: 128 MiB of float32
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`value` is exp of `nats_per_token`, the mean loss of `num_tokens` predicted tokens.
+
+    It covers `num_windows` whole windows of `window` tokens; the `num_left_out` tokens of the text
+    after the last of them were not read. `float()` gives the value, `dataclasses.asdict` a
+    dictionary for JSON.
+    """
+
+    value: float
+    nats_per_token: float
+    num_windows: int
+    num_tokens: int
+    window: int
+    num_left_out: int = 0
+
+    def __float__(self) -> float:
+        return self.value
+
+
+@torch.no_grad()
+def perplexity(
+    model: Any,
+    token_ids: Tensor | Sequence[int],
+    *,
+    window: int | None = None,
+    max_windows: int | None = None,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = torch.float32,
+    progress: bool = False,
+) -> Perplexity:
+    """Perplexity of a causal LM on a text of N tokens, in the paper's setting by default.
+
+    The text is cut into whole windows of `window` tokens (default: 2048, or the model's
+    `max_position_embeddings` if that is less) that share no token; each predicts its T - 1 last
+    tokens from those before, and what is left over at the end is not scored. Losses are float32,
+    their sum float64. Logits are made for a chunk of tokens at a time, at most 2^25 numbers.
+    The same call gives the same digits; another `batch_size` may differ in the last ones.
+
+    A model of another precision than `dtype` is evaluated as a copy in it, which for float32 takes
+    4 more bytes a parameter on the model's device, and is freed at the end; None evaluates the
+    model as it is. Weights and training mode of `model` are left as they were.
+
+    Raises RapError for a text shorter than a window, ids outside the vocabulary, a quantized model
+    with a `dtype`, or a loss that is not finite.
+    """
+    window = _window(model, window)
+    windows_NT, num_left_out = whole_windows(model, token_ids, window, max_windows)
+    if batch_size < 1:
+        raise RapError(f"batch_size must be at least 1, not {batch_size}")
+    total = torch.zeros((), dtype=torch.float64)
+    model = in_precision(model, dtype)
+    with evaluating(model), _progress_bar(progress) as bar:
+        task = bar.add_task("perplexity", total=windows_NT.numel(), speed="")
+        for start in range(0, len(windows_NT), batch_size):
+            loss = _summed_loss(model, windows_NT[start : start + batch_size])
+            if not torch.isfinite(loss):
+                last = min(start + batch_size, len(windows_NT)) - 1
+                raise RapError(
+                    f"the loss is {float(loss)} in windows {start} to {last}: the weights hold NaN"
+                    " or inf, or activations overflow; check the checkpoint, in float32"
+                )
+            total += loss
+            bar.advance(task, min(batch_size, len(windows_NT) - start) * window)
+            bar.update(task, speed=f"{bar.tasks[task].speed or 0:,.0f} tokens/s")
+    num_tokens = len(windows_NT) * (window - 1)
+    nats = float(total / num_tokens)
+    value = math.exp(nats) if nats < 700 else math.inf
+    return Perplexity(value, nats, len(windows_NT), num_tokens, window, num_left_out)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, every module's own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _window(model: Any, window: int | None) -> int:
+    longest = trained_length(model.config) or DEFAULT_WINDOW
+    window = min(DEFAULT_WINDOW, longest) if window is None else window
+    if window < 2:
+        raise RapError(f"a window of {window} tokens predicts nothing: give 2 or more")
+    return window
+
+
+def whole_windows(
+    model: Any, token_ids: Tensor | Sequence[int], window: int, max_windows: int | None
+) -> tuple[Tensor, int]:
+    """Windows, LongTensor [num_windows, T] on the CPU, and the number of tokens left over.
+
+    Raises RapError for a text shorter than a window, or ids outside the vocabulary.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.long, device="cpu").flatten()
+    if len(ids) < window:
+        raise RapError(
+            f"the text has {len(ids)} tokens, less than one window of {window}: give a longer text"
+            " or a smaller window"
+        )
+    if max_windows is not None and max_windows < 1:
+        raise RapError(f"max_windows must be at least 1, not {max_windows}")
+    vocab = model.get_input_embeddings().weight.shape[0]
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise RapError(
+            f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab}:"
+            " encode the text with this model's tokenizer"
+        )
+    count = min(len(ids) // window, max_windows or len(ids))
+    return ids[: count * window].view(count, window), len(ids) - count * window
+
+
+def in_precision(model: Any, dtype: torch.dtype | None) -> Any:
+    """The model itself where it has that dtype or None is asked for, else a copy in it.
+
+    Raises RapError for a quantized model, which cannot be cast.
+    """
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    if dtype is None or all(found == dtype for found in floating):
+        return model
+    if getattr(model, "is_quantized", False):
+        raise RapError("a quantized model cannot be cast: evaluate it as it is with dtype=None")
+    return copy.deepcopy(model).to(dtype)
+
+
+def _summed_loss(model: Any, ids_BT: Tensor) -> Tensor:
+    """Sum of the losses (nats) of the B (T - 1) predicted tokens, float64 on the CPU."""
+    ids_BT = ids_BT.to(model.get_input_embeddings().weight.device)
+    name, decoder = decoder_of(model)
+    output = decoder(input_ids=ids_BT, use_cache=False)
+    hidden_NE = output.last_hidden_state[:, :-1].flatten(0, 1)
+    targets_N = ids_BT[:, 1:].flatten()
+    step = max(1, CHUNK_LOGITS // model.get_input_embeddings().weight.shape[0])
+    total = torch.zeros((), dtype=torch.float64)
+    for hidden_CE, targets_C in zip(hidden_NE.split(step), targets_N.split(step), strict=True):
+        output.last_hidden_state = hidden_CE.unsqueeze(0)
+        logits_CV = head_logits(model, name, output)[0]
+        if logits_CV.dtype != torch.float64:
+            logits_CV = logits_CV.float()
+        loss_C = F.cross_entropy(logits_CV, targets_C.to(logits_CV.device), reduction="none")
+        total += loss_C.sum(dtype=torch.float64).cpu()
+    return total
+
+
+def _progress_bar(show: bool) -> Progress:
+    columns = (BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    return Progress(
+        TextColumn("{task.description}"),
+        *columns,
+        console=Console(stderr=True),
+        disable=not show,
+        transient=True,
+    )

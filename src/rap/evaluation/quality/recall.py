@@ -1,0 +1,155 @@
+"""Does a model use its context? Recall of facts and copying of repeated passages.
+
+Works with any causal language model that maps `input_ids` to `.logits`.
+
+Shapes: B documents in a batch, T tokens, N tokens of text to build documents from.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from .documents import ANSWER, Document, FactWriter, copy_document, evaluation_rng, recall_document
+
+
+@dataclass(frozen=True)
+class RecallCell:
+    """Accuracy over `num_documents` questions at one distance (tokens) and number of facts."""
+
+    distance: int
+    num_facts: int
+    num_documents: int
+    accuracy: float
+    token_accuracy: float
+
+
+@dataclass(frozen=True)
+class CopyLoss:
+    """Mean loss (nats per token) on a passage the first and the second time it is read."""
+
+    passage: int
+    distance: int
+    num_documents: int
+    first: float
+    second: float
+
+    @property
+    def gain(self) -> float:
+        """How much easier the passage is the second time (nats per token); 0 without copying."""
+        return self.first - self.second
+
+
+@torch.no_grad()
+def token_losses(
+    model: torch.nn.Module, documents: Sequence[Document], batch_size: int
+) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
+    """For each document the loss (nats) and whether the greedy guess is right, both [T - 1].
+
+    Documents of a batch are padded on the right, where a causal model cannot look.
+    """
+    device = next(model.parameters()).device
+    for start in range(0, len(documents), batch_size):
+        batch = documents[start : start + batch_size]
+        longest = max(len(document.ids) for document in batch)
+        ids_BT = torch.zeros(len(batch), longest, dtype=torch.long, device=device)
+        for row, document in zip(ids_BT, batch, strict=True):
+            row[: len(document.ids)] = torch.from_numpy(document.ids)
+        logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
+        targets = ids_BT[:, 1:]
+        loss_BT = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").cpu().numpy()
+        right_BT = (logits.argmax(-1) == targets).cpu().numpy()
+        for document, loss, right in zip(batch, loss_BT, right_BT, strict=True):
+            last = len(document.ids) - 1
+            yield document, loss[:last], right[:last]
+
+
+def recall_grid(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    text_ids: np.ndarray,
+    *,
+    distances: Sequence[int] = (64, 128, 256, 512, 1000, 1500),
+    facts: Sequence[int] = (1, 4, 16),
+    num_documents: int = 64,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> list[RecallCell]:
+    """Recall accuracy over distance (tokens) x number of facts, questions set in `text_ids` [N].
+
+    `accuracy` is the share of answers whose every token is the greedy choice given the tokens
+    before it, which is when greedy decoding writes the answer; `token_accuracy` is by token.
+    """
+    text = np.asarray(text_ids)
+    writer = FactWriter(tokenizer)
+    cells = []
+    for distance in distances:
+        for num_facts in facts:
+            documents = recall_documents(
+                writer, text, distance, num_facts, num_documents=num_documents, seed=seed
+            )
+            right = [
+                right[document.kinds[1:] == ANSWER]
+                for document, _, right in token_losses(model, documents, batch_size)
+            ]
+            whole = float(np.mean([answer.all() for answer in right]))
+            token = float(np.mean(np.concatenate(right)))
+            cells.append(RecallCell(distance, num_facts, num_documents, whole, token))
+    return cells
+
+
+def recall_documents(
+    writer: FactWriter,
+    text: np.ndarray,
+    distance: int,
+    num_facts: int,
+    *,
+    num_documents: int,
+    seed: int,
+) -> list[Document]:
+    """The documents of one cell of `recall_grid`, the same for every model."""
+    rng = evaluation_rng(seed, distance, num_facts)
+    need = distance + 16 + 8 * num_facts
+    documents = []
+    for _ in range(num_documents):
+        start = _random_start(rng, text, need)
+        filler = text[start : start + need]
+        documents.append(recall_document(writer, filler, rng, distance, num_facts))
+    return documents
+
+
+def copy_loss(
+    model: torch.nn.Module,
+    text_ids: np.ndarray,
+    *,
+    passage: int = 128,
+    distance: int = 512,
+    num_documents: int = 32,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> CopyLoss:
+    """Loss on a passage of text read a second time, `distance` tokens after the first.
+
+    The first token of each reading is left out: nothing announces the repetition.
+    """
+    text = np.asarray(text_ids)
+    if distance < passage:
+        raise ValueError(f"distance {distance} is shorter than the passage, {passage}")
+    rng = evaluation_rng(seed, passage, distance)
+    documents = []
+    for _ in range(num_documents):
+        start, other = (_random_start(rng, text, distance) for _ in range(2))
+        filler = text[other : other + distance - passage]
+        documents.append(copy_document(text[start : start + passage], filler))
+    losses = np.stack([loss for _, loss, _ in token_losses(model, documents, batch_size)])
+    first, second = losses[:, : passage - 1].mean(), losses[:, -(passage - 1) :].mean()
+    return CopyLoss(passage, distance, num_documents, float(first), float(second))
+
+
+def _random_start(rng: np.random.Generator, text: np.ndarray, length: int) -> int:
+    if len(text) < length:
+        raise ValueError(f"text of {len(text)} tokens, documents need {length}")
+    return int(rng.integers(0, len(text) - length + 1))

@@ -1,0 +1,194 @@
+"""Attention over a low-rank latent: what PaLU, SVD-LLM and EliteKV cache and multiply by.
+
+The cache holds the latents alone. At every step keys are reconstructed from all of them, rotated
+and attended to, then thrown away: that work is what these methods pay for their cache.
+
+Shapes: B batch, T new tokens, S cached tokens, H query heads, G KV heads, N groups of KV heads,
+D head dim, E model dim, r rank.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import CACHE_ARGUMENTS, RapAttention
+from ..families import AttentionSpec
+from ..modeling import KINDS
+from ..rope import gather_pairs, pair_table, rotate_pairs
+
+# Directions with less than this share of the largest second moment carry rounding noise only.
+EIGENVALUE_FLOOR = 1e-12
+
+
+class Factors(NamedTuple):
+    """up [out, r] and down [r, in], whose product stands for a weight [out, in]."""
+
+    up: Tensor
+    down: Tensor
+
+
+def whitened_factors(weight: Tensor, moment_EE: Tensor | None, rank: int) -> Factors:
+    """The rank-r product minimising E ||(W - up down) x||^2, float64, for E[x x^T] = `moment`.
+
+    The SVD of W C^1/2, as in SVD-LLM and PaLU: with its left vectors U the optimum is U U^T W, so
+    nothing is inverted, and U are the eigenvectors of W C W^T. Factors are balanced. Without a
+    moment it is the plain SVD of W.
+    """
+    weight = weight.detach().double().cpu()
+    moved = weight if moment_EE is None else weight @ moment_EE.double()
+    squares, vectors = torch.linalg.eigh(moved @ weight.mT)
+    squares, vectors = squares.flip(-1)[:rank], vectors.flip(-1)[:, :rank]
+    floor = squares[0].clamp_min(torch.finfo(torch.float64).tiny) * EIGENVALUE_FLOOR
+    scale = squares.clamp_min(floor).pow(0.25)
+    return Factors(vectors * scale, (vectors / scale).mT @ weight)
+
+
+class ReconstructingAttention(RapAttention):
+    """RapAttention whose cache holds less than keys and values: `expand` makes these from it.
+
+    `factors` names the linears that a role has beside its projection; those that every step
+    applies to the whole cache are also in `reconstruction`, and are trained like projections.
+    """
+
+    rotary: Any
+    factors: dict[str, tuple[str, ...]]
+    reconstruction: tuple[str, ...]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As RapAttention; the cache receives what `project` and `position` give for k and v."""
+        for name in CACHE_ARGUMENTS:
+            past_key_values = kwargs.pop(name, past_key_values)
+        cache = _ExpandedCache(self, past_key_values)
+        tables = self.tables(hidden_states, cache.get_seq_length(), position_embeddings)
+        return super().forward(hidden_states, tables, attention_mask, cache, **kwargs)
+
+    def _fused_step(self, *args: Any) -> None:
+        """None: kernels that rotate, cache and attend at once know whole pairs only."""
+
+    def tables(self, hidden_states: Tensor, cached: int, given: Any) -> Any:
+        """cos and sin for the queries, in the family's layout."""
+        return given
+
+    def expand(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Keys [B, G, S, D] and values [B, G, S, C] of the cache; its first token is in `start`."""
+        raise NotImplementedError
+
+    def linear(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> nn.Linear:
+        """A linear of the dtype and device of the projections."""
+        like = getattr(self, self.spec.projections[0]).weight
+        return nn.Linear(num_inputs, num_outputs, bias=bias, device=like.device, dtype=like.dtype)
+
+
+class _ExpandedCache:
+    """A cache that stores what it is given, and gives back keys and values made of all of it."""
+
+    def __init__(self, attention: ReconstructingAttention, cache: Any | None):
+        self.attention, self.cache = attention, cache
+        self.cached = 0 if cache is None else int(cache.get_seq_length(attention.layer_idx))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.cached
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        seen = self.cached + k.shape[2]
+        if self.cache is not None:
+            k, v = self.cache.update(k, v, layer_idx)
+        # A sliding window has lost its first tokens; a static cache is longer than what it saw.
+        return self.attention.expand(k, v, max(0, seen - k.shape[2]))
+
+
+class LatentAttention(ReconstructingAttention):
+    """PaLU and SVD-LLM: KV heads in N groups, a latent of every group for keys and for values.
+
+    widths: `groups` N, `keys` and `values` the ranks r of a group. With `fold` the output
+    projection reads the values' latents (PaLU): it has H r inputs, for every head reads its whole
+    group. Otherwise values are reconstructed like keys (SVD-LLM).
+    """
+
+    kind: ClassVar[str] = "latent"
+
+    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+        geometry, dim = dense_shape.geometry, dense_shape.head_dim
+        full = {"pairs": geometry.num_pairs, "free": geometry.num_free}
+        values = widths["values"] if widths["fold"] else dim
+        super().__init__(dense, spec, dense_shape, {**full, "values": values})
+        self.num_groups, self.key_rank = widths["groups"], widths["keys"]
+        self.value_rank, self.fold = widths["values"], widths["fold"]
+        _, key, value, output = (getattr(dense, name) for name in spec.projections)
+        hidden, rows = key.in_features, dense_shape.num_kv_heads // self.num_groups * dim
+        names = spec.projections
+        setattr(self, names[1], self.linear(hidden, self.num_groups * self.key_rank))
+        setattr(self, names[2], self.linear(hidden, self.num_groups * self.value_rank))
+        groups, biased = range(self.num_groups), key.bias is not None
+        self.k_up = nn.ModuleList([self.linear(self.key_rank, rows, bias=biased) for _ in groups])
+        self.factors = {"k": tuple(f"k_up.{group}" for group in groups)}
+        biased = value.bias is not None
+        if self.fold:
+            wide = dense_shape.num_heads * self.value_rank
+            biased = biased or output.bias is not None
+            setattr(self, names[3], self.linear(wide, output.out_features, bias=biased))
+        else:
+            ups = [self.linear(self.value_rank, rows, bias=biased) for _ in groups]
+            self.v_up = nn.ModuleList(ups)
+            self.factors |= {"v": tuple(f"v_up.{group}" for group in groups)}
+        self.reconstruction = tuple(name for names in self.factors.values() for name in names)
+
+    def tables(self, hidden_states: Tensor, cached: int, given: Any) -> Any:
+        """Of the slots in the cache: attention sees distances only, and keys have no other place.
+
+        Padding on the left shifts a row's positions, queries and keys alike.
+        """
+        return self._table(hidden_states, cached, hidden_states.shape[1])
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries [B, H, T, D] and latents [B, 1, T, N r] of keys and values; no gate."""
+        query, key, value, _ = (getattr(self, name) for name in self.spec.projections)
+        q = query(hidden_states).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
+        return q, key(hidden_states)[:, None], value(hidden_states)[:, None], None
+
+    def position(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+        """Rotated queries; latents cannot rotate."""
+        return self._turn(q, tables), k
+
+    def expand(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Rotated keys [B, G, S, D]; values [B, G, S, D], or every head's latent [B, G, S, r]."""
+        keys = self._up(self.k_up, k)
+        keys = self._turn(keys, self._table(keys, start, keys.shape[2]))
+        if not self.fold:
+            return keys, self._up(self.v_up, v)
+        latents_BNSR = v[:, 0].unflatten(-1, (self.num_groups, -1)).transpose(1, 2)
+        return keys, latents_BNSR.repeat_interleave(keys.shape[1] // self.num_groups, 1)
+
+    def _up(self, factors: Any, latent_B1SR: Tensor) -> Tensor:
+        parts = latent_B1SR[:, 0].chunk(self.num_groups, dim=-1)
+        rows = torch.cat([up(part) for up, part in zip(factors, parts, strict=True)], dim=-1)
+        return rows.unflatten(-1, (-1, self.dense_shape.head_dim)).transpose(1, 2)
+
+    def _table(self, like: Tensor, start: int, count: int) -> Any:
+        positions = torch.arange(start, start + count, device=like.device)
+        return self.rotary(like, positions[None])
+
+    def _turn(self, x_BHTD: Tensor, tables: Any) -> Tensor:
+        if not self.num_slots:
+            return x_BHTD
+        pairs, kind = self.dense_shape.geometry.num_pairs, self.spec.table
+        if kind == "complex":
+            tables = (tables.real, tables.imag)
+        # Every head has all pairs in order: one table serves them all.
+        index = self.frequency_index[:1]
+        cos, sin = (gather_pairs(pair_table(t, pairs, kind), index) for t in tables)
+        sin = -sin if self.spec.clockwise else sin
+        x = x_BHTD.float() if self.spec.rope_in_float32 else x_BHTD
+        return rotate_pairs(x, cos, sin).to(x_BHTD.dtype)
+
+
+KINDS[LatentAttention.kind] = LatentAttention

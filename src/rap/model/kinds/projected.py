@@ -1,0 +1,92 @@
+"""MatryoshkaKV's attention: keys after rotation, and values, projected onto a basis of every head.
+
+The cache holds coordinates in the bases. Nothing is reconstructed: queries take the same
+coordinates, and the output projection reads those of the values. W_q, W_k and W_v stay dense.
+
+Shapes: B batch, T tokens, H query heads, G KV heads, R = H/G, D head dim, E model dim, r width.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import RapAttention
+from ..families import AttentionSpec
+from ..modeling import KINDS
+
+
+class ProjectedAttention(RapAttention):
+    """RapAttention of which the cache sees r coordinates of every head's keys and values.
+
+    widths: `keys` and `values`, the r of each. `key_down.g` and `value_down.g` are KV head g's
+    bases (rows), the latter with a bias that takes the values' mean away; `factors` names them.
+    """
+
+    kind: ClassVar[str] = "projected"
+
+    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+        geometry, dim = dense_shape.geometry, dense_shape.head_dim
+        sizes = {"pairs": geometry.num_pairs, "free": geometry.num_free, "values": dim}
+        super().__init__(dense, spec, dense_shape, sizes)
+        output = getattr(self, spec.projections[3])
+        like: dict[str, Any] = {"device": output.weight.device, "dtype": output.weight.dtype}
+        inputs = dense_shape.num_heads * widths["values"]
+        setattr(self, spec.projections[3], nn.Linear(inputs, output.out_features, **like))
+        heads = range(dense_shape.num_kv_heads)
+        down = {name: (dim, widths[name]) for name in ("keys", "values")}
+        self.key_down = nn.ModuleList([nn.Linear(*down["keys"], bias=False, **like) for _ in heads])
+        self.value_down = nn.ModuleList([nn.Linear(*down["values"], **like) for _ in heads])
+        self.factors = {
+            "k": tuple(f"key_down.{head}" for head in heads),
+            "v": tuple(f"value_down.{head}" for head in heads),
+        }
+
+    def _fused_step(self, *args: Any) -> None:
+        """None: kernels that rotate, cache and attend at once know whole pairs only."""
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As RapAttention, with values in coordinates."""
+        q, k, v, gate = super().project(hidden_states)
+        return q, k, _each_head(self.value_down, v), gate
+
+    def position(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+        """Rotated queries [B, H, T, r] and keys [B, G, T, r] in coordinates."""
+        q, k = super().position(q, k, tables)
+        return _each_head(self.key_down, q), _each_head(self.key_down, k)
+
+
+def projected_tensors(
+    key_basis_GDR: Tensor,
+    value_basis_GDR: Tensor,
+    value_mean_GD: Tensor,
+    w_o: Tensor,
+    b_o: Tensor | None,
+    output: str = "o_proj",
+) -> dict[str, Tensor]:
+    """The bases, and the output projection [E, H D] with the values' basis and mean folded in.
+
+    The mean of the keys needs no place: what it adds to a query's logits is the same for all keys.
+    """
+    found: dict[str, Tensor] = {}
+    for head, (key, value) in enumerate(zip(key_basis_GDR, value_basis_GDR, strict=True)):
+        found[f"key_down.{head}.weight"] = key.mT.contiguous()
+        found[f"value_down.{head}.weight"] = value.mT.contiguous()
+        found[f"value_down.{head}.bias"] = -(value_mean_GD[head] @ value)
+    groups, dim = value_mean_GD.shape
+    columns = w_o.unflatten(1, (groups, -1, dim))
+    folded = torch.einsum("egqd,gdr->egqr", columns, value_basis_GDR)
+    added = torch.einsum("egqd,gd->e", columns, value_mean_GD)
+    found[f"{output}.weight"] = folded.flatten(1)
+    found[f"{output}.bias"] = added if b_o is None else added + b_o
+    return found
+
+
+def _each_head(bases: Any, x_BHTD: Tensor) -> Tensor:
+    """Every head's states in the coordinates of its KV head."""
+    heads = x_BHTD.unflatten(1, (len(bases), -1)).unbind(1)
+    return torch.stack([down(x) for down, x in zip(bases, heads, strict=True)], 1).flatten(1, 2)
+
+
+KINDS[ProjectedAttention.kind] = ProjectedAttention

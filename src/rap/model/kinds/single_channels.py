@@ -1,0 +1,144 @@
+"""Attention over single key channels: the two ways a channel without its partner can rotate.
+
+Shapes: B batch, T tokens, H query heads, G KV heads, W kept key channels, M = W/2 pairs they are
+taken for, P dense pairs.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import CACHE_ARGUMENTS, RapAttention
+from ..families import AttentionSpec
+from ..modeling import KINDS
+from ..rope import gather_pairs, pair_table
+
+
+class ReindexedAttention(RapAttention):
+    """Kept channels rotate as a narrower head would: slot j at the j-th frequency of that head.
+
+    widths: as for RapAttention, and the `frequencies` [M] and the `scaling` of cos and sin that the
+    family's rotary module has at head dim W. They stay in the config, where no cast can round them.
+    """
+
+    kind: ClassVar[str] = "reindexed"
+
+    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+        super().__init__(dense, spec, dense_shape, widths)
+        self.frequencies, self.rotary_scaling = widths["frequencies"], widths["scaling"]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As RapAttention, with cos and sin of its own frequencies.
+
+        Positions are slots of the cache: pairs are whole, so attention sees distances only.
+        """
+        for name in CACHE_ARGUMENTS:
+            past_key_values = kwargs.pop(name, past_key_values)
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        tables = self._tables(hidden_states, int(cached))
+        return super().forward(hidden_states, tables, attention_mask, past_key_values, **kwargs)
+
+    def _tables(self, like: Tensor, cached: int) -> Any:
+        """cos and sin in the family's layout, made in float32 as transformers makes them.
+
+        As wide as the dense head's, which rotation counts on; no slot reads beyond column M.
+        """
+        exact: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
+        positions = torch.arange(cached, cached + like.shape[1], **exact)
+        angles = (positions[:, None] * torch.tensor(self.frequencies, **exact))[None]
+        more = self.dense_shape.geometry.num_pairs - angles.shape[-1]
+        angles = nn.functional.pad(angles, (0, more))
+        cos, sin = angles.cos() * self.rotary_scaling, angles.sin() * self.rotary_scaling
+        if self.spec.table == "complex":
+            return torch.complex(cos, sin)
+        if self.spec.table == "interleaved":
+            cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        return cos.to(like.dtype), sin.to(like.dtype)
+
+
+class IndexedAttention(RapAttention):
+    """Kept channels rotate at their own frequencies, as if missing partners were zero.
+
+    widths: `keys` W and `values` C. `kept_channels` [G, W] are dense channels in canonical order,
+    ascending; `frequency_index` [G, W] is the pair of each. A channel without its partner becomes
+    x cos: what it would give to its partner is lost, so distances alone no longer decide a logit.
+    """
+
+    kind: ClassVar[str] = "indexed"
+
+    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+        pairs, free = divmod(widths["keys"], 2)
+        sizes = {"pairs": pairs, "free": free, "values": widths["values"]}
+        super().__init__(dense, spec, dense_shape, sizes)
+        index = torch.zeros(
+            dense_shape.num_kv_heads,
+            widths["keys"],
+            dtype=torch.int32,
+            device=self.frequency_index.device,
+        )
+        self.register_buffer("frequency_index", index)
+        self.register_buffer("kept_channels", index.clone())
+
+    def _fused_step(self, *args: Any) -> None:
+        """None: kernels that rotate, cache and attend at once know whole pairs only."""
+
+    def rotate(
+        self, q: Tensor, k: Tensor, tables: Any, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate kept channels of [B, H, T, W] and [B, G, T, W], dropped ones being zero."""
+        geometry, kind = self.dense_shape.geometry, self.spec.table
+        if not geometry.num_pairs:
+            return q, k
+        if kind == "complex":
+            tables = (tables.real, tables.imag)
+        cos, sin = (
+            gather_pairs(pair_table(t, geometry.num_pairs, kind), self.frequency_index)
+            for t in tables
+        )
+        sin = -sin if self.spec.clockwise else sin
+        partner_GW, sign_GW = partners(self.kept_channels, geometry.num_pairs)
+        free_GW = self.kept_channels >= geometry.rotary_dim
+        cos = torch.where(free_GW[:, None], torch.ones_like(cos), cos)
+        sin = sin * sign_GW[:, None].to(sin.dtype)
+        return tuple(self._turn(x, cos, sin, partner_GW) for x in (q, k))  # type: ignore[return-value]
+
+    def _turn(self, x_BHTW: Tensor, cos: Tensor, sin: Tensor, partner_GW: Tensor) -> Tensor:
+        x = x_BHTW.float() if self.spec.rope_in_float32 else x_BHTW
+        x = x.unflatten(1, (len(partner_GW), -1))
+        other = x.gather(-1, partner_GW[:, None, None].expand(x.shape))
+        turned = x * cos.unsqueeze(2) + other * sin.unsqueeze(2)
+        return turned.flatten(1, 2).to(x_BHTW.dtype)
+
+
+def partners(kept_GW: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
+    """Where every kept channel's partner is, LongTensor [G, W], and the sign of its sine.
+
+    The sign is -1 for first halves and +1 for second ones, and 0 for orphans and free channels,
+    whose partner is given as 0.
+    """
+    kept = kept_GW.long().contiguous()
+    first, rotates = kept < num_pairs, kept < 2 * num_pairs
+    wanted = torch.where(first, kept + num_pairs, kept - num_pairs)
+    position = torch.searchsorted(kept, wanted).clamp_max(kept.shape[1] - 1)
+    whole = rotates & (kept.gather(1, position) == wanted)
+    sign = torch.where(first, -1, 1) * whole
+    return position * whole, sign
+
+
+def orphan_ratio(kept_GW: Tensor, num_pairs: int) -> float:
+    """Share of kept channels (canonical, ascending) that rotate but have lost their partner."""
+    _, sign_GW = partners(kept_GW, num_pairs)
+    return float(((kept_GW < 2 * num_pairs) & (sign_GW == 0)).double().mean())
+
+
+KINDS[ReindexedAttention.kind] = ReindexedAttention
+KINDS[IndexedAttention.kind] = IndexedAttention

@@ -1,0 +1,291 @@
+"""Attention found in live models of the families in `specs`: its place, shape and weights."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import CheckpointError, UnsupportedModelError
+from .families import ALIBI, FAMILIES, REASONS, ROLES, WRAPPERS, AttentionSpec, QKNorm
+from .rope import AttentionShape, HeadGeometry
+
+PREFIX = "rap_"
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One decoder layer's attention: where it is, its live module, and its dense shape.
+
+    `shape` is None and `reason` says why when the layer has nothing to prune. `norm` is how the
+    layer normalises queries and keys, if it does.
+    """
+
+    index: int
+    path: str
+    module: nn.Module | None
+    shape: AttentionShape | None
+    reason: str = ""
+    norm: QKNorm | None = None
+
+
+def base_model_type(config: Any) -> str:
+    """The dense family of a config, with this package's own prefix removed."""
+    return str(config.model_type).removeprefix(PREFIX)
+
+
+def text_config(config: Any) -> Any:
+    """The config of the language model: of a multimodal model that is taken, the one inside."""
+    return config.text_config if base_model_type(config) in WRAPPERS else config
+
+
+def trained_length(config: Any) -> int | None:
+    """The positions a model was made for, where its config says so."""
+    return getattr(text_config(config), "max_position_embeddings", None)
+
+
+def attention_spec(config: Any) -> AttentionSpec:
+    """The family row for a config, before any weight is read.
+
+    Raises UnsupportedModelError with the reason (what is missing), CheckpointError for a quantized
+    checkpoint.
+    """
+    model_type = base_model_type(config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"this {model_type} checkpoint is quantized: compress the unquantized weights first, "
+            "then quantize the result"
+        )
+    text = text_config(config)
+    spec = FAMILIES.get(base_model_type(text))
+    if spec is None or getattr(text, "kv_lora_rank", None):
+        reason = _refusal(config, model_type)
+        raise UnsupportedModelError(f"model type {model_type!r} is not supported: {reason}")
+    return spec
+
+
+def _refusal(config: Any, model_type: str) -> str:
+    if model_type in REASONS:
+        return REASONS[model_type]
+    if getattr(text_config(config), "kv_lora_rank", None):
+        return (
+            "it caches one latent for all heads (MLA), so cutting head channels would save nothing"
+        )
+    if getattr(config, "alibi", False):
+        return ALIBI
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder: cross-attention has no rotary positions"
+    text = getattr(config, "text_config", None)
+    if text is not None:
+        return (
+            f"it is a multimodal model around {text.model_type}; those that are taken are "
+            f"{', '.join(WRAPPERS)}, around a text model of docs/models.md"
+        )
+    return f"no row for it among the {len(FAMILIES)} families that docs/models.md lists"
+
+
+def refuse_pruned(config: Any) -> None:
+    """Raise CheckpointError if the config is of an already pruned model."""
+    if str(config.model_type).startswith(PREFIX):
+        raise CheckpointError(
+            "this model is already pruned: start again from the dense checkpoint it came from"
+        )
+
+
+def rotary_module(model: nn.Module) -> nn.Module:
+    """The model-level rotary embedding, whose cos/sin every attention layer receives."""
+    rotary = getattr(text_decoder(model), "rotary_emb", None)
+    if not isinstance(rotary, nn.Module):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary_emb module: it has no RoPE to prune"
+        )
+    return rotary
+
+
+def attention_layers(model: Any) -> list[AttentionLayer]:
+    """Every decoder layer of a live model (the meta device will do), in order."""
+    spec, rotary = attention_spec(model.config), rotary_module(model)
+    return [
+        _describe(index, f"{prefix}.{spec.attention}", layer, spec, rotary)
+        for index, (prefix, layer) in enumerate(_decoder_layers(model))
+    ]
+
+
+def _describe(
+    index: int, path: str, layer: nn.Module, spec: AttentionSpec, rotary: nn.Module
+) -> AttentionLayer:
+    attention = getattr(layer, spec.attention, None)
+    if attention is None:
+        return AttentionLayer(index, path, None, None, "no attention in this layer")
+    pruned = getattr(attention, "dense_shape", None)
+    if pruned is not None:
+        return AttentionLayer(index, path, attention, pruned, norm=attention.norm)
+    head_dim = getattr(attention, "head_dim", None) or attention.head_size
+    output = getattr(attention, spec.projections[3])
+    num_heads = output.in_features // head_dim
+    rotary_dim = (
+        2 * frequency_buffer(rotary, attention).shape[-1] if rotates(spec, attention) else 0
+    )
+    num_kv_heads = num_heads
+    if spec.fused != "heads":
+        key = getattr(attention, spec.projections[1]).out_features // head_dim
+        num_kv_heads = key if spec.fused is None else (key - num_heads) // 2
+    shape = AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        hidden_size=output.out_features,
+        geometry=HeadGeometry(head_dim, rotary_dim, spec.pairing),
+    )
+    norm = spec.norm if spec.norm and hasattr(attention, spec.norm.names[0]) else None
+    return AttentionLayer(index, path, attention, shape, norm=norm)
+
+
+def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
+    """The frequencies [P] a layer rotates at: its own layer type's, where there are several."""
+    kinds = ("layer_type", "attention_type")
+    kind = next((getattr(attention, name) for name in kinds if hasattr(attention, name)), None)
+    found = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
+    if not isinstance(found, Tensor):
+        raise UnsupportedModelError(
+            f"{type(rotary).__name__} has no inv_freq: its RoPE frequencies cannot be read"
+        )
+    return found
+
+
+def layer_frequencies(model: Any, layer: AttentionLayer) -> Tensor:
+    """Angular frequency per position of every pair of a layer, float64 [P]; P is 0 without RoPE."""
+    assert layer.shape is not None
+    found = frequency_buffer(rotary_module(model), layer.module)[: layer.shape.geometry.num_pairs]
+    return found.detach().double().cpu()
+
+
+def rotates(spec: AttentionSpec, attention: nn.Module) -> bool:
+    """Whether this layer of the dense model rotates queries and keys (False: NoPE)."""
+    return spec.rotates is None or spec.rotates(attention)
+
+
+def sliding_window(spec: AttentionSpec, attention: nn.Module) -> int | None:
+    """The sliding window this layer's dense module passes to the attention function."""
+    if spec.sliding_window_from is None:
+        return None
+    if getattr(attention, "is_sliding", True) is False:
+        return None
+    source = attention if spec.sliding_window_from == "module" else attention.config
+    return getattr(source, "sliding_window", None)
+
+
+def norm_weights(layer: AttentionLayer) -> tuple[Tensor, ...]:
+    """The factors [H, D] and [G, D] by which normalised q and k are multiplied; () without norm."""
+    norm, shape = layer.norm, layer.shape
+    if norm is None or shape is None:
+        return ()
+    found = []
+    for name, heads in zip(norm.names, (shape.num_heads, shape.num_kv_heads), strict=True):
+        module = getattr(layer.module, name)
+        parts = [module] if not norm.one_module_per_head else module.norms
+        stored = [part.weight for part in parts if getattr(part, "weight", None) is not None]
+        factors = torch.cat(
+            [w.detach().reshape(-1, shape.head_dim) for w in stored]
+            or [torch.ones(1, shape.head_dim)]
+        )
+        found.append((factors + norm.weight_offset).expand(heads, -1))
+    return tuple(found)
+
+
+class ProjectionPart:
+    """The rows of a linear layer that play one role, where several roles share the layer."""
+
+    def __init__(self, linear: nn.Linear, rows: Tensor):
+        self.linear, self.rows = linear, rows
+
+    @property
+    def weight(self) -> Tensor:
+        """These rows of the weight, a copy."""
+        return self.linear.weight[self.rows.to(self.linear.weight.device)]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """These entries of the bias, a copy."""
+        bias = self.linear.bias
+        return None if bias is None else bias[self.rows.to(bias.device)]
+
+    def register_forward_hook(self, hook: Callable[..., None]) -> Any:
+        """As for the linear layer itself, with these columns of its output."""
+        return self.linear.register_forward_hook(
+            lambda module, inputs, output: hook(module, inputs, output[..., self.rows])
+        )
+
+
+def projections(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Any]:
+    """The q, k, v and o of a layer by role: linear layers, or parts of shared ones."""
+    assert layer.shape is not None
+    found: dict[str, Any] = {}
+    for name, roles in spec.linears().items():
+        linear = getattr(layer.module, name)
+        widths = getattr(layer.module, "role_widths", dict.fromkeys(roles, layer.shape.head_dim))
+        pruned = hasattr(layer.module, "role_widths")
+        rows = role_rows(roles, widths, layer.shape, per_head=spec.per_head and not pruned)
+        for role in set(roles) & set(ROLES):
+            found[role] = linear if len(roles) == 1 else ProjectionPart(linear, rows[role])
+    return {role: found[role] for role in ROLES}
+
+
+def role_rows(
+    roles: tuple[str, ...], widths: dict[str, int], shape: AttentionShape, *, per_head: bool
+) -> dict[str, Tensor]:
+    """Which rows of a linear shared by `roles` each has: head by head, or one role after another.
+
+    `widths` are the rows of one head of each role.
+    """
+    heads = {role: shape.num_kv_heads if role in "kv" else shape.num_heads for role in roles}
+    found, start = {}, 0
+    for role in roles:
+        rows = torch.arange(heads[role] * widths[role])
+        if per_head:
+            step = sum(widths[other] for other in roles)
+            rows = rows % widths[role] + rows // widths[role] * step
+        found[role] = rows + start
+        start += widths[role] if per_head else len(rows)
+    return found
+
+
+def projection_tensors(
+    layers: list[AttentionLayer], spec: AttentionSpec
+) -> dict[str, tuple[AttentionLayer, str]]:
+    """Checkpoint name of every attention tensor that is cut, to its layer and role.
+
+    A linear of several roles has them joined by "+"; norms are "q_norm.weight" and the like.
+    """
+    names = {}
+    for layer in layers:
+        if layer.shape is None:
+            continue
+        modules = {name: "+".join(roles) for name, roles in spec.linears().items()}
+        if layer.norm is not None and not layer.norm.one_module_per_head:
+            modules |= dict(zip(layer.norm.names, ("q_norm", "k_norm"), strict=True))
+        for name, role in modules.items():
+            for leaf, _ in getattr(layer.module, name).named_parameters(recurse=False):
+                full_role = f"{role}.{leaf}" if "norm" in role else role
+                names[f"{layer.path}.{name}.{leaf}"] = (layer, full_role)
+    return names
+
+
+def split_heads(states: Tensor, head_dim: int) -> Tensor:
+    """[..., H * D] to [..., H, D]."""
+    return states.unflatten(-1, (-1, head_dim))
+
+
+def text_decoder(model: Any) -> Any:
+    """The module that holds the decoder layers of the language model."""
+    find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
+    found = find() if find is not None else model
+    # Llama 4's text model gives itself.
+    return found if hasattr(found, "layers") else getattr(found, "model", found)
+
+
+def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    decoder = text_decoder(model)
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    for index, layer in enumerate(decoder.layers):
+        yield f"{prefix}.layers.{index}".lstrip("."), layer

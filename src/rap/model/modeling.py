@@ -1,0 +1,283 @@
+"""The generated Rap<Family>Config and Rap<Family>ForCausalLM classes.
+
+Every class is derived from the family's own, so generation, tensor-parallel plans, gradient
+checkpointing and output capture are inherited. The `rap` section of the config holds the widths,
+the frequency index of every layer is a persistent buffer. This file and the siblings it imports
+(`attention`, `norms`, `families`, `specs`, `fingerprint`, `rope`, `errors`) are also copied into
+checkpoints, where they load as remote code: they may import torch, transformers and each other,
+nothing else.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from .attention import RapAttention
+from .errors import CheckpointError
+from .families import NORM_MODES, WRAPPERS, AttentionSpec
+from .fingerprint import fingerprint_model, fingerprint_tensors, tied_names
+from .layers import (
+    FAMILIES,
+    PREFIX,
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    base_model_type,
+    rotary_module,
+)
+
+CONFIG_VERSION = 1
+
+# Attention of methods that need another than RapAttention, by the `kind` in a layer's widths.
+# Modules after this one add theirs, so checkpoints of such methods need the package itself.
+KINDS: dict[str, type[RapAttention]] = {}
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as _Model
+else:
+    # The family's own class stands behind the mixin; a base of its own would come before it.
+    _Model = object
+
+
+class RapModelMixin(_Model):
+    """Replaces the attention of every layer the config's `rap` section gives widths for."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        spec, layers = attention_spec(config), attention_layers(self)
+        for layer, widths in zip(layers, layer_widths(config, len(layers), KINDS), strict=True):
+            if widths is None:
+                continue
+            if "kind" not in widths:
+                _check_fits(layer, widths)
+            # Methods with a kind of their own refuse models that normalise queries and keys.
+            norm = () if "kind" in widths else (layer.norm, norm_mode(config))
+            pruned = build_attention(self, layer, spec, widths, *norm)
+            if pruned.frequency_index.device.type != "meta":
+                pruned.apply(self._init_weights)
+            parent, _, name = layer.path.rpartition(".")
+            setattr(self.get_submodule(parent), name, pruned)
+
+    # The base's other arguments pass through unnamed.
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As the base class; the config records the fingerprint of exactly these weights."""
+        state = kwargs.get("state_dict")
+        self.config.rap["fingerprint"] = (
+            fingerprint_model(self)
+            if state is None
+            else fingerprint_tensors((n, t) for n, t in state.items() if n not in tied_names(self))
+        )
+        return super().save_pretrained(save_directory, **kwargs)
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Head widths differ from config.head_dim: a static cache takes them from the tensors."""
+        return None
+
+
+def build_attention(
+    model: Any, layer: AttentionLayer, spec: AttentionSpec, widths: Mapping, *norm: Any
+) -> Any:
+    """The attention of these `widths` for a dense layer of the model, its weights not yet set.
+
+    `norm` are a QKNorm and its mode, where queries and keys are normalised.
+    """
+    dense_class: Any = type(layer.module)
+    kind: Any = KINDS[widths["kind"]] if "kind" in widths else RapAttention
+    build: Any = attention_class(dense_class, kind)
+    built = build(layer.module, spec, layer.shape, widths, *norm)
+    if "kind" in widths:
+        # Not a submodule: the model has it already.
+        vars(built)["rotary"] = rotary_module(model)
+    return built
+
+
+@functools.cache
+def attention_class(base: type[nn.Module], kind: type[RapAttention]) -> type[nn.Module]:
+    """A kind of attention as a subclass of the family's own, so that isinstance checks hold."""
+    name = kind.__name__.removesuffix("Attention") + base.__name__
+    return type(name, (kind, base), {"__module__": __name__})
+
+
+@functools.cache
+def config_class(base_type: str) -> type:
+    """Rap<Family>Config: the family's own config plus the `rap` section."""
+    base = CONFIG_MAPPING[base_type]
+    body = {
+        "__module__": __name__,
+        "__annotations__": {"rap": dict | None},
+        "__init__": _registering_init(base_type),
+        # Configs of custom code have their layer types renamed, which the base's code may not know.
+        "is_custom_code": classmethod(lambda cls: False),
+        "model_type": PREFIX + base_type,
+        "rap": None,
+    }
+    made: Any = type(f"Rap{base.__name__}", (base,), body)
+    made.register_for_auto_class()
+    return made
+
+
+@functools.cache
+def model_class(base_type: str) -> type:
+    """Rap<Family>ForCausalLM, registered with AutoModelForCausalLM.
+
+    Of a multimodal family, Rap<Family>ForConditionalGeneration, registered with
+    AutoModelForImageTextToText as well.
+    """
+    multimodal = base_type in WRAPPERS
+    models: Any = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if multimodal else MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    base: Any = models[CONFIG_MAPPING[base_type]]
+    config = config_class(base_type)
+    body = {"__module__": __name__, "config_class": config, "config": config}
+    made: Any = type(f"Rap{base.__name__}", (RapModelMixin, base), body)
+    made.register_for_auto_class(
+        "AutoModelForImageTextToText" if multimodal else "AutoModelForCausalLM"
+    )
+    AutoModelForCausalLM.register(config, made, exist_ok=True)
+    if multimodal:
+        AutoModelForImageTextToText.register(config, made, exist_ok=True)
+    _register_conversions(base_type, base, made)
+    return made
+
+
+def auto_class(config: Any) -> Any:
+    """The Auto class that makes the whole of a dense or pruned model of this config."""
+    multimodal = base_model_type(config) in WRAPPERS
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
+def _register_conversions(base_type: str, base: type, made: type) -> None:
+    """Checkpoints name and split weights otherwise than models do; custom code must ask for that.
+
+    Experts are stored one by one, some heads and the parts of multimodal models under older names.
+    """
+    for dense, pruned in ((base_type, PREFIX + base_type), (base.__name__, made.__name__)):
+        conversion = get_checkpoint_conversion_mapping(dense)
+        if conversion is not None:
+            register_checkpoint_conversion_mapping(pruned, conversion, overwrite=True)
+
+
+def register() -> None:
+    """Make AutoConfig and AutoModelForCausalLM know every supported rap_<family>."""
+    for base_type in _present():
+        AutoConfig.register(PREFIX + base_type, config_class(base_type), exist_ok=True)
+
+
+def _present() -> list[str]:
+    """Families that the installed transformers has; a row may be newer than it."""
+    return [name for name in (*FAMILIES, *WRAPPERS) if name in CONFIG_MAPPING_NAMES]
+
+
+def __getattr__(name: str) -> type:
+    """RapLlamaConfig, RapLlamaForCausalLM, ... made on first use (also by remote-code loading)."""
+    for base_type in _present():
+        if name == f"Rap{CONFIG_MAPPING_NAMES[base_type]}":
+            return config_class(base_type)
+        if name == f"Rap{_model_name(base_type)}":
+            return model_class(base_type)
+    if name.startswith("Rap") and name.endswith("Attention"):
+        # Unpickling a model asks for the class of its attention by name.
+        for base_type in _present():
+            family = sys.modules[model_class(base_type).__mro__[2].__module__]
+            if hasattr(family, name.removeprefix("Rap")):
+                return attention_class(getattr(family, name.removeprefix("Rap")), RapAttention)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _model_name(base_type: str) -> str:
+    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if base_type in WRAPPERS else names)[
+        base_type
+    ]
+
+
+def _registering_init(base_type: str) -> Callable[..., None]:
+    # The model class imports the family's modeling file: wait until a config of it exists.
+    def init(self: Any, **kwargs: Any) -> None:
+        super(type(self), self).__init__(**kwargs)
+        model_class(base_type)
+
+    return init
+
+
+def layer_widths(config: Any, num_layers: int, kinds: Collection[str] = ()) -> list[Mapping | None]:
+    """Widths of every layer in the `rap` section (None: dense); CheckpointError if it is wrong.
+
+    Layers of a `kind` of attention that is not in `kinds` are refused.
+    """
+    section = getattr(config, "rap", None)
+    if not isinstance(section, dict) or "layers" not in section:
+        raise CheckpointError(
+            "config.json has no `rap` section with layer widths: this is not a complete pruned "
+            "checkpoint, apply the plan again"
+        )
+    version = section.get("version", 0)
+    if version > CONFIG_VERSION:
+        raise CheckpointError(
+            f"the checkpoint has format version {version}, this release reads up to "
+            f"{CONFIG_VERSION}: upgrade the package"
+        )
+    widths = section["layers"]
+    if len(widths) != num_layers:
+        raise CheckpointError(
+            f"the `rap` section lists widths for {len(widths)} layers, the model has {num_layers}"
+        )
+    for index, entry in enumerate(widths):
+        if entry is not None and "kind" in entry:
+            if entry["kind"] not in kinds:
+                raise CheckpointError(
+                    f"layer {index} has attention of kind {entry['kind']!r}, which only "
+                    "transformers with the rap package runs: import rap first, or take a "
+                    "checkpoint of method rap"
+                )
+        elif entry is not None and (
+            not {"pairs", "free", "values"} <= entry.keys()
+            or 2 * entry["pairs"] + entry["free"] < 1
+            or entry["values"] < 1
+        ):
+            raise CheckpointError(
+                f"layer {index} has impossible widths in the `rap` section: {entry}"
+            )
+    return widths
+
+
+def norm_mode(config: Any) -> str:
+    """The QK-norm mode of a pruned model; CheckpointError for one this release does not know."""
+    mode = config.rap.get("qk_norm", "constant")
+    if mode not in NORM_MODES:
+        raise CheckpointError(
+            f"the `rap` section asks for QK-norm mode {mode!r}, this release knows "
+            f"{', '.join(NORM_MODES)}: upgrade the package"
+        )
+    return mode
+
+
+def _check_fits(layer: AttentionLayer, widths: Mapping) -> None:
+    shape = layer.shape
+    if (
+        shape is None
+        or widths["pairs"] > shape.geometry.num_pairs
+        or widths["free"] > shape.geometry.num_free
+        or widths["values"] > shape.head_dim
+    ):
+        raise CheckpointError(
+            f"layer {layer.index} has impossible widths in the `rap` section: {dict(widths)} of a "
+            f"dense {shape}"
+        )

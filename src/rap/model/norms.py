@@ -1,0 +1,84 @@
+"""QK-norm of pruned heads: kept channels are divided by what the dense head would divide by.
+
+Three modes, for every layer of a model alike:
+
+* `exact`: q_proj and k_proj keep all rows, the family's own norm sees them, and kept channels are
+  taken after it. Saves cache and attention, not the two projections. Equal to the dense model with
+  the dropped channels masked.
+* `constant`: q_proj and k_proj are cut, and the mean square of a dense head is estimated as the sum
+  over kept channels, times a constant per head (`ratio`: all energy over kept energy, measured at
+  calibration), over D. Saves everything; the error is how that ratio varies from token to token.
+* `rows`: as `constant`, but q_proj and k_proj also keep a few rows a head that only the norm sees,
+  combinations of dropped channels that carry most of their energy. They are neither cached nor
+  attended to, and the ratio has less to make up for. With as many rows as channels were dropped
+  the norm is exact.
+
+Shapes: B batch, T tokens, H heads of q or k, G KV heads, D dense head dim, W kept key channels,
+S norm rows.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .families import QKNorm
+
+
+class KeptNorm(nn.Module):
+    """The norm of `constant` and `rows`: weight (and bias) [H, W] in kept order, `ratio` [H].
+
+    LayerNorm's centring is in the projection rows already, so that this is RMS for every family.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    ratio: Tensor
+
+    def __init__(self, norm: QKNorm, dense: nn.Module, heads: int, width: int, head_dim: int):
+        super().__init__()
+        self.over, self.head_dim, self.width = norm.over, head_dim, width
+        names = ("eps", "variance_epsilon")
+        self.eps = next(getattr(dense, name) for name in names if hasattr(dense, name))
+        stored = dict(dense.named_parameters(recurse=False))
+        for name in ("weight", "bias"):
+            like = stored.get(name)
+            fill = torch.ones if name == "weight" else torch.zeros
+            made = (
+                None if like is None else fill(heads, width, dtype=like.dtype, device=like.device)
+            )
+            self.register_parameter(name, None if made is None else nn.Parameter(made))
+        device = next((tensor.device for tensor in stored.values()), None)
+        self.register_buffer("ratio", torch.ones(heads, device=device))
+
+    def forward(self, x_BHTW: Tensor) -> Tensor:
+        """x over the estimated root mean square of the dense head, times the weight.
+
+        Of x [B, H, T, W + S] the last S channels go into the mean only.
+        """
+        x = x_BHTW.to(torch.promote_types(x_BHTW.dtype, torch.float32))
+        square_BHT1 = x.square().sum(-1, keepdim=True) * self.ratio[:, None, None].to(x.dtype)
+        mean = square_BHT1 / self.head_dim
+        if self.over == "all":
+            mean = mean.mean(1, keepdim=True)
+        x = x[..., : self.width] * torch.rsqrt(mean + self.eps)
+        if self.weight is not None:
+            x = x * self.weight[:, None]
+        if self.bias is not None:
+            x = x + self.bias[:, None]
+        return x.to(x_BHTW.dtype)
+
+
+def normalise_dense(norm: QKNorm, module: nn.Module, x_BHTD: Tensor) -> Tensor:
+    """The family's own norm on states of full width."""
+    if norm.layout == "BHTD":
+        return module(x_BHTD)
+    x_BTHD = x_BHTD.transpose(1, 2)
+    if norm.over == "all":
+        return module(x_BTHD.flatten(-2)).view(x_BTHD.shape).transpose(1, 2)
+    return module(x_BTHD).transpose(1, 2)
+
+
+def select_channels(x_BHTD: Tensor, kept_GW: Tensor) -> Tensor:
+    """The kept channels of every head, [B, H, T, W]; heads of a group keep the same."""
+    x = x_BHTD.unflatten(1, (kept_GW.shape[0], -1))
+    index = kept_GW.long()[None, :, None, None, :].expand(*x.shape[:-1], -1)
+    return x.gather(-1, index).flatten(1, 2)

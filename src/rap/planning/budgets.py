@@ -1,0 +1,273 @@
+"""Scores and a retain ratio to how much every layer keeps, and which: pure functions.
+
+Budgets are counted in steps of two channels of a head (a pair, or its worth of free or value
+channels), so that layers with any share of rotating channels are budgeted alike.
+
+Shapes: G KV heads, P pairs, F channels that never rotate, D head dim, L layers.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from ..model.errors import RapError
+from .scores import LayerScores
+
+Budget = Literal["auto", "adaptive", "uniform", "error"]
+KeyShare = float | Literal["pooled"]
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """What every KV head of one layer keeps: pairs, free key channels, value channels."""
+
+    pairs: int
+    free: int
+    values: int
+
+
+class Selection(NamedTuple):
+    """Kept dense indices, ascending, a list per KV head: what LayerPlan.of_indices takes."""
+
+    pairs: list[list[int]]
+    channels: list[list[int]]
+    free: list[list[int]]
+
+
+def allocate(
+    score_L: Sequence[float],
+    retain: float,
+    sizes: Sequence[int],
+    *,
+    unit: int = 1,
+    floor: int = 1,
+) -> list[int]:
+    """How much of `sizes` every layer keeps: the kept fraction proportional to the score.
+
+    Every layer starts at `floor`, then the budget retain * sum(sizes) is spent one unit at a time,
+    each to the layer with the highest score * size / (2 units + 1) (Webster, Sainte-Lague), the
+    lower index on a tie. A full layer drops out, which hands its share to the others in proportion.
+    Unlike the largest remainder, the order of spending does not depend on `retain`, so no layer
+    ever keeps less at a larger one. The total is the nearest to the budget; retain 1 keeps all,
+    with a last partial unit where `unit` does not divide a size.
+
+    Raises RapError if retain is outside (0, 1], a score is negative or not finite, or the floors
+    alone exceed the budget.
+    """
+    _check_retain(retain)
+    for index, score in enumerate(score_L):
+        if not (math.isfinite(score) and score >= 0):
+            raise RapError(f"layer {index} has score {score}: scores must be finite and >= 0")
+    assert len(score_L) == len(sizes) and unit >= 1 and floor >= 0
+    start = math.ceil(floor / unit) * unit
+    kept = [min(start, size) for size in sizes]
+    budget = retain * sum(sizes)
+    if sum(kept) - budget > unit / 2:
+        raise RapError(
+            f"retain {retain} is below the floor of {start} in every layer: ask for at least "
+            f"{math.ceil(1000 * sum(kept) / sum(sizes)) / 1000}, or for a smaller alignment"
+        )
+
+    def rank(layer: int) -> tuple[float, int]:
+        return -score_L[layer] * sizes[layer] / (2 * (kept[layer] / unit) + 1), layer
+
+    queue = [rank(layer) for layer, size in enumerate(sizes) if kept[layer] < size]
+    heapq.heapify(queue)
+    remaining = budget - sum(kept)
+    while queue:
+        layer = queue[0][1]
+        step = min(unit, sizes[layer] - kept[layer])
+        if remaining < step / 2:
+            break
+        kept[layer] += step
+        remaining -= step
+        if kept[layer] < sizes[layer]:
+            heapq.heapreplace(queue, rank(layer))
+        else:
+            heapq.heappop(queue)
+    return kept
+
+
+def allocate_by_error(
+    errors: Sequence[Sequence[float]], retain: float, sizes: Sequence[int], *, unit: int = 1
+) -> list[int]:
+    """How much of `sizes` every layer keeps, for the smallest total of the layers' own errors.
+
+    `errors[l][n]` is layer l's error when it keeps n of its size (n = 0 ... size). Every layer
+    starts at one unit, then each further unit goes where it removes most error per channel, which
+    is optimal where errors are convex in n; so no layer keeps less at a larger retain ratio.
+
+    Raises RapError if retain is outside (0, 1] or below one unit in every layer.
+    """
+    _check_retain(retain)
+    kept = [min(unit, size) for size in sizes]
+    budget = retain * sum(sizes)
+    if sum(kept) - budget > unit / 2:
+        raise RapError(f"retain {retain} is below one step of {unit} in every layer: ask for more")
+    while True:
+        steps = {i: min(unit, sizes[i] - n) for i, n in enumerate(kept) if n < sizes[i]}
+        if not steps:
+            return kept
+        best = max(
+            steps,
+            key=lambda i: ((errors[i][kept[i]] - errors[i][kept[i] + steps[i]]) / steps[i], -i),
+        )
+        if budget - sum(kept) < steps[best] / 2:
+            return kept
+        kept[best] += steps[best]
+
+
+def uniform(retain: float, sizes: Sequence[int], unit: int = 1) -> list[int]:
+    """Every layer rounded alike to the nearest unit, half up, never above its size.
+
+    For P = 64 pairs and retain 0.9 ... 0.5 this keeps the paper's 58, 51, 45, 38 and 32.
+    Raises RapError if retain is outside (0, 1] or a layer would keep nothing.
+    """
+    _check_retain(retain)
+    kept = [_nearest(retain * size, size, unit) for size in sizes]
+    for size, amount in zip(sizes, kept, strict=True):
+        if amount == 0:
+            raise RapError(
+                f"retain {retain} of {size} rounds to nothing in steps of {unit}: ask for more, or "
+                "for a smaller alignment"
+            )
+    return kept
+
+
+def layer_score(scores: LayerScores) -> float:
+    """Mean over heads and pairs (paper, Budget-Alloc); two free channels count as a pair."""
+    return float(scores.pairs_GP.double().sum() + scores.free_GF.double().sum()) / (
+        scores.channels_GD.numel() / 2
+    )
+
+
+def kv_budgets(
+    scores: Sequence[LayerScores | None],
+    retain: float,
+    *,
+    budget: Budget = "adaptive",
+    key_share: KeyShare = 0.5,
+    align: int = 1,
+    ranks: Sequence[float] | None = None,
+) -> list[LayerBudget | None]:
+    """The budget of every layer that has scores, for the mean retain ratio `retain`.
+
+    key_share 0.5 is balanced: one budget per layer from its key score, V as wide as K. Another
+    share s gives K 2 s retain and V 2 (1 - s) retain of their channels; what exceeds all of one
+    goes to the other. "pooled" lets K and V of all layers (with budget "uniform": of each layer)
+    compete by score, which the paper ablates and finds to starve K. `align` is the channel count
+    that widths are multiples of; 1 and 2 mean single pairs. Where only some channels rotate, pairs
+    and free channels keep the same fraction. `ranks` are other scores of the layers that have some,
+    for budget "adaptive" of an unpooled share.
+
+    Raises RapError for settings outside their range, or a retain too small to keep anything.
+    """
+    _check_retain(retain)
+    if budget not in ("adaptive", "uniform"):
+        raise RapError(f"unknown budget {budget!r}: use adaptive or uniform")
+    check_settings(key_share, align)
+    present = [layer for layer in scores if layer is not None]
+    unit = max(1, align // 2)
+    if key_share == "pooled":
+        steps = _pooled(present, retain, budget, unit)
+    else:
+        ranks = [layer_score(layer) for layer in present] if ranks is None else ranks
+        steps = _shared(present, ranks, retain, budget, key_share, unit)
+    found = iter([_layer_budget(*pair) for pair in zip(present, *steps, strict=True)])
+    return [None if layer is None else next(found) for layer in scores]
+
+
+def check_settings(key_share: KeyShare, align: int) -> None:
+    """Raise RapError for a share or an alignment that no budget can follow."""
+    if align < 1 or (align > 1 and align % 2):
+        raise RapError(f"align {align} is not possible: use 1 or an even number of channels")
+    if key_share != "pooled" and not (isinstance(key_share, (int, float)) and 0 < key_share < 1):
+        raise RapError(f"key_share {key_share!r} is not possible: use a number in (0, 1) or pooled")
+
+
+def select(
+    scores: Sequence[LayerScores | None], budgets: Sequence[LayerBudget | None]
+) -> list[Selection | None]:
+    """The best pairs and channels of every head within its budget, the lower index on a tie."""
+    return [
+        None
+        if layer is None or kept is None
+        else Selection(
+            pairs=_top(layer.pairs_GP, kept.pairs),
+            channels=_top(layer.channels_GD, kept.values),
+            free=_top(layer.free_GF, kept.free),
+        )
+        for layer, kept in zip(scores, budgets, strict=True)
+    ]
+
+
+def _shared(
+    layers: list[LayerScores],
+    ranks: Sequence[float],
+    retain: float,
+    budget: Budget,
+    share: float,
+    unit: int,
+) -> tuple[list[int], list[int]]:
+    keys, values = 2 * share * retain, 2 * (1 - share) * retain
+    keys, values = keys + max(0.0, values - 1), values + max(0.0, keys - 1)
+    sizes = _sizes(layers)
+
+    def spend(part: float) -> list[int]:
+        part = min(1.0, part)
+        if budget == "uniform":
+            return uniform(part, sizes, unit)
+        return allocate(ranks, part, sizes, unit=unit)
+
+    return spend(keys), spend(values)
+
+
+def _pooled(
+    layers: list[LayerScores], retain: float, budget: Budget, unit: int
+) -> tuple[list[int], list[int]]:
+    sizes = _sizes(layers)
+    keys = [layer_score(layer) for layer in layers]
+    values = [2 * float(layer.channels_GD.double().mean()) for layer in layers]
+    if budget == "uniform":
+        split = [
+            allocate([key, value], retain, [size, size], unit=unit)
+            for key, value, size in zip(keys, values, sizes, strict=True)
+        ]
+        return [kept[0] for kept in split], [kept[1] for kept in split]
+    kept = allocate(keys + values, retain, sizes + sizes, unit=unit)
+    return kept[: len(layers)], kept[len(layers) :]
+
+
+def _sizes(layers: list[LayerScores]) -> list[int]:
+    return [layer.channels_GD.shape[1] // 2 for layer in layers]
+
+
+def _layer_budget(layer: LayerScores, key_steps: int, value_steps: int) -> LayerBudget:
+    """Divide the key steps between pairs and free channels, pairs rounded half up, at least one."""
+    pairs, size = layer.pairs_GP.shape[1], layer.channels_GD.shape[1] // 2
+    kept = (2 * pairs * key_steps + size) // (2 * size)
+    if pairs:
+        kept = max(1, kept)
+    return LayerBudget(pairs=kept, free=2 * (key_steps - kept), values=2 * value_steps)
+
+
+def _top(score_GN: Tensor, count: int) -> list[list[int]]:
+    order = score_GN.argsort(dim=1, descending=True, stable=True)[:, :count]
+    kept: list[list[int]] = order.sort(dim=1).values.tolist()
+    return kept
+
+
+def _nearest(target: float, size: int, unit: int) -> int:
+    whole = size // unit * unit
+    if target >= (whole + size) / 2:
+        return size
+    return min(whole, math.floor(target / unit + 0.5) * unit)
+
+
+def _check_retain(retain: float) -> None:
+    if not 0 < retain <= 1:
+        raise RapError(f"retain {retain} is outside (0, 1]: give the fraction of the cache to keep")

@@ -1,0 +1,143 @@
+"""What a cut is expected to cost: in loss, or in squared error of logits and outputs.
+
+Taking d off a layer's keys (or off what its o_proj reads) adds about 1/2 E[(g^T d)^2] nats per
+token to the loss of a trained model, where g is the gradient of the summed loss: the empirical
+Fisher stands for the Hessian. With g and d independent (K-FAC, https://arxiv.org/abs/1503.05671) it
+is 1/2 tr(O (I - P) C (I - P)^H), C the second moment of what is projected by P and O that of its
+gradient: the weighted low-rank problem of subspace.py, whose singular values are then losses that
+compare across layers. Without gradients O is what reads the projection instead: the queries, W_o.
+
+Shapes: G KV heads, P pairs, F channels that never rotate, D head dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..model.rope import AttentionShape
+from .folding import spectrum
+from .subspace import output_gram, weighted_subspace
+
+Metric = Literal["loss", "output"]
+METRICS = ("loss", "output")
+_KEY_READER = {"loss": "key_gradient", "output": "query_moment"}
+
+
+# Second moments of what is projected, and of what reads it, float64, a matrix per KV head.
+Moments = tuple[Tensor, Tensor]
+
+
+def key_moments(found: Mapping[str, Tensor], metric: Metric) -> Moments:
+    """Of a layer's key pairs, complex [G, P, P], and of what reads them in units of `metric`."""
+    return _complex(found["key_moment"]), _complex(found[_KEY_READER[metric]])
+
+
+def free_moments(found: Mapping[str, Tensor], metric: Metric) -> Moments:
+    """Of a layer's key channels that never rotate, [G, F, F], and of what reads them."""
+    reader = found[{"loss": "free_gradient", "output": "query_free_moment"}[metric]]
+    return found["key_free_moment"].double(), reader.double()
+
+
+def value_moments(
+    found: Mapping[str, Tensor], w_o: Tensor, shape: AttentionShape, metric: Metric
+) -> Moments:
+    """Of what o_proj reads, [G, D, D], and of what that adds to, in units of `metric`."""
+    reader = found["value_gradient"] if metric == "loss" else output_gram(w_o, shape).cpu()
+    return found["value_moment"].double(), reader.double()
+
+
+def part_losses(
+    keys: Moments,
+    values: Moments,
+    found: Mapping[str, Tensor],
+    shape: AttentionShape,
+    frequencies: Tensor,
+    context: int,
+    *,
+    mixes_keys: bool = True,
+    mixes_values: bool = True,
+) -> tuple[list[float], list[float]]:
+    """What a layer's keys, and its values, are expected to lose at every width, in nats per token.
+
+    Widths are 0 ... D/2 steps of two channels. `keys` and `values` must be of the metric "loss".
+    Where keys or values cannot be mixed, single pairs and channels are dropped instead of
+    directions.
+    """
+    lost_values = _tails(_directions(*values)) if mixes_values else _dropped(*values)
+    lost_slots = _tails(_slots(keys, frequencies, context)) if mixes_keys else _dropped(*keys)
+    still = free_moments(found, "loss")
+    lost_free = _tails(_directions(*still)) if mixes_keys else _dropped(*still)
+    steps = range(shape.head_dim // 2 + 1)
+    kept = [split_step(shape, step) for step in steps]
+    return (
+        [0.5 * float(lost_slots[pairs] + lost_free[free]) for pairs, free in kept],
+        [0.5 * float(lost_values[2 * step]) for step in steps],
+    )
+
+
+def one_width(of_keys: Sequence[float], of_values: Sequence[float]) -> list[float]:
+    """What a layer loses at every width if its keys are as wide as its values."""
+    return [sum(both) for both in zip(of_keys, of_values, strict=True)]
+
+
+def width_errors(
+    keys: Moments, values: Moments, shape: AttentionShape, frequencies: Tensor, context: int
+) -> list[float]:
+    """Relative squared error of a layer's output at every width, 0 ... D/2 steps of two channels.
+
+    `keys` and `values` must be of the metric "output". Values: what the subspace loses. Keys: what
+    the logits lose, times the values' energy, for a logit error d moves the output by about d times
+    the spread of the values it mixes. Relative to the layer's own output: in absolute terms the
+    first layers look cheap, and cutting them is what hurts most (docs/log.md).
+    """
+    lost_values = _tails(weighted_subspace(*values, 1).singular.square().sum(0))
+    slots = _slots(keys, frequencies, context)
+    lost_logits = _tails(slots) / (shape.head_dim * shape.num_heads)
+    lost = [
+        float(lost_values[2 * step] + lost_logits[split_step(shape, step)[0]] * lost_values[0])
+        for step in range(shape.head_dim // 2 + 1)
+    ]
+    return [error / lost[0] for error in lost]
+
+
+def split_step(shape: AttentionShape, steps: int) -> tuple[int, int]:
+    """Pairs and free key channels at a width of `steps` times two channels, in their proportion."""
+    pairs, size = shape.geometry.num_pairs, shape.head_dim // 2
+    kept = (2 * pairs * steps + size) // (2 * size)
+    return kept, 2 * (steps - kept)
+
+
+def _slots(keys: Moments, frequencies: Tensor, context: int) -> Tensor:
+    """What each further slot saves, summed over heads, descending [P].
+
+    Every head's own weights descend, so the sum keeps each head's n best at every n.
+    """
+    heads = [spectrum(read, key, frequencies, context) for key, read in zip(*keys, strict=True)]
+    return torch.stack(heads).sum(0)
+
+
+def _directions(moment: Tensor, reader: Tensor) -> Tensor:
+    """What each further direction of a subspace saves, summed over heads, descending [n]."""
+    return weighted_subspace(moment, reader, 1).singular.square().sum(0)
+
+
+def _dropped(moment: Tensor, reader: Tensor) -> Tensor:
+    """tr(O C) [n + 1] over what is dropped when each head keeps its n best of their own weight."""
+    both = (reader * moment.conj()).real
+    order = torch.diagonal(both, dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
+    both = both.gather(1, order[:, :, None].expand_as(both)).gather(
+        2, order[:, None, :].expand_as(both)
+    )
+    lost = [both[:, n:, n:].sum() for n in range(both.shape[-1] + 1)]
+    return torch.stack(lost)
+
+
+def _tails(descending: Tensor) -> Tensor:
+    """Sum of everything from each position on, and a final zero."""
+    return torch.cat([descending.flip(0).cumsum(0).flip(0), descending.new_zeros(1)])
+
+
+def _complex(moment: Tensor) -> Tensor:
+    return torch.view_as_complex(moment.double().contiguous())

@@ -1,0 +1,109 @@
+"""The loss that sensitivity.py expects of a cut against the loss that is measured."""
+
+import math
+
+from matplotlib.axes import Axes
+
+from ...calibration.statistics import Statistics
+from ...methods import Rap
+from ...methods.base import DenseLayers, dense_layers
+from ...methods.values import layer_losses
+from ...planning.budgets import Budget
+from ...planning.losses import one_width
+from ...planning.plan import Plan
+from .study import RETAINS, Analysis, Data, Study
+
+BUDGETS: tuple[Budget, ...] = ("error", "uniform")
+
+
+def measure(study: Study) -> Data:
+    """Nats per token that the default cut should cost and does cost, with both its budgets."""
+    dense = study.perplexity(study.model)
+    costs = curves(study)
+    rows = []
+    for budget in BUDGETS:
+        for retain in RETAINS:
+            method = Rap(retain=retain, align=2, budget=budget)
+            plan = study.plan(method)
+            found = study.after(method, plan)
+            rows.append(
+                {
+                    "budget": budget,
+                    "retain": retain,
+                    "expected": expected(plan, costs),
+                    "measured": math.log(found / dense),
+                    "perplexity": found,
+                }
+            )
+    return {"dense": dense, "rows": rows, "how": study.note}
+
+
+def curves(study: Study) -> list[list[float]]:
+    """What every width of every layer is expected to cost, in nats per token."""
+    layers = dense_layers(study.model)
+    statistics = study.statistics(Rap(budget="error").needs)
+    return [_curve(index, statistics, layers) for index in range(len(layers.shapes))]
+
+
+def expected(plan: Plan, curves: list[list[float]]) -> float:
+    """Sum over layers of what their widths cost, nats per token; steps are of two channels."""
+    return sum(
+        curve[layer.value_width // 2]
+        for layer, curve in zip(plan.layers, curves, strict=True)
+        if layer is not None
+    )
+
+
+def _curve(index: int, statistics: Statistics, dense: DenseLayers) -> list[float]:
+    """Expected loss of a layer at every width; empty where there is no attention."""
+    if dense.shapes[index] is None:
+        return []
+    return one_width(*layer_losses(index, statistics, dense, dense.context))
+
+
+def table(data: Data) -> Data:
+    """One row a budget and retain ratio."""
+    return {
+        "title": "Expected and measured loss of a cut",
+        "note": (
+            f"{data['how']} Folded keys and value subspaces; dense {data['dense']:.2f}. Expected: "
+            "half the gradient's second moment times what is cut, summed over layers as if they "
+            "did not interact, in nats per token."
+        ),
+        "header": [
+            "budget, retain",
+            "expected nats",
+            "measured nats",
+            "expected perplexity",
+            "measured",
+        ],
+        "rows": [
+            [
+                f"{row['budget']} {row['retain']:g}",
+                f"{row['expected']:.4f}",
+                f"{row['measured']:.4f}",
+                f"{data['dense'] * math.exp(row['expected']):.2f}",
+                f"{row['perplexity']:.2f}",
+            ]
+            for row in data["rows"]
+        ],
+    }
+
+
+def draw(data: Data, axes: Axes) -> None:
+    """Measured against expected, with the line on which both are the same."""
+    largest = max(max(row["expected"], row["measured"]) for row in data["rows"])
+    axes.plot([0, largest], [0, largest], ":", color="0.6", label="as expected")
+    for budget in dict.fromkeys(row["budget"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["budget"] == budget]
+        axes.plot(
+            [row["expected"] for row in rows],
+            [row["measured"] for row in rows],
+            "o-",
+            label=f"budget {budget}",
+        )
+    axes.set_xlabel("expected, nats per token")
+    axes.set_ylabel("measured, nats per token")
+
+
+ANALYSIS = Analysis("loss", "Is a cut's loss what was expected?", measure, table, draw)

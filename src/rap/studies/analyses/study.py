@@ -1,0 +1,99 @@
+"""What every analysis starts from, and what it is: data, a table and a figure."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from ...calibration.run import calibrate
+from ...calibration.statistics import Statistics
+from ...evaluation.quality.perplexity import perplexity
+from ...methods import Method, Rap
+
+RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5)
+
+Data = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Study:
+    """A dense model, windows [N, T] to calibrate on, and held-out tokens [N] to judge on.
+
+    Perplexity is over the first `num_windows` windows of `window` tokens.
+    """
+
+    model: Any
+    windows_NT: Tensor
+    tokens_N: Tensor
+    window: int = 512
+    num_windows: int = 24
+    _statistics: Statistics | None = field(default=None, repr=False)
+
+    def statistics(self, needs: Collection[str]) -> Statistics:
+        """Statistics of the model that cover `needs`; collected once, more only when asked."""
+        known = self._statistics.needs if self._statistics is not None else frozenset()
+        if self._statistics is None or not set(needs) <= known:
+            self._statistics = calibrate(self.model, self.windows_NT, set(needs) | known)
+        return self._statistics
+
+    def plan(self, method: Method) -> Any:
+        """The plan of a method for this model."""
+        return method.plan(self.model, self.statistics(method.needs_for(self.model)))
+
+    def perplexity(self, model: Any) -> float:
+        """Of any model, on the held-out text."""
+        found = perplexity(model, self.tokens_N, window=self.window, max_windows=self.num_windows)
+        return found.value
+
+    def after(self, method: Method, plan: Any = None) -> float:
+        """Perplexity of the model cut by `method`, by a plan of its own unless one is given."""
+        return self.perplexity(method.apply(self.model, plan or self.plan(method)))
+
+    @property
+    def note(self) -> str:
+        """How perplexity was measured, for the note of a table."""
+        return (
+            f"Perplexity over {self.num_windows} windows of {self.window} tokens, no training; "
+            f"calibrated on {len(self.windows_NT)} windows of {self.windows_NT.shape[1]}."
+        )
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One question asked of a model.
+
+    measure: the numbers, JSON-able and not rounded. table: title, note, header and rows made of
+    them. draw: the figure, on axes that it labels itself.
+    """
+
+    name: str
+    question: str
+    measure: Callable[[Study], Data]
+    table: Callable[[Data], Data]
+    draw: Callable[[Data, Axes], None]
+
+
+def paper_cut(retain: float, **settings: Any) -> Rap:
+    """The paper's method in steps of one pair, so that every ratio is met as nearly as it can."""
+    return Rap.paper(**{"retain": retain, "align": 2} | settings)
+
+
+def figure_of(analysis: Analysis, data: Data) -> Figure:
+    """The figure of an analysis, drawn from its data alone."""
+    # A Figure of its own, not pyplot: no global state, no display.
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    analysis.draw(data, axes)
+    axes.set_title(analysis.table(data)["title"], fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def percent(share: float) -> str:
+    """A share as text, one digit behind the point."""
+    return f"{share:.1%}"

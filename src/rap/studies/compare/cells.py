@@ -1,0 +1,79 @@
+"""A cell of the grid: its resolved configuration, and the folder that holds its result.
+
+    OUT/cells/<name>/config.json    what was asked, resolved to the last default
+    OUT/cells/<name>/result.json    what was measured; the cell is finished
+    OUT/cells/<name>/error.json     or why it failed; it is tried again by the next run
+
+A folder appears whole or not at all. Its name ends in a hash of the configuration, so a changed
+configuration is another cell and an unchanged one is never run twice.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.files import whole_directory, write_json
+from ...methods import Method
+from ...model.errors import RapError
+
+CONFIG, RESULT, ERROR = "config.json", "result.json", "error.json"
+FORMAT = 1  # raised when a cell of an older release must be measured again
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One model to make and measure; `method` is None for the dense row.
+
+    `config` is JSON-able and decides the cell's name.
+    """
+
+    spec: str
+    retain: float
+    recover: str
+    method: Method | None
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The folder's name: readable first, then what tells configurations apart."""
+        text = json.dumps({"format": FORMAT, **self.config}, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        words = re.sub(r"[^A-Za-z0-9_.=-]+", "-", self.spec)
+        return f"{words}-{self.retain:g}-{self.recover}-{digest}"
+
+    def __str__(self) -> str:
+        if self.method is None:
+            return self.spec
+        return f"{self.spec} at {self.retain:g}, recovery {self.recover}"
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The result of a finished cell, or None."""
+    path = folder / RESULT
+    return read(path) if path.is_file() else None
+
+
+def failure(folder: Path) -> dict[str, Any] | None:
+    """The record of a failed cell, or None."""
+    path = folder / ERROR
+    return read(path) if path.is_file() else None
+
+
+def store(folder: Path, cell: Cell, *, result: Any = None, error: Any = None) -> None:
+    """Write a cell's folder: its configuration, and its result or its error."""
+    with whole_directory(folder, force=True) as partial:
+        write_json(partial / CONFIG, cell.config)
+        write_json(partial / (RESULT if error is None else ERROR), error or result)
+
+
+def read(path: Path) -> Any:
+    """JSON of a file; RapError if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RapError(
+            f"{path} is not JSON ({error}): remove {path.parent}, and repeat the command"
+        ) from error

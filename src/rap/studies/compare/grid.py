@@ -1,0 +1,88 @@
+"""The grid of a comparison: what is asked, and the cells that it comes to."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...model.errors import RapError
+from ...recovery.config import PRESETS, RecoveryConfig, preset
+from ...recovery.stages import check_recovery
+from .cells import Cell
+from .measurement import Measures
+from .variants import DENSE, Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Every method at every retain ratio after every recovery, on one calibration.
+
+    `align` and `seed` reach the methods that have such a setting, so that all spend the same
+    budget: by default single pairs, for widths in multiples of 8 miss most ratios by some percent.
+    `recovery` changes settings of every recovery that distils (`recovery.config.RecoveryConfig`).
+    """
+
+    methods: tuple[str, ...]
+    retains: tuple[float, ...] = (0.7, 0.5)
+    recoveries: tuple[str, ...] = ("none",)
+    align: int | None = 2
+    calibration: str = "bundled"
+    num_windows: int = 64
+    window: int = 512
+    seed: int = 0
+    recovery: Mapping[str, Any] = field(default_factory=dict)
+    measures: Measures = field(default_factory=Measures)
+
+    def __post_init__(self) -> None:
+        for name in ("methods", "retains", "recoveries"):
+            if not getattr(self, name):
+                raise RapError(f"a comparison needs {name}: give at least one")
+        for name in self.recoveries:
+            check_recovery(name)
+            if name in PRESETS:
+                self.distillation(name)
+        # Every method is made once here, so that a bad setting is refused before any work.
+        for spec in self.methods:
+            for retain in self.retains:
+                Variant(spec).build(retain, **self.common)
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Settings of all methods that have them."""
+        return {"align": self.align, "seed": self.seed}
+
+    def distillation(self, name: str) -> RecoveryConfig:
+        """The settings of a recovery that distils."""
+        return preset(name, **{"seed": self.seed, **self.recovery})
+
+    def cells(self, dense_fingerprint: str, dtype: str) -> list[Cell]:
+        """The dense cell first, then all without recovery, then recovery by recovery."""
+        shared = {
+            "dense_fingerprint": dense_fingerprint,
+            "dtype": dtype,
+            "measures": asdict(self.measures),
+            "seed": self.seed,
+        }
+        cells = [Cell(DENSE, 1.0, "none", None, {**shared, "spec": DENSE})]
+        for recover in self.recoveries:
+            for retain in self.retains:
+                cells += [self._cell(spec, retain, recover, shared) for spec in self.methods]
+        return cells
+
+    def _cell(self, spec: str, retain: float, recover: str, shared: dict[str, Any]) -> Cell:
+        method = Variant(spec).build(retain, **self.common)
+        distilled = asdict(self.distillation(recover)) if recover in PRESETS else None
+        calibration = {
+            "text": self.calibration,
+            "num_windows": self.num_windows,
+            "window": self.window,
+        }
+        config = {
+            **shared,
+            "spec": spec,
+            "retain": retain,
+            "recover": recover,
+            "recovery": distilled,
+            "method": method.describe(),
+            "calibration": calibration,
+        }
+        return Cell(spec, retain, recover, method, config)

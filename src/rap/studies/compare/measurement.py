@@ -1,0 +1,161 @@
+"""What is measured of every model of a comparison, dense or cut, by whatever method."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...evaluation.cost.footprint import footprint
+from ...evaluation.cost.latency import PLAIN, measure_point
+from ...evaluation.quality.perplexity import evaluating, perplexity
+from ...evaluation.quality.recall import copy_loss, recall_grid
+from ...evaluation.quality.reconstruction import reconstructs
+from ...model.errors import RapError
+from ...model.fingerprint import fingerprint_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """How the models are measured; the same for all of a comparison.
+
+    text: held-out text, `bundled` or what `corpus.read_text` knows. Perplexity over `num_windows`
+        (None: all) windows of `window` tokens of it.
+    recall: share of numbers given back, at each distance (tokens) among `recall_facts` facts, over
+        `recall_documents` questions; 0 skips recall and copying.
+    copy_documents: passages read a second time after 512 tokens.
+    decode: median time of `decode_steps` steps after `decode_context` tokens, batch 1; 0 skips it.
+    """
+
+    text: str = "bundled"
+    window: int = 512
+    num_windows: int | None = 48
+    recall_distances: tuple[int, ...] = (256, 1000)
+    recall_facts: int = 4
+    recall_documents: int = 32
+    copy_documents: int = 16
+    decode_context: int = 1024
+    decode_steps: int = 24
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, str):
+                good, remedy = isinstance(value, str) and bool(value), "name a text"
+            elif isinstance(field.default, tuple):
+                good, remedy = _counts(value), "give whole numbers, such as 256,1000"
+            elif value is None:
+                good, remedy = field.name == "num_windows", "give a whole number"
+            else:
+                least = 0 if field.name in SKIPPED_BY_ZERO else 1
+                good, remedy = type(value) is int and value >= least, f"give {least} or more"
+            if not good:
+                raise RapError(f"measure {field.name} cannot be {value!r}: {remedy}")
+
+
+SKIPPED_BY_ZERO = ("recall_documents", "decode_steps")
+
+
+def changed_measures(measures: Measures, changes: Sequence[str]) -> Measures:
+    """The measures with `name=value` changes: a number, null, a list such as 256,1000, or a name.
+
+    Raises RapError for a name that is not a field, or a value it cannot have.
+    """
+    known = {field.name: field.default for field in fields(Measures)}
+    given: dict[str, Any] = {}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        if not equals or name not in known:
+            raise RapError(f"cannot measure {change!r}: write name=value, of {', '.join(known)}")
+        default = known[name]
+        try:
+            if isinstance(default, str):
+                given[name] = text
+            elif isinstance(default, tuple):
+                given[name] = tuple(int(part) for part in text.split(","))
+            else:
+                given[name] = None if text == "null" else int(text)
+        except ValueError as error:
+            raise RapError(f"measure {name} cannot be {text!r}: give whole numbers") from error
+    return replace(measures, **given)
+
+
+def measure(
+    model: Any, dense: Any, tokenizer: Any, tokens: Tensor, measures: Measures, seed: int = 0
+) -> dict[str, Any]:
+    """Cost and quality of `model` as JSON-able data; `tokens` [N] are those of the held-out text.
+
+    The dense model is timed in turn with it, so that a busy machine slows both alike.
+    """
+    cost = footprint(model)
+    quality = perplexity(model, tokens, window=measures.window, max_windows=measures.num_windows)
+    result: dict[str, Any] = {
+        **asdict(cost),
+        "attention_flops": {
+            "context": measures.decode_context,
+            "value": cost.attention_flops(measures.decode_context),
+        },
+        "prefill_kv_bytes_per_token": prefill_bytes(model),
+        "reconstructs": reconstructs(model),
+        "fingerprint": fingerprint_model(model),
+        "perplexity": quality.value,
+        "evaluation": asdict(quality),
+    }
+    if measures.recall_documents:
+        result |= _context_use(model, tokenizer, tokens, measures, seed)
+    if measures.decode_steps:
+        result |= _decode_seconds(model, dense, measures)
+    return result
+
+
+def _context_use(
+    model: Any, tokenizer: Any, tokens: Tensor, measures: Measures, seed: int
+) -> dict[str, Any]:
+    text = np.asarray(tokens)
+    recall = recall_grid(
+        model,
+        tokenizer,
+        text,
+        distances=measures.recall_distances,
+        facts=(measures.recall_facts,),
+        num_documents=measures.recall_documents,
+        seed=seed,
+    )
+    copied = copy_loss(model, text, num_documents=measures.copy_documents, seed=seed)
+    return {"recall": [asdict(cell) for cell in recall], "copy_gain": copied.gain}
+
+
+def _counts(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and bool(value)
+        and all(type(item) is int and item > 0 for item in value)
+    )
+
+
+@torch.no_grad()
+def prefill_bytes(model: Any, tokens: int = 16) -> float:
+    """Bytes of the real cache tensors after a prefill, per token of it."""
+    device = model.get_input_embeddings().weight.device
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    with evaluating(model):
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    held = (value for layer in cache.layers for value in vars(layer).values())
+    return sum(value.nbytes for value in held if isinstance(value, Tensor)) / tokens
+
+
+def _decode_seconds(model: Any, dense: Any, measures: Measures) -> dict[str, float]:
+    """Median seconds of a decode step, batch 1, of both models, timed in turns."""
+    point = measure_point(
+        {"model": model, "dense": dense},
+        batch=1,
+        context=measures.decode_context,
+        rounds=measures.decode_steps,
+        variants=(PLAIN,),
+    )
+    ours, theirs = (point.median(name, PLAIN.name) for name in ("model", "dense"))
+    if ours is None or theirs is None:
+        raise RapError("no memory to time decoding: give a smaller decode_context, or 0 steps")
+    return {"decode_seconds": ours, "dense_decode_seconds": theirs}

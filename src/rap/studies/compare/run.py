@@ -1,0 +1,209 @@
+"""Running a comparison: what is finished is kept, what fails is recorded, the rest goes on."""
+
+import hashlib
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...calibration.run import calibrate, check_windows
+from ...calibration.statistics import Statistics
+from ...calibration.text import load_windows
+from ...checkpoint.files import check_output, whole_file, write_json
+from ...checkpoint.load import load_dense, load_tokenizer
+from ...checkpoint.provenance import provenance
+from ...model.errors import RapError
+from ...model.fingerprint import fingerprint_model
+from ...pipeline import evaluation_tokens, resolve_source
+from ...recovery.config import PRESETS
+from ...recovery.runs import finish
+from ...recovery.stages import recover_stage, work_folder
+from . import cells as folders
+from .cells import Cell
+from .command import cell_command
+from .grid import Grid
+from .measurement import Measures, measure
+from .summary import summarize
+from .variants import all_variants
+
+RESULT_FILE = "compare.json"
+
+Say = Callable[[str], None]
+
+
+def compare(
+    source: Any = "bundled",
+    *,
+    output: str | Path,
+    methods: Sequence[str] | None = None,
+    retain: Sequence[float] = (0.7, 0.5),
+    recover: Sequence[str] = ("none",),
+    tokenizer: Any = None,
+    dtype: Any = "float32",
+    device_map: str | None = None,
+    measures: Measures | None = None,
+    paper: Sequence[dict[str, Any]] = (),
+    title: str = "",
+    say: Say = lambda line: None,
+    progress: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Measure `methods` (default: all there are) side by side, cell by cell, into `output`.
+
+    A killed or repeated call continues where it stopped. `settings` are the other fields of
+    `comparison.grid.Grid` (calibration, num_windows, window, align, seed, recovery). `paper` are
+    published figures to show beside the cells of the same method, retain and recovery. A live
+    model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.
+    `say` is given a line for every cell.
+
+    Returns what it writes to `output`/compare.json: tables, one record a cell, and the failures.
+    Raises a RapError for anything wrong with the request itself, before any work.
+    """
+    grid = Grid(
+        methods=tuple(methods or all_variants()),
+        retains=tuple(retain),
+        recoveries=tuple(recover),
+        measures=measures or Measures(),
+        **settings,
+    )
+    check_output(output, force=True)
+    bench = Bench(source, tokenizer, dtype, device_map, grid, Path(output), progress)
+    wanted = bench.cells
+    named = source if isinstance(source, str) else str(bench.model.name_or_path or "a live model")
+    environment = provenance(model=named, dtype=str(dtype), **asdict(grid))
+    for number, cell in enumerate(wanted, start=1):
+        say(f"[{number}/{len(wanted)}] {cell}: {bench.run(cell)}")
+        # Written after every cell, so that a report of an unfinished grid can be had.
+        summary = summarize(
+            f"{Path(named).name} ({title})" if title else Path(named).name,
+            wanted[:number],
+            bench.folder,
+            environment,
+            paper=paper,
+            command=lambda one: cell_command(one, grid, named, str(dtype)),
+        )
+        write_json(Path(output) / RESULT_FILE, summary)
+    return summary
+
+
+class Bench:
+    """The dense model with its texts and statistics, loaded once for all cells."""
+
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any,
+        dtype: Any,
+        device_map: str | None,
+        grid: Grid,
+        output: Path,
+        progress: bool,
+    ) -> None:
+        self.grid, self.output, self.progress = grid, output, progress
+        if isinstance(source, (str, Path)):
+            path = resolve_source(source)
+            placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+            self.tokenizer = tokenizer or load_tokenizer(path)
+            self.model = load_dense(path, dtype=dtype, **placement)
+        elif tokenizer is None:
+            raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")
+        else:
+            self.model, self.tokenizer = source, tokenizer
+        self.fingerprint = fingerprint_model(self.model)
+        self.tokens: Tensor = evaluation_tokens(grid.measures.text, self.tokenizer)
+        self.cells = grid.cells(self.fingerprint, str(self.model.dtype).removeprefix("torch."))
+        self._statistics: Statistics | None = None
+
+    def folder(self, cell: Cell) -> Path:
+        """Where a cell is stored."""
+        return self.output / "cells" / cell.name
+
+    def run(self, cell: Cell) -> str:
+        """Run a cell unless it is finished; one line on how it went.
+
+        An error of the dense cell is raised: every other cell would fail by it as well.
+        """
+        folder = self.folder(cell)
+        result = folders.finished(folder)
+        if result is not None:
+            return f"{_told(result)}, finished before"
+        started = time.monotonic()
+        try:
+            result = self._result(cell)
+        except Exception as error:
+            if cell.method is None:
+                raise
+            kind = "" if isinstance(error, RapError) else f"{type(error).__name__}: "
+            message = kind + " ".join(str(error).split())
+            record = {"error": message, "traceback": traceback.format_exc()}
+            folders.store(folder, cell, error={**record, "provenance": provenance()})
+            return f"failed: {message}"
+        result["seconds"] = time.monotonic() - started
+        folders.store(folder, cell, result=result)
+        finish(work_folder(folder))
+        return f"{_told(result)} ({result['seconds']:.0f} s)"
+
+    def _result(self, cell: Cell) -> dict[str, Any]:
+        model, made = self.model, {}
+        if cell.method is not None:
+            plan = cell.method.plan(self.model, self.statistics())
+            small = cell.method.apply(self.model, plan)
+            model, recovery = recover_stage(
+                small,
+                self.model,
+                self.tokenizer,
+                cell.recover,
+                texts=[self.grid.calibration],
+                config=self.grid.distillation(cell.recover) if cell.recover in PRESETS else None,
+                seed=self.grid.seed,
+                output=self.folder(cell),
+                progress=self.progress,
+            )
+            # The loss curve is long, and nobody reads it here.
+            recovery.get("distillation", {}).pop("history", None)
+            made = {"kept_fraction": plan.kept_fraction, "recovery": recovery}
+        seed, measures = self.grid.seed, self.grid.measures
+        found = measure(model, self.model, self.tokenizer, self.tokens, measures, seed)
+        return {**made, **found, "provenance": provenance(**cell.config)}
+
+    def statistics(self) -> Statistics:
+        """What all methods of the grid need, collected once and kept beside the cells."""
+        if self._statistics is None:
+            methods = [cell.method for cell in self.cells if cell.method is not None]
+            needs = frozenset().union(*(method.needs_for(self.model) for method in methods))
+            path = self._statistics_path()
+            kept = Statistics.load(path) if path.is_file() else None
+            if kept is None or not needs <= kept.needs:
+                kept = self._calibrate(needs)
+                with whole_file(path) as partial:
+                    kept.save(partial)
+            self._statistics = kept
+        return self._statistics
+
+    def _statistics_path(self) -> Path:
+        """Named by the weights and the text they read."""
+        grid = self.grid
+        read = (self.fingerprint, grid.calibration, grid.num_windows, grid.window, grid.seed)
+        digest = hashlib.sha256(repr(read).encode()).hexdigest()[:8]
+        return self.output / f"statistics-{digest}.safetensors"
+
+    def _calibrate(self, needs: frozenset[str]) -> Statistics:
+        windows = load_windows(
+            self.grid.calibration,
+            self.tokenizer,
+            num_windows=self.grid.num_windows,
+            window=self.grid.window,
+            seed=self.grid.seed,
+        )
+        check_windows(self.model, windows)
+        return calibrate(
+            self.model, windows, needs, fingerprint=self.fingerprint, progress=self.progress
+        )
+
+
+def _told(result: dict[str, Any]) -> str:
+    return f"perplexity {result['perplexity']:.2f}, {result['kv_bytes_per_token']:,} bytes a token"

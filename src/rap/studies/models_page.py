@@ -1,0 +1,112 @@
+"""`python -m rap.documentation` writes docs/models.md: the table of families, for people.
+
+Everything in it is read from `specs`, so that a family's row is its documentation.
+"""
+
+import sys
+from pathlib import Path
+from textwrap import fill
+
+from ..model.families import FAMILIES, NORM_MODES, REASONS, WRAPPERS, AttentionSpec
+
+_ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
+TESTED = ("5.16.1", "5.19.0")
+_HEADER = f"""# Models
+
+Written by `python -m rap.documentation docs/models.md` from the table in `src/rap/specs.py`; a test
+keeps it up to date. Every family here is tested against its own attention in transformers
+{" and ".join(TESTED)}: attention, logits, cached decoding, left-padded generation, saving, loading.
+
+What a head keeps: where channels rotate, whole pairs; where they do not (partial rotation, layers
+without rotation), single channels, the same fraction of each. Slow pairs can be folded and the
+other channels kept as a subspace, unless a norm or a clamp works on single ones (`rap inspect` says
+so). Values keep channels or a subspace; behind a gate or a clamp, channels. Layers without softmax
+attention (linear attention, convolution) are left as they are and `rap inspect` names them.
+
+With QK-norm a head's channels are divided by their root mean square before they are cut, so what
+remains must still be divided by that of the whole head. `qk_norm` of a plan says how (measured in
+docs/results.md):
+
+| mode | what it keeps | saves | error |
+|---|---|---|---|
+| `constant` (default) | kept rows, one constant per head | all | the kept energy varies |
+| `rows` | 8 more rows a head (`norm_rows`), for the norm alone | all but these | what they miss |
+| `exact` | all rows of W_q and W_k | cache and attention, not W_q and W_k | none beside the cut |
+
+| model type | pairs | layers that rotate | QK-norm | other features |
+|---|---|---|---|---|
+"""
+_FOOTER = """
+Partial rotation, rope scaling (linear, dynamic, yarn, longrope, llama3, proportional), biases,
+softmax scales, grouped queries and mixtures of experts need no row: they are read off the model.
+
+## Multimodal
+
+Taken whole: {wrappers}. The text model is compressed as
+its family says; what looks at images or video, and the way it enters the text, pass through
+unchanged. The result loads with `AutoModelForImageTextToText`, and as a causal LM.
+
+## Refused
+
+* Multimodal models other than those above.
+* MLA (deepseek_v2, deepseek_v3, glm4_moe_lite, ...): it caches one latent for all heads, so that
+  cutting channels of heads would save nothing.
+{refused}
+* Encoder-decoders, and any model type without a row.
+* Checkpoints quantized already: compress first, then quantize.
+
+Every family's checkpoint, experts stored one by one and older names included, is also cut without
+the model in memory (`rap apply --stream`), to the same bytes.
+"""
+
+
+def models_page() -> str:
+    """The text of docs/models.md."""
+    rows = [_row(spec) for _, spec in sorted(FAMILIES.items())]
+    refused = [
+        fill(f"* {', '.join(sorted(names))}: {reason}.", 100, subsequent_indent="  ")
+        for reason, names in sorted(_by_reason().items(), key=lambda item: item[1])
+    ]
+    footer = _FOOTER.format(wrappers=", ".join(WRAPPERS), refused="\n".join(refused))
+    return _HEADER + "\n".join(rows) + "\n" + footer
+
+
+def _by_reason() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, reason in REASONS.items():
+        found.setdefault(reason, []).append(name)
+    return found
+
+
+def _row(spec: AttentionSpec) -> str:
+    rotates = "all" if spec.rotates is None else (spec.rotates.__doc__ or "").strip()
+    cells = (f"`{spec.model_type}`", spec.pairing, rotates, _norm(spec), _features(spec))
+    return f"| {' | '.join(cells)} |"
+
+
+def _norm(spec: AttentionSpec) -> str:
+    if spec.norm is None:
+        return "-"
+    kind = "LayerNorm" if spec.norm.centred else "RMS"
+    over = "all heads" if spec.norm.over == "all" else "each head"
+    when = "after rotation" if spec.norm.after_rotation else "before rotation"
+    modes = NORM_MODES if not spec.norm.one_module_per_head else ("exact",)
+    return f"{kind} over {over}, {when}; {', '.join(modes)}"
+
+
+def _features(spec: AttentionSpec) -> str:
+    found = [
+        ("fused q, k, v", spec.fused),
+        ("gated output", spec.gate),
+        ("clockwise rotation", spec.clockwise),
+        ("rotation in float32", spec.rope_in_float32),
+        (f"{spec.table} cos/sin", spec.table != "repeated"),
+        ("sliding windows", spec.sliding_window_from),
+        *((_ARGUMENTS[name], True) for name, _ in spec.arguments),
+        ("query scale", spec.query_scale),
+    ]
+    return ", ".join(name for name, there in found if there) or "-"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(models_page(), encoding="utf-8")

@@ -1,0 +1,109 @@
+"""Documents made from result files: every table in them was printed by a command, none typed.
+
+A result file is JSON with a `table` (title, header, rows, and a note if it needs one), or several
+`tables` under one `title`, and beside them the `command` and `provenance`. A comparison also has
+its `cells`, one record each. A picture of the same name stands beside the file. Files without a
+table are left to whoever wrote them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...model.errors import RapError
+
+PICTURES = {".svg": "image/svg+xml", ".png": "image/png"}
+SHORT = 12  # digits of a fingerprint that are shown
+
+
+def read_results(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """All result files with tables in the folders' *.json, in the order of their names.
+
+    Raises RapError if the folders hold none, or a file is damaged.
+    """
+    paths = [path for folder in folders for path in sorted(folder.glob("*.json"))]
+    results = [result for path in paths if (result := _read(path))]
+    if not results:
+        named = ", ".join(map(str, folders))
+        raise RapError(f"{named} has no result files with a table: run a benchmark first")
+    return results
+
+
+def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tables of a result file, be it one or several."""
+    return list(result["tables"] if "tables" in result else [result["table"]])
+
+
+def markdown_report(folders: Sequence[Path], title: str = "Results") -> str:
+    """One Markdown page of all tables; RapError as of `read_results`."""
+    results = read_results(folders)
+    head = [f"# {title}", "", "Built by `rap report` from result files; no figure is typed.", ""]
+    return "\n".join([*head, *(_section(result) for result in results)])
+
+
+def markdown_table(table: dict[str, Any]) -> str:
+    """A table's header and rows in Markdown, the first column to the left."""
+    header = table["header"]
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join(_row(cells) for cells in (header, rule, *table["rows"]))
+
+
+def source_parts(result: dict[str, Any]) -> list[str]:
+    """Versions, device and day of a result, where it has them."""
+    made = result.get("provenance") or {}
+    if not made:
+        return []
+    packages = made["packages"]
+    versions = f"torch {packages['torch']}, transformers {packages['transformers']}"
+    return [f"rap {made['rap']}", versions, made["device"], made["time"][:10]]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise RapError(f"{path} is not JSON ({error}): run what writes it again") from error
+    if not isinstance(found, dict) or not {"table", "tables"} & found.keys():
+        return None
+    pictures = [path.with_suffix(suffix) for suffix in PICTURES]
+    drawn = next((picture for picture in pictures if picture.is_file()), None)
+    return found | ({"picture": drawn} if drawn else {})
+
+
+def _section(result: dict[str, Any]) -> str:
+    body = []
+    for table in tables_of(result):
+        note = [table["note"], ""] if table.get("note") else []
+        body += [f"## {table['title']}", "", *note, markdown_table(table), ""]
+    body += [_source(result), ""]
+    if result.get("cells"):
+        body += [_cells(result), ""]
+    return "\n".join(body)
+
+
+def _cells(result: dict[str, Any]) -> str:
+    """Which command repeats each cell of a comparison, and the weights that it measured."""
+    rows = [
+        [
+            cell["method"],
+            f"{cell['retain']:g}",
+            cell["recover"],
+            cell["fingerprint"][:SHORT],
+            f"`{cell['command']}`",
+        ]
+        for cell in result["cells"]
+    ]
+    return markdown_table(
+        {"header": ["cell", "retain", "recovery", "weights", "command"], "rows": rows}
+    )
+
+
+def _row(cells: list[Any]) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def _source(result: dict[str, Any]) -> str:
+    command = [f"`{result['command']}`"] if result.get("command") else []
+    made = source_parts(result)
+    return "; ".join([*command, *([", ".join(made)] if made else [])])

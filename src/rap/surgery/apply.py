@@ -1,0 +1,213 @@
+"""Step 3, the pruned model: a plan applied to a dense model in memory."""
+
+import copy
+from typing import Any
+
+import torch
+from accelerate import dispatch_model
+from torch import Tensor, nn
+
+from ..model.attention import norm_names
+from ..model.errors import CheckpointError, PlanError
+from ..model.families import AttentionSpec
+from ..model.fingerprint import fingerprint_model
+from ..model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    base_model_type,
+    projection_tensors,
+    refuse_pruned,
+    role_rows,
+)
+from ..model.modeling import CONFIG_VERSION, config_class, model_class
+from ..planning.plan import LayerPlan, Plan
+from .cut import cut
+
+
+def apply(model: Any, plan: Plan) -> Any:
+    """A new Rap<Family>ForCausalLM cut from `model` as planned; `model` is left untouched.
+
+    The result holds its own copy of every weight, on the devices of the dense ones. Raises
+    PlanError if the plan was made for another model, CheckpointError if the model is pruned
+    already or has weights offloaded to the meta device.
+    """
+    refuse_pruned(model.config)
+    offloaded = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if offloaded is not None:
+        raise CheckpointError(
+            f"{offloaded} is offloaded: load the model whole, or use `rap apply --stream`"
+        )
+    layers = attention_layers(model)
+    shapes = [layer.shape for layer in layers]
+    plan.check_model(base_model_type(model.config), shapes, fingerprint_model(model))
+    state = pruned_state(model.state_dict(), plan, layers, attention_spec(model.config))
+
+    return assemble(model, pruned_config(model.config, plan), state)
+
+
+def assemble(model: Any, config: Any, state: dict[str, Tensor]) -> Any:
+    """The model of a config with the weights `state`, all else as in the dense `model`.
+
+    A config of the dense family itself gives a model of the dense class.
+    """
+    stock = config.model_type == model.config.model_type
+    with torch.device("meta"):
+        small = (type(model) if stock else model_class(base_model_type(model.config)))(config)
+    small.load_state_dict(state, assign=True, strict=True)
+    _copy_buffers(model, small)
+    small.tie_weights()
+    small.config._attn_implementation = model.config._attn_implementation
+    small.config._experts_implementation = model.config._experts_implementation
+    small.generation_config = copy.deepcopy(model.generation_config)
+    small.train(model.training)
+    return _dispatch_like(model, small)
+
+
+def pruned_config(dense_config: Any, plan: Plan) -> Any:
+    """The base config's own fields, unchanged, plus the `rap` section with every layer's widths."""
+    return config_with(dense_config, rap_section(plan))
+
+
+def config_with(dense_config: Any, section: dict[str, Any]) -> Any:
+    """The base config's own fields, unchanged, plus a `rap` section."""
+    kept = dense_config.to_dict()
+    for key in ("model_type", "architectures", "auto_map", "transformers_version"):
+        kept.pop(key, None)
+    base_type = base_model_type(dense_config)
+    config = config_class(base_type)(**kept, rap=section)
+    config.architectures = [model_class(base_type).__name__]
+    return config
+
+
+def rap_section(plan: Plan) -> dict[str, Any]:
+    """The `rap` section of config.json: format version, widths, and where the model came from."""
+    return {
+        "version": CONFIG_VERSION,
+        "base_model_type": plan.model_type,
+        "layers": [_widths(layer, plan.qk_norm) for layer in plan.layers],
+        "retain": plan.retain,
+        "kept_fraction": plan.kept_fraction,
+        "qk_norm": plan.qk_norm,
+        "method": plan.method,
+        "dense_fingerprint": plan.dense_fingerprint,
+    }
+
+
+def pruned_state(
+    state: dict[str, Tensor], plan: Plan, layers: list[AttentionLayer], spec: Any
+) -> dict[str, Tensor]:
+    """The pruned model's state dict: cut attention weights, copies of everything else."""
+    cuts = projection_tensors(layers, spec)
+    result = {}
+    for name, tensor in state.items():
+        layer, role = cuts.get(name, (None, ""))
+        if layer is None or plan.layers[layer.index] is None:
+            result[name] = tensor.detach().clone()
+        else:
+            result[name] = cut_layer(role, tensor.detach(), layer, plan, spec)
+    devices = {layer.path: state[name].device for name, (layer, _) in cuts.items()}
+    for path, added in added_tensors(plan, layers).items():
+        result |= {f"{path}.{name}": value.to(devices[path]) for name, value in added.items()}
+    return result
+
+
+def cut_layer(
+    role: str, tensor: Tensor, layer: AttentionLayer, plan: Plan, spec: AttentionSpec
+) -> Tensor:
+    """The pruned form of one tensor that `projection_tensors` names, of a planned layer."""
+    planned = plan.layers[layer.index]
+    assert planned is not None
+    assert layer.shape is not None
+    return cut(
+        role,
+        tensor,
+        planned,
+        layer.shape,
+        norm=layer.norm,
+        norm_mode=plan.qk_norm,
+        per_head=spec.per_head,
+    )
+
+
+def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[str, Tensor]]:
+    """By a pruned layer's path: the tensors it has and the dense one has not, by name.
+
+    `frequency_index` int32 [G, M]; with QK-norm also the dense channel of every kept one,
+    `kept_channels` int32 [G, W] (mode `exact`), or each norm's energy `ratio` [heads] (else).
+    """
+    found = {}
+    for layer, planned in zip(layers, plan.layers, strict=True):
+        if planned is None:
+            continue
+        assert layer.shape is not None
+        added = {"frequency_index": planned.frequency_GM.to(torch.int32).contiguous()}
+        if layer.norm is not None and plan.qk_norm == "exact":
+            added["kept_channels"] = planned.kept_channels(layer.shape).to(torch.int32)
+        elif layer.norm is not None:
+            names = norm_names(layer.norm, exact=False)
+            ratios = (planned.query_ratio_H, planned.key_ratio_G)
+            counts = (layer.shape.num_heads, layer.shape.num_kv_heads)
+            for name, ratio, count in zip(names, ratios, counts, strict=True):
+                added[f"{name}.ratio"] = torch.ones(count) if ratio is None else ratio.float()
+        found[layer.path] = added
+    return found
+
+
+def masked_dense(model: nn.Module, plan: Plan) -> None:
+    """Zero, in place, what a plain plan drops from a dense model: the identity's other side.
+
+    q, k and v rows of dropped pairs and channels become zero; the output is the pruned model's
+    (eq. `masked-logit-equivalence`). Raises PlanError for mixed slots or value subspaces.
+    """
+    spec = attention_spec(model.config)
+    tensors = dict(model.named_parameters())
+    layers = attention_layers(model)
+    for name, (layer, role) in projection_tensors(layers, spec).items():
+        planned, shape = plan.layers[layer.index], layer.shape
+        if planned is None or shape is None:
+            continue
+        if layer.norm is not None:
+            raise PlanError("with QK-norm the dense model masks after the norm, not by weights")
+        if planned.channels_GC is None or planned.mixes_keys:
+            raise PlanError("only plain pruning is a mask of the dense model")
+        roles = tuple(role.split("+"))
+        widths = dict.fromkeys(roles, shape.head_dim)
+        rows = role_rows(roles, widths, shape, per_head=spec.per_head)
+        for part in set(roles) & set("qkv"):
+            heads = shape.num_heads if part == "q" else shape.num_kv_heads
+            drop = ~_kept_mask(part, planned, shape, heads).flatten()
+            with torch.no_grad():
+                tensors[name][rows[part][drop].to(tensors[name].device)] = 0
+
+
+def _kept_mask(role: str, planned: LayerPlan, shape: Any, heads: int) -> Tensor:
+    assert planned.channels_GC is not None
+    kept = planned.channels_GC.long() if role == "v" else planned.kept_channels(shape)
+    mask = torch.zeros(shape.num_kv_heads, shape.head_dim, dtype=torch.bool)
+    mask.scatter_(1, kept, True)
+    return mask.repeat_interleave(heads // shape.num_kv_heads, 0)
+
+
+def _widths(layer: LayerPlan | None, norm_mode: str) -> dict[str, int] | None:
+    if layer is None:
+        return None
+    widths = {"pairs": layer.num_pairs, "free": layer.num_free, "values": layer.value_width}
+    rows = layer.norm_rows if norm_mode == "rows" else 0
+    return widths | ({"norm_rows": rows} if rows else {})
+
+
+def _copy_buffers(dense: nn.Module, small: nn.Module) -> None:
+    """Non-persistent buffers (RoPE frequencies) are in no state dict."""
+    source = dict(dense.named_buffers())
+    for name, buffer in small.named_buffers():
+        if buffer.device.type == "meta":
+            parent, _, leaf = name.rpartition(".")
+            setattr(small.get_submodule(parent), leaf, source[name].clone())
+
+
+def _dispatch_like(dense: Any, small: Any) -> Any:
+    device_map = getattr(dense, "hf_device_map", None)
+    if not device_map or len(set(device_map.values())) < 2:
+        return small
+    return dispatch_model(small, device_map=device_map)

@@ -1,0 +1,183 @@
+"""What methods beside pair pruning decide: another attention for every layer, with its weights.
+
+A pair plan is cut from any copy of the dense weights; low-rank factors and rotated bases exist only
+as numbers, so a replacement carries the tensors of the new attention themselves.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from ..checkpoint.tensor_file import TensorFile
+from ..model.errors import PlanError, UnsupportedModelError
+from ..model.fingerprint import fingerprint_model
+from ..model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    base_model_type,
+    projection_tensors,
+    refuse_pruned,
+)
+from ..model.modeling import CONFIG_VERSION
+from ..model.rope import AttentionShape
+from ..planning.plan import FILE as PLAN_FILE
+from ..planning.plan import Plan, read_shapes
+from .apply import assemble, config_with
+
+FILE = TensorFile(
+    "replacement", 1, "a plan of such a method", PlanError, "write one with `rap plan`"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ReplacedLayer:
+    """The attention that takes the place of a dense layer's.
+
+    `widths` is its entry in the `rap` section: its sizes, and a `kind` of modeling.KINDS unless it
+    is RapAttention itself. `tensors` are all its projections and buffers by name inside the module.
+    `cached` is what the cache holds of a token, in elements.
+    """
+
+    widths: dict[str, Any]
+    tensors: dict[str, Tensor]
+    cached: int
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """One ReplacedLayer per decoder layer (None: left dense), as Plan is for pair pruning.
+
+    As large as the weights of attention it describes. `shapes`, `retain`, `dense_fingerprint` and
+    `method` are those of Plan.
+    """
+
+    layers: tuple[ReplacedLayer | None, ...]
+    shapes: tuple[AttentionShape | None, ...]
+    model_type: str
+    retain: float
+    dense_fingerprint: str = ""
+    method: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kept_fraction(self) -> float:
+        """Cached elements of a token over those of the dense model, all layers counted."""
+        kept = dense = 0
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            if shape is not None:
+                width = 2 * shape.num_kv_heads * shape.head_dim
+                kept += width if layer is None else layer.cached
+                dense += width
+        return kept / dense
+
+    def section(self) -> dict[str, Any]:
+        """The `rap` section of config.json."""
+        return {
+            "version": CONFIG_VERSION,
+            "base_model_type": self.model_type,
+            "layers": [layer.widths if layer is not None else None for layer in self.layers],
+            "retain": self.retain,
+            "kept_fraction": self.kept_fraction,
+            "qk_norm": "constant",
+            "method": self.method,
+            "dense_fingerprint": self.dense_fingerprint,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write one file: tensors in safetensors format, everything else as JSON in its header."""
+        about = {
+            "layers": [
+                {"widths": layer.widths, "cached": layer.cached} if layer is not None else None
+                for layer in self.layers
+            ],
+            "shapes": [asdict(shape) if shape else None for shape in self.shapes],
+            "model_type": self.model_type,
+            "retain": self.retain,
+            "dense_fingerprint": self.dense_fingerprint,
+            "method": self.method,
+        }
+        FILE.save(path, [layer.tensors if layer else None for layer in self.layers], about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Replacement":
+        """Read what `save` wrote; PlanError if it is something else or of a newer version."""
+        return FILE.load(path, cls._of)
+
+    @classmethod
+    def _of(
+        cls, about: dict[str, Any], tensors: Callable[[int], dict[str, Tensor]]
+    ) -> "Replacement":
+        layers = tuple(
+            None if entry is None else ReplacedLayer(tensors=tensors(index), **entry)
+            for index, entry in enumerate(about["layers"])
+        )
+        kept = ("model_type", "retain", "dense_fingerprint", "method")
+        return cls(layers, read_shapes(about["shapes"]), **{key: about[key] for key in kept})
+
+
+def load_plan(path: str | Path) -> Plan | Replacement:
+    """A plan file of any method; PlanError if it is none."""
+    replaced = not PLAN_FILE.wrote(path) and FILE.wrote(path)
+    return Replacement.load(path) if replaced else Plan.load(path)
+
+
+def replace(model: Any, replacement: Replacement) -> Any:
+    """A new Rap<Family>ForCausalLM with the attention of `replacement`; `model` stays untouched.
+
+    Raises PlanError if the replacement was made for another model.
+    """
+    check_made_for(replacement, model)
+    layers = attention_layers(model)
+    replaced = [layer for layer in layers if replacement.layers[layer.index] is not None]
+    gone = projection_tensors(replaced, attention_spec(model.config))
+    dense = model.state_dict()
+    state = {name: x.detach().clone() for name, x in dense.items() if name not in gone}
+    like = {layer.path: dense[name] for name, (layer, _) in gone.items()}
+    for layer in replaced:
+        for name, tensor in (replacement.layers[layer.index] or _NOTHING).tensors.items():
+            dtype = like[layer.path].dtype if tensor.is_floating_point() else tensor.dtype
+            state[f"{layer.path}.{name}"] = tensor.to(like[layer.path].device, dtype, copy=True)
+    return assemble(model, config_with(model.config, replacement.section()), state)
+
+
+def check_made_for(replacement: Replacement, model: Any) -> None:
+    """Raise PlanError unless the replacement was made for this dense model."""
+    refuse_pruned(model.config)
+    # A plan checks its layers' shapes and the fingerprint, and reads nothing else of itself.
+    Plan.check_model(
+        cast(Any, replacement),
+        base_model_type(model.config),
+        [layer.shape for layer in attention_layers(model)],
+        fingerprint_model(model),
+    )
+
+
+def check_plain(model: Any, layers: Sequence[AttentionLayer], what: str) -> None:
+    """Raise UnsupportedModelError unless attention is what the baselines were written for.
+
+    That is separate q, k, v and o, without norms of queries and keys, gates, sinks, clipped
+    states, or layers that rotate at frequencies of their own.
+    """
+    spec = attention_spec(model.config)
+    missing = [
+        (spec.fused is not None, "one linear for q, k and v"),
+        (spec.gate is not None, "a gate on its output"),
+        (any(layer.norm is not None for layer in layers), "norms of queries and keys"),
+        (any(name == "s_aux" for name, _ in spec.arguments), "attention sinks"),
+        (getattr(model.config, "clip_qkv", None) is not None, "clipped queries and keys"),
+        (
+            not hasattr(model.get_decoder().rotary_emb, "inv_freq"),
+            "several sets of rotary frequencies",
+        ),
+    ]
+    reasons = [reason for found, reason in missing if found]
+    if reasons:
+        raise UnsupportedModelError(
+            f"method {what} is not made for attention with {' and '.join(reasons)}: use method rap"
+        )
+
+
+_NOTHING = ReplacedLayer({}, {}, 0)

@@ -1,0 +1,298 @@
+"""Step 3 without the model: a checkpoint rewritten tensor by tensor as a plan says.
+
+The output's layout is known from the plan before anything is read, so each shard's header is
+written first and every tensor follows as soon as it is cut: one tensor is in memory at a time.
+Experts that the model joins are copied one by one, and joined once more for the fingerprint alone.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from huggingface_hub import snapshot_download
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import safe_open
+from torch import Tensor
+from transformers.dynamic_module_utils import custom_object_save
+
+from ..checkpoint.files import PLAN_FILE, check_safetensors, whole_directory
+from ..checkpoint.load import load_config
+from ..model.errors import CheckpointError, PlanError
+from ..model.fingerprint import Fingerprint, tied_names
+from ..model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    base_model_type,
+    projection_tensors,
+    refuse_pruned,
+)
+from ..model.modeling import auto_class, model_class
+from ..planning.plan import Plan
+from .apply import added_tensors, cut_layer, pruned_config
+from .conversions import Conversions
+
+INDEX_FILE = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
+# In the order in which safetensors lays types out in a file, wide ones first for alignment.
+_DTYPE_NAMES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of an output shard: where it comes from and its shape after the cut.
+
+    `name` is the output's, `source` the dense checkpoint's, `target` the model's; `part` is set for
+    one of several tensors that the model joins.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layer: AttentionLayer | None = None
+    role: str = ""
+    value: Tensor | None = None
+    source: str = ""
+    target: str = ""
+    part: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class _Rewriter:
+    """The state of one streamed application: the plan, names to cut, and both fingerprints."""
+
+    def __init__(self, model: Any, plan: Plan):
+        self.plan, self.spec = plan, attention_spec(model.config)
+        self.layers = attention_layers(model)
+        plan.check_model(base_model_type(model.config), [layer.shape for layer in self.layers])
+        self.cuts = projection_tensors(self.layers, self.spec)
+        self.expected = model.state_dict().keys() - tied_names(model)
+        self.added = added_tensors(plan, self.layers)
+        self.dense, self.small = Fingerprint(), Fingerprint()
+        self.conversions, self.shapes = Conversions(model), _shapes(model)
+        self.parts: dict[str, list[tuple[str, str]]] = {}
+        self.where: dict[str, Path] = {}
+
+    def entries(self, path: Path) -> list[_Entry]:
+        """The tensors of an output shard, in the order in which safetensors would write them.
+
+        Tensors the model does not have (old checkpoints store RoPE frequencies) are left out, as
+        `from_pretrained` ignores them.
+        """
+        with safe_open(path, "pt") as shard:
+            stored = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
+            targets = {name: self.conversions.target(name) for name in stored}
+            targets = {name: both for name, both in targets.items() if both[0] in self.expected}
+            names = self.conversions.stored_names([t for t, part in targets.values() if not part])
+            result = [
+                entry
+                for name, (target, part) in targets.items()
+                for entry in self._entries(
+                    stored[name], name if part else names[target], name, target, part
+                )
+            ]
+        self.where |= dict.fromkeys(targets, path)
+        order = list(_DTYPE_NAMES)
+        return sorted(result, key=lambda entry: (order.index(entry.dtype), entry.name))
+
+    def _entries(
+        self, stored: Any, name: str, source: str, target: str, part: str | None
+    ) -> Iterator[_Entry]:
+        if stored.get_dtype() not in _DTYPES:
+            raise CheckpointError(
+                f"{source} is stored as {stored.get_dtype()}: streamed surgery takes float "
+                "weights, compress the unquantized checkpoint"
+            )
+        dtype, shape = _DTYPES[stored.get_dtype()], tuple(stored.get_shape())
+        layer, role = self.cuts.get(target, (None, ""))
+        if layer is None or self.plan.layers[layer.index] is None:
+            yield _Entry(name, dtype, shape, source=source, target=target, part=part)
+            return
+        small = tuple(self._cut(torch.empty(shape, dtype=dtype, device="meta"), layer, role).shape)
+        yield _Entry(name, dtype, small, layer, role, source=source, target=target)
+        if "k" in role.split("+") and target.endswith(".weight"):
+            added = {f"{layer.path}.{name}": x for name, x in self.added[layer.path].items()}
+            names = self.conversions.stored_names(added)
+            for target, value in added.items():
+                entry = _Entry(names[target], value.dtype, tuple(value.shape), value=value)
+                yield replace(entry, target=target)
+
+    def rewrite(self, entry: _Entry) -> Tensor:
+        """The output tensor of an entry, hashed on both sides if it is one of the model's."""
+        if entry.value is not None:
+            self.small.add(entry.target, entry.value)
+            return entry.value
+        dense = self._read(entry.source)
+        if entry.part is not None:
+            self.parts.setdefault(entry.target, []).append((entry.source, entry.part))
+            return dense
+        self.dense.add(entry.target, dense)
+        if entry.layer is None:
+            self.small.add_same(entry.target, self.dense)
+            return dense
+        result = self._cut(dense, entry.layer, entry.role)
+        self.small.add(entry.target, result)
+        return result
+
+    def join(self) -> None:
+        """Hash the tensors that the model joins from several stored ones, when all are written."""
+        for target, parts in self.parts.items():
+            joined = self.conversions.join(target, parts, self._read)
+            if joined is None or joined.shape != self.shapes[target]:
+                raise CheckpointError(
+                    f"{target} cannot be joined from {len(parts)} stored tensors: the checkpoint "
+                    "is incomplete, download it again"
+                )
+            self.dense.add(target, joined)
+            self.small.add_same(target, self.dense)
+
+    def _read(self, name: str) -> Tensor:
+        # Opened for each tensor: a shard that stays open keeps every page read of it mapped.
+        with safe_open(self.where[name], "pt") as shard:
+            return shard.get_tensor(name)
+
+    def _cut(self, tensor: Tensor, layer: AttentionLayer, role: str) -> Tensor:
+        return cut_layer(role, tensor, layer, self.plan, self.spec)
+
+
+def apply_streamed(
+    source: str | Path,
+    plan: Plan,
+    output: str | Path,
+    *,
+    force: bool = False,
+    progress: bool = False,
+) -> None:
+    """Write the pruned checkpoint of `source` (directory or hub name) to the directory `output`.
+
+    Byte for byte the tensors that `construction.apply` and `save_pretrained` would write, with one
+    tensor in memory at a time. Raises PlanError (also when the weights turn out to be other ones
+    than were planned for, in which case nothing is written) or CheckpointError.
+    """
+    config = load_config(source)
+    refuse_pruned(config)
+    attention_spec(config)
+    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(str(source)))
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    rewriter = _Rewriter(model, plan)
+    shards = _shards(folder)
+    with whole_directory(output, force=force) as partial:
+        weight_map, total_bytes = {}, 0
+        for shard, entries in _each_shard(shards, rewriter, partial, progress=progress):
+            weight_map.update({entry.name: shard.name for entry in entries})
+            total_bytes += sum(entry.num_bytes for entry in entries)
+        rewriter.join()
+        _check_complete(rewriter)
+        found = rewriter.dense.value()
+        if plan.dense_fingerprint and found != plan.dense_fingerprint:
+            raise PlanError(
+                f"the plan was made from other weights ({plan.dense_fingerprint[:12]}) than those "
+                f"in {source} ({found[:12]}): make a new plan for this checkpoint"
+            )
+        if len(shards) > 1:
+            _write_index(partial, weight_map, total_bytes)
+        _write_rest(folder, partial, model, rewriter)
+
+
+def _shards(folder: Path) -> list[Path]:
+    shards = [folder / "model.safetensors"]
+    if not shards[0].is_file() and (folder / INDEX_FILE).is_file():
+        try:
+            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+            shards = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} is damaged ({error}): download it again"
+            ) from error
+    elif not shards[0].is_file():
+        raise CheckpointError(
+            f"{folder} has no model.safetensors and no {INDEX_FILE}: convert the checkpoint first"
+        )
+    for shard in shards:
+        if not shard.is_file():
+            raise CheckpointError(f"{shard} is missing: download the checkpoint again")
+        check_safetensors(shard)
+    return shards
+
+
+def _each_shard(
+    shards: list[Path], rewriter: _Rewriter, output: Path, *, progress: bool
+) -> Iterator[tuple[Path, list[_Entry]]]:
+    with Progress(console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("rewriting", total=sum(shard.stat().st_size for shard in shards))
+        for path in shards:
+            entries = rewriter.entries(path)
+            with (output / path.name).open("wb") as file:
+                _write_header(file, entries)
+                for entry in entries:
+                    tensor = rewriter.rewrite(entry).contiguous()
+                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            bar.advance(task, path.stat().st_size)
+            yield path, entries
+
+
+def _write_header(file: BinaryIO, entries: list[_Entry]) -> None:
+    """The safetensors header: https://github.com/huggingface/safetensors#format."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        end = offset + entry.num_bytes
+        header[entry.name] = {
+            "dtype": _DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _shapes(model: Any) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _check_complete(rewriter: _Rewriter) -> None:
+    missing = sorted(rewriter.expected - rewriter.dense.names())
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} tensors ({missing[0]}, ...): it is incomplete, "
+            "or stored under other names; use the in-memory `rap apply`"
+        )
+
+
+def _write_index(output: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (output / INDEX_FILE).write_text(text, encoding="utf-8")
+
+
+def _write_rest(source: Path, output: Path, model: Any, rewriter: _Rewriter) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != "config.json":
+            shutil.copyfile(file, output / file.name)
+    config = pruned_config(model.config, rewriter.plan)
+    config.rap["fingerprint"] = rewriter.small.value()
+    with torch.device("meta"):
+        small = model_class(rewriter.plan.model_type)(config)
+    custom_object_save(small, output, config=config)
+    config.save_pretrained(output)
+    rewriter.plan.save(output / PLAN_FILE)

@@ -1,0 +1,159 @@
+"""Windows of text: which tokens they hold, that they repeat with the seed, and what is refused."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rap import assets
+from rap.calibration.text import load_windows, read_text, windows_from_text
+from rap.model.errors import CalibrationError
+
+
+class Characters:
+    """A tokenizer whose tokens are character codes, so that windows can be read back as text."""
+
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        assert not add_special_tokens
+        return SimpleNamespace(input_ids=[ord(character) for character in text])
+
+
+def as_text(row):
+    return "".join(chr(code) for code in row.tolist())
+
+
+def test_a_short_text_is_cut_into_windows_without_gap_or_overlap():
+    text = "abcdefghijklmnopqrstuvwxyz"
+    windows = windows_from_text(text, Characters(), num_windows=6, window=4)
+    assert windows.dtype == torch.long
+    assert [as_text(row) for row in windows] == ["abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx"]
+
+
+def test_fewer_windows_than_the_text_holds_are_sampled_in_order():
+    text = "abcdefghijklmnopqrstuvwxyz"
+    first, again, other = (
+        windows_from_text(text, Characters(), num_windows=3, window=2, seed=seed)
+        for seed in (0, 0, 5)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first[:, 0].tolist() == sorted(first[:, 0].tolist())
+    assert all((int(row[0]) - ord("a")) % 2 == 0 for row in first)
+
+
+def test_a_long_text_is_sampled_over_its_whole_length_from_whole_words():
+    words = [f"w{number:05d}" for number in range(3000)]
+    windows = windows_from_text(" ".join(words), Characters(), num_windows=32, window=30)
+    starts = [as_text(row)[:6] for row in windows]
+    assert set(starts) <= set(words)
+    assert starts == sorted(set(starts))
+    assert starts[0] < "w00500"
+    assert starts[-1] > "w02500"
+    for row in windows:
+        assert as_text(row) in " ".join(words)
+
+
+def test_a_text_of_very_long_tokens_still_gives_windows():
+    class Words(Characters):
+        def __call__(self, text, **kwargs):
+            return SimpleNamespace(input_ids=[len(word) for word in text.split()])
+
+    text = " ".join(["a" * 63] * 64)
+    windows = windows_from_text(text, Words(), num_windows=8, window=8)
+    assert windows.tolist() == [[63] * 8] * 8
+
+
+def test_the_bundled_text_gives_the_papers_number_of_windows(tokenizer):
+    windows = load_windows("bundled", tokenizer)
+    assert windows.shape == (32, 1024)
+    assert len(torch.unique(windows, dim=0)) == 32
+    assert tokenizer.decode(windows[7][:200]) in assets.reference_text("calibration")
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "message"),
+    [
+        ("", {}, "text is empty"),
+        (" \n\t ", {}, "text is empty"),
+        ("abc", {"num_windows": 1, "window": 4}, "has 3 tokens, one window needs 4"),
+        ("a" * 10, {"num_windows": 3, "window": 4}, "10 tokens, enough for 2 windows of 4, not 3"),
+        ("a" * 10, {"num_windows": 0, "window": 4}, "cannot cut 0 windows of 4"),
+        ("a" * 10, {"num_windows": 1, "window": 1}, "cannot cut 1 windows of 1"),
+    ],
+)
+def test_texts_that_are_too_short_are_refused_with_their_length(text, asked, message):
+    with pytest.raises(CalibrationError, match=message) as caught:
+        windows_from_text(text, Characters(), **asked)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_are_read(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo", encoding="utf-8")
+    entries = [{"id": "x", "text": "one"}, {"n": 1, "body": "two\u2028three"}, {"text": "four"}]
+    lines = [json.dumps(entry, ensure_ascii=False) for entry in entries]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    assert read_text(tmp_path / "a.txt") == "one\ntwo"
+    assert read_text(str(tmp_path / "a.jsonl")) == "one\n\ntwo\u2028three\n\nfour"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.txt", None, "there is no file .*absent.txt"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2 is not JSON"),
+        ("a.jsonl", b"[1, 2]", "line 1 has no text"),
+        ("a.jsonl", b'{"n": 1}', "line 1 has no text"),
+        ("a.txt", b"\xff\xfe\xfa", "as UTF-8 text"),
+        ("a.csv", b"x", "neither .txt nor .jsonl"),
+    ],
+)
+def test_unreadable_files_are_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CalibrationError, match=message):
+        read_text(tmp_path / name)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for `datasets` that records what was asked for."""
+    asked = []
+
+    def load_dataset(path, config, *, split, streaming):
+        asked.append((path, config, split, streaming))
+        if path == "absent":
+            raise ConnectionError("Couldn't reach the hub\nsecond line")
+        return iter([{"text": "first"}, {"text": "second"}, {"other": 3}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("source", "request_made"),
+    [
+        ("paper", ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", False)),
+        ("wikitext-2-raw-v1", ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", False)),
+        ("c4", ("allenai/c4", "en", "train", True)),
+        ("some/data", ("some/data", None, "train", False)),
+        ("some/data:part:test", ("some/data", "part", "test", False)),
+        ("some/data::test", ("some/data", None, "test", False)),
+    ],
+)
+def test_datasets_are_asked_for_by_name_config_and_split(hub, source, request_made):
+    assert read_text(source) == "first\n\nsecond\n\n"
+    assert hub == [request_made]
+
+
+def test_a_streamed_dataset_is_read_no_further_than_needed(hub):
+    assert read_text("c4", max_characters=5) == "first"
+    assert read_text("paper", max_characters=5) == "first\n\nsecond\n\n"
+
+
+def test_a_dataset_out_of_reach_is_one_line_with_a_remedy(hub):
+    message = r"cannot load the dataset 'absent' \(Couldn't reach the hub\): .* 'bundled'"
+    with pytest.raises(CalibrationError, match=message) as caught:
+        read_text("absent")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,1 @@
+"""What several tests start from: models, plans, families, methods, and rules of the tree."""

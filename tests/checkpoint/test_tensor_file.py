@@ -1,0 +1,67 @@
+"""Files of tensors per layer: what comes back, and one clear line for every other file."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rap.calibration.statistics import Statistics
+from rap.checkpoint.tensor_file import TensorFile
+from rap.model.errors import PlanError
+from rap.planning.plan import Plan
+from rap.surgery.replace import Replacement
+
+FILE = TensorFile("thing", 3, "a thing", PlanError, "make one")
+
+
+def _both(about, tensors):
+    return about, tensors
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    """Layers without tensors stay empty, layer 1 does not take those of layer 10."""
+    path = tmp_path / "thing"
+    layers = [{"a": torch.arange(6.0).reshape(2, 3).mT}, None, *[{"a": torch.ones(1)}] * 9]
+    FILE.save(path, layers, {"words": ["x"]})
+    about, tensors = FILE.load(path, _both)
+    assert about == {"version": 3, "words": ["x"]}
+    assert torch.equal(tensors(0)["a"], layers[0]["a"])
+    assert tensors(1) == {}
+    assert tensors(10).keys() == {"a"}
+    assert FILE.wrote(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "does not hold a thing: make one"),
+        ({"format": "rap-thing"}, "is damaged"),
+        ({"format": "rap-thing", "thing": "{"}, "is damaged"),
+        ({"format": "rap-thing", "thing": "[]"}, "is damaged"),
+        ({"format": "rap-thing", "thing": "{}"}, "is damaged .*: make one"),
+        ({"format": "rap-thing", "thing": '{"version": 4}'}, "version 4, .* up to 3: upgrade"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, metadata, message):
+    path = tmp_path / "thing"
+    save_file({"x": torch.zeros(1)}, path, metadata=metadata)
+    with pytest.raises(PlanError, match=message):
+        FILE.load(path, _both)
+
+
+def test_unreadable_files_are_refused(tmp_path):
+    path = tmp_path / "thing"
+    path.write_bytes(b"no tensors")
+    for read in (lambda: FILE.load(path, _both), lambda: FILE.wrote(path)):
+        with pytest.raises(PlanError, match="cannot read a thing from"):
+            read()
+
+
+@pytest.mark.parametrize("made", [Plan, Replacement, Statistics])
+def test_a_header_that_lacks_something_is_damage(tmp_path, made):
+    """Every reader turns a header without what it needs into the same line."""
+    path, file = tmp_path / "file", sys.modules[made.__module__].FILE
+    file.save(path, [], {})
+    with pytest.raises(file.error, match=f"is damaged .*: {file.remedy}"):
+        made.load(path)

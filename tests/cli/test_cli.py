@@ -1,0 +1,285 @@
+"""Every command as a user runs it, on the bundled model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rap
+from cases.command import run
+from rap import assets
+from rap.cli import demo
+from rap.model.fingerprint import fingerprint_model
+from rap.planning.plan import Plan
+
+SMALL = ("--windows", "2", "--window", "128")
+# The defaults cut so little that a greedy text may stay the dense one.
+PLAIN = ("--keys", "pairs", "--values", "channels", "--budget", "uniform")
+PROMPT = "It was a dark evening, and the old man"
+WORDS = "The rain fell on the old house all night. "
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A held-out text of a little more than one window of 2048 tokens."""
+    path = tmp_path_factory.mktemp("text") / "held-out.txt"
+    path.write_text(WORDS * 240)
+    return path
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory, text) -> tuple[Path, dict]:
+    """The output of `rap compress --json`, and what it printed."""
+    out = tmp_path_factory.mktemp("compress") / "out"
+    settings = ("--retain", 0.7, *PLAIN, *SMALL, "--evaluate", text)
+    result = run("compress", "bundled", "-o", out, *settings, "--json")
+    assert result.code == 0, result.err
+    return out, result.json
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory) -> Path:
+    """The output of `rap plan`."""
+    path = tmp_path_factory.mktemp("plan") / "new" / "p.rap"
+    result = run("plan", "bundled", "-o", path, *SMALL, "--keys", "pairs", "--seed", 5)
+    assert (result.code, result.out) == (0, "")
+    assert result.err.splitlines()[-1] == f"wrote {path}: keeps 70.8% of the KV cache"
+    return path
+
+
+def test_installed_script_prints_the_version():
+    script = Path(sys.executable).parent / "rap"
+    result = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"rap {rap.__version__}\n"
+
+
+def test_without_a_command_the_help_is_shown():
+    result = run()
+    assert result.code == 2
+    assert all(f"\n  {name} " in result.err for name in ("compress", "plan", "apply", "inspect"))
+
+
+def test_doctor_names_what_is_missing_and_the_remedy():
+    found = run("doctor", "--json").json
+    assert found["packages"]["torch"] == torch.__version__
+    printed = run("doctor").out
+    assert torch.__version__ in printed
+    for feature in found["features"]:
+        assert feature["feature"] in printed
+        assert (feature["remedy"] in printed) == (feature["version"] is None)
+
+
+def test_inspect_shows_every_layer_of_a_model(compressed):
+    dense = run("inspect", "bundled")
+    assert dense.out.startswith("bundled: llama, dense, 3,072 KV bytes per token\n")
+    assert dense.out.count("default, theta 500000") == 6
+    report = run("inspect", compressed[0], "--json").json
+    assert [layer["eligible"] for layer in report["layers"]] == ["pruned"] * 6
+    assert report["kv_bytes_per_token"] == compressed[1]["pruned"]["kv_bytes_per_token"]
+    assert report["dense_kv_bytes_per_token"] == 3072
+
+
+def test_inspect_plan_takes_a_file_or_a_checkpoint(compressed, plan_file):
+    of_folder = run("inspect", "plan", compressed[0], "--json").json
+    assert of_folder["kept_fraction"] == compressed[1]["kept_fraction"]
+    assert of_folder["dense_fingerprint"] == compressed[1]["dense"]["fingerprint"]
+    printed = run("inspect", "plan", plan_file).out
+    plan = Plan.load(plan_file)
+    assert f"asked 0.7, keeps {plan.kept_fraction:.4f}" in printed
+    first = plan.layers[0].frequency_GM[0].tolist()
+    shown = re.search(r"head 0: ([\d -]+)", printed).group(1).split()
+    spans = [[int(end) for end in part.split("-")] for part in shown]
+    assert [i for span in spans for i in range(span[0], span[-1] + 1)] == first
+
+
+# Counts the cache by hand: bytes of every tensor that holds the prompt, over its tokens.
+_NEW_PROCESS = """
+import json, sys
+import rap
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+inputs = AutoTokenizer.from_pretrained(sys.argv[1])(sys.argv[2], return_tensors="pt")
+cache = DynamicCache()
+model(**inputs, past_key_values=cache)
+held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0].tolist()
+print(json.dumps({"tokens": tokens, "bytes": held / inputs.input_ids.shape[1]}))
+"""
+
+
+def _in_new_process(folder: Path) -> dict:
+    code = [sys.executable, "-c", _NEW_PROCESS, str(folder), PROMPT]
+    result = subprocess.run(code, capture_output=True, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_checkpoint_generates_the_same_tokens_in_a_new_process(compressed):
+    folder, report = compressed
+    method = rap.Rap.paper(retain=0.7, budget="uniform")
+    in_memory = rap.compress(
+        "bundled", method=method, num_windows=2, window=128, evaluate=None
+    ).model
+    inputs = assets.reference_tokenizer()(PROMPT, return_tensors="pt")
+    expected = in_memory.generate(**inputs, max_new_tokens=24, do_sample=False)[0].tolist()
+    dense = assets.reference_model().generate(**inputs, max_new_tokens=24, do_sample=False)
+    found = _in_new_process(folder)
+    assert found["tokens"] == expected
+    assert found["tokens"] != dense[0].tolist(), "the cut changed nothing: no evidence"
+    assert (
+        found["bytes"]
+        == report["kept_fraction"] * _in_new_process(assets.reference_path())["bytes"]
+    )
+    # Heads of 64 keep multiples of 8 channels: at most half a step from what was asked.
+    assert abs(report["kept_fraction"] - 0.7) <= 4 / 64
+
+
+def test_retain_is_exact_without_alignment():
+    small = rap.compress(
+        "bundled", method=rap.Rap(retain=0.5, align=1), num_windows=1, window=64, evaluate=None
+    )
+    assert small.report["kept_fraction"] == 0.5
+    assert 2 * small.report["pruned"]["kv_bytes_per_token"] == 3072
+
+
+def test_report_carries_what_a_repetition_needs(compressed):
+    folder, report = compressed
+    made_with = report["provenance"]
+    assert made_with["packages"]["torch"] == torch.__version__
+    assert made_with["settings"]["num_windows"] == 2
+    assert made_with["settings"]["seed"] == report["method"]["seed"] == 0
+    assert report["dense"]["fingerprint"] == fingerprint_model(assets.reference_model())
+    assert report["pruned"]["fingerprint"] == fingerprint_model(rap.load(folder))
+    assert json.loads((folder / "rap_report.json").read_text()) == report
+    assert report["pruned"]["perplexity"] != report["dense"]["perplexity"] > 1
+
+
+def test_model_card_is_for_others(tmp_path, text):
+    source = tmp_path / "dense"
+    source.symlink_to(assets.reference_path())
+    out = tmp_path / "small"
+    local = ("--calibration", text, "--evaluate", "none", "--windows", 1, "--window", 64)
+    assert run("compress", source, "-o", out, *local).code == 0
+    card = (out / "README.md").read_text()
+    figures = json.loads((out / "rap_report.json").read_text())["pruned"]
+    assert f"| {figures['kv_bytes_per_token']:,} |" in card
+    assert "1 windows of 64 tokens from held-out.txt" in card
+    assert str(tmp_path) not in card
+    assert str(text.parent) not in card
+    assert "base_model" not in card
+    assert "{" not in card.replace(str(_method_line(card)), "")
+
+
+def _method_line(card: str) -> str:
+    return next(line for line in card.splitlines() if line.startswith("Method: "))
+
+
+def test_relative_directory_is_no_hub_name(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "dense").symlink_to(assets.reference_path())
+    monkeypatch.chdir(tmp_path)
+    small = ("--evaluate", "none", "--windows", 1, "--window", 64)
+    assert run("compress", "runs/dense", "-o", "small", *small).code == 0
+    assert "base_model" not in (tmp_path / "small" / "README.md").read_text()
+
+
+def test_apply_gives_the_same_tensors_streamed(tmp_path, plan_file):
+    memory, streamed = tmp_path / "memory", tmp_path / "streamed"
+    results = [
+        run("apply", "bundled", plan_file, "-o", memory, "--json"),
+        run("apply", "bundled", plan_file, "-o", streamed, "--stream", "--json"),
+    ]
+    assert [result.code for result in results] == [0, 0]
+    one, other = (load_file(folder / "model.safetensors") for folder in (memory, streamed))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    width = 2 * Plan.load(plan_file).layers[0].num_pairs
+    assert width < 64
+    assert one["model.layers.0.self_attn.k_proj.weight"].shape == (2 * width, 256)
+    fingerprint = fingerprint_model(rap.load(memory))
+    assert [result.json["fingerprint"] for result in results] == [fingerprint] * 2
+    assert results[0].json["provenance"]["settings"]["plan_file"] == str(plan_file)
+
+
+def test_seed_reaches_the_method(tmp_path, plan_file):
+    assert Plan.load(plan_file).method["seed"] == 5
+    plans = []
+    for seed in (1, 1, 2):
+        path = tmp_path / f"{len(plans)}.rap"
+        cut = ("--score", "random", "--keys", "pairs", "--values", "channels")
+        assert run("plan", "bundled", "-o", path, *SMALL, *cut, "--seed", seed).code == 0
+        plans.append(Plan.load(path).layers)
+    assert plans[0] == plans[1]
+    assert plans[0] != plans[2]
+
+
+def test_config_file_stands_between_defaults_and_flags(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "retain: 0.5\nscore: random\nkey-share: pooled\nkeys: pairs\nvalues: channels\n"
+        "windows: 1\nwindow: 64\njson: true\n"
+    )
+    path = tmp_path / "p.rap"
+    call = ("plan", "bundled", "-o", path, "--config", config)
+    method = run(*call).json["method"]
+    assert (method["retain"], method["score"], method["key_share"]) == (0.5, "random", "pooled")
+    assert method["seed"] == 0, "what the file leaves out keeps its default"
+    method = run(*call, "--retain", 0.9, "--force").json["method"]
+    assert (method["retain"], method["score"]) == (0.9, "random")
+
+
+def test_evaluate_measures_a_checkpoint(compressed, text, tmp_path):
+    folder, report = compressed
+    output = tmp_path / "new" / "result.json"
+    call = ("evaluate", "perplexity", folder, "--text", text, "-o", output)
+    result = run(*call, "--max-windows", 1, "--json")
+    assert result.json == json.loads(output.read_text())
+    assert result.json["value"] == pytest.approx(report["pruned"]["perplexity"], rel=1e-6)
+    assert result.json["fingerprint"] == report["pruned"]["fingerprint"]
+    assert "rap" in result.json["provenance"]
+
+
+_KILLED = """
+import os, signal
+from rap.cli import main
+from rap.plan import Plan
+Plan.save = lambda self, path: os.kill(os.getpid(), signal.SIGKILL)
+main()
+"""
+
+
+def test_kill_during_compress_leaves_no_half_output(tmp_path):
+    arguments = ["compress", "bundled", "-o", str(tmp_path / "out"), "--evaluate", "none", *SMALL]
+    result = subprocess.run([sys.executable, "-c", _KILLED, *arguments], capture_output=True)
+    assert result.returncode == -signal.SIGKILL
+    left = os.listdir(tmp_path)
+    assert [name.startswith(".out.partial-") for name in left] == [True]
+    assert (tmp_path / left[0] / "model.safetensors").is_file(), "it died before it wrote anything"
+    assert run(*arguments).code == 0
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.slow
+def test_demo_writes_its_table_and_figure(tmp_path, monkeypatch):
+    for name, value in (("EVALUATION_WINDOWS", 1), ("CALIBRATION_WINDOWS", 2), ("WINDOW", 128)):
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(demo, "RETAINS", (0.7, 0.5))
+    monkeypatch.setattr(demo, "SAMPLE_TOKENS", 4)
+    monkeypatch.setattr(demo, "RECOVERY", "closed-form")
+    result = run("demo", "-o", tmp_path / "demo")
+    assert result.code == 0
+    written = json.loads((tmp_path / "demo" / "results.json").read_text())
+    kept = {row["retain"]: row["kv_bytes_per_token"] for row in written["rows"]}
+    assert kept[1.0] == 2 * kept[0.5]
+    assert [row["method"] for row in written["rows"]][-2:] == ["rap", "recovered"]
+    for row in written["rows"]:
+        assert f"{row['perplexity']:.2f}" in result.out
+    assert (tmp_path / "demo" / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert demo.PROMPT in result.err
+    assert written["provenance"]["packages"]["torch"] == torch.__version__

@@ -1,0 +1,203 @@
+"""Wrong input of every kind: one line that says why, exit code 2, and nothing left on disk."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from transformers import GPT2Config
+
+import rap
+from cases.command import Result, error_violations, run
+from cases.models import tiny_model
+from cases.plans import random_plan
+from rap import assets
+from rap.model.errors import RapError
+
+QUICK = ("--windows", 1, "--window", 64, "--evaluate", "none")
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def _copy(folder: Path) -> Path:
+    shutil.copytree(assets.reference_path(), folder)
+    return folder
+
+
+def _quantized(folder: Path) -> None:
+    path = _copy(folder) / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+
+
+def _lacking_a_shard(folder: Path) -> None:
+    weights = _copy(folder) / "model.safetensors"
+    with safe_open(weights, "pt") as file:
+        names = sorted(file.keys())
+    weights.rename(folder / SHARDS[0])
+    weight_map = {name: SHARDS[number % 2] for number, name in enumerate(names)}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with one of every wrong input, which no test may change."""
+    place = tmp_path_factory.mktemp("place")
+    (place / "empty").mkdir()
+    (place / "file").write_text("")
+    (place / "empty.txt").write_text(" \n")
+    (place / "short.txt").write_text("hello")
+    (place / "bad.jsonl").write_text("{")
+    (place / "unknown.yaml").write_text("retains: 0.5")
+    (place / "list.yaml").write_text("- retain")
+    (place / "words.yaml").write_text("retain: much")
+    weights = _copy(place / "truncated") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    _lacking_a_shard(place / "lacking")
+    shutil.copytree(place / "lacking", place / "badindex")
+    (place / "badindex" / "model.safetensors.index.json").write_text("{")
+    _quantized(place / "quantized")
+    GPT2Config(n_layer=1, n_embd=8, n_head=2).save_pretrained(place / "gpt2")
+    dense = tiny_model()
+    plan = random_plan(dense, [(3, 6), (3, 6)])
+    plan.save(place / "other.rap")
+    rap.apply(dense, plan).save_pretrained(place / "pruned")
+    four = tiny_model(layers=6, heads=4, kv_heads=2, head_dim=64, hidden=256)
+    random_plan(four, [(8, 16)] * 6).save(place / "same-shape.rap")
+    whole = (place / "same-shape.rap").read_bytes()
+    (place / "cut.rap").write_bytes(whole[: len(whole) // 2])
+    return place
+
+
+def _listing(place: Path) -> dict[str, int]:
+    return {str(path): path.lstat().st_mtime_ns for path in sorted(place.rglob("*"))}
+
+
+BUNDLED = ("compress", "bundled", "-o", "x", *QUICK)
+WEIGHTS = [
+    ("truncated", "model.safetensors is truncated or damaged"),
+    ("lacking", f"{SHARDS[1]}"),
+    ("badindex", "badindex"),
+    ("quantized", "is quantized: compress the unquantized weights first"),
+    ("pruned", "is already pruned: start again from the dense checkpoint"),
+    ("gpt2", "'gpt2' is not supported: it adds learned absolute positions"),
+    ("empty", "empty is a directory without a model: config.json is missing"),
+    ("./nowhere", "there is no directory ./nowhere"),
+    ("file", "cannot read a model config from file"),
+]
+CASES = [
+    *[((*BUNDLED, "--retain", r), f"retain {float(r)} is outside") for r in ("0", "1.5", "nan")],
+    ((*BUNDLED, "--calibration", "empty.txt"), "the calibration text is empty"),
+    ((*BUNDLED, "--calibration", "nowhere.txt"), "there is no file nowhere.txt"),
+    ((*BUNDLED, "--calibration", "short.txt"), "one window needs 64: give a longer text"),
+    ((*BUNDLED, "--calibration", "bad.jsonl"), "bad.jsonl line 1 is not JSON"),
+    ((*BUNDLED, "--calibration", "file"), "file is neither .txt nor .jsonl"),
+    ((*BUNDLED, "--evaluate", "empty.txt"), "the evaluation text is empty"),
+    ((*BUNDLED, "--evaluate", "short.txt"), "the evaluation text has 3 tokens, one window needs"),
+    ((*BUNDLED, "--evaluate", "nowhere.txt"), "there is no file nowhere.txt"),
+    ((*BUNDLED, "--window", 4096), "the model was made for 2048: use windows of at most 2048"),
+    ((*BUNDLED, "--windows", 0), "cannot cut 0 windows"),
+    ((*BUNDLED, "--method", "no"), "unknown method 'no': use one of rap"),
+    ((*BUNDLED, "--score", "no"), "unknown score 'no': use one of energy, fisher, gate"),
+    ((*BUNDLED, "--budget", "no"), "unknown budget 'no': use one of adaptive"),
+    ((*BUNDLED, "--keys", "no"), "unknown keys 'no': use one of fold, pairs"),
+    ((*BUNDLED, "--align", -3), "align -3 is not possible"),
+    ((*BUNDLED, "--key-share", 3), "key_share 3.0 is not possible"),
+    ((*BUNDLED, "--key-share", "no"), "key_share 'no' is not possible"),
+    ((*BUNDLED, "--recover", "no"), "unknown recovery 'no'"),
+    ((*BUNDLED, "--dtype", "no"), "unknown dtype 'no': use auto, float32"),
+    ((*BUNDLED, "--device-map", "no"), "cannot load weights from"),
+    ((*BUNDLED, "-o", "pruned"), "pruned exists: pass --force to replace it"),
+    ((*BUNDLED, "-o", "file", "--force"), "file is a file: name a directory"),
+    ((*BUNDLED, "-o", "file/x"), "file/x cannot be made inside it"),
+    ((*BUNDLED, "--no-such-flag"), "No such option: --no-such-flag"),
+    ((*BUNDLED, "--retain", "much"), "Invalid value for '--retain'"),
+    ((*BUNDLED, "--config", "unknown.yaml"), "unknown options: retains; this command has: align"),
+    ((*BUNDLED, "--config", "list.yaml"), "must hold `option: value` lines, not a list"),
+    ((*BUNDLED, "--config", "words.yaml"), "Invalid value for '--retain'"),
+    ((*BUNDLED, "--config", "nowhere.yaml"), "--config nowhere.yaml: no such file"),
+    (("compress",), "Missing argument 'model'"),
+    (("compress", "bundled"), "Missing option '--output' / '-o'"),
+    (("no-such-command",), "No such command 'no-such-command'"),
+    (("plan", "bundled", "-o", "file"), "file exists: pass --force to replace it"),
+    (("plan", "bundled", "-o", "empty", "--force"), "empty is a directory: name a file"),
+    (("apply", "bundled", "file", "-o", "x"), "cannot read a plan from file"),
+    (("apply", "bundled", "cut.rap", "-o", "x"), "cannot read a plan from cut.rap"),
+    (("apply", "bundled", "nowhere.rap", "-o", "x"), "cannot read a plan from nowhere.rap"),
+    (("apply", "bundled", "truncated/model.safetensors", "-o", "x"), "cannot read a plan"),
+    (
+        ("apply", "bundled", assets.reference_path() / "model.safetensors", "-o", "x"),
+        "does not hold a plan: write one with `rap plan`",
+    ),
+    *[
+        (("apply", "bundled", plan, "-o", "x", *how), message)
+        for how in ((), ("--stream",))
+        for plan, message in (
+            ("other.rap", "the plan has 2 layers, the model 6"),
+            ("same-shape.rap", "the plan was made from other weights"),
+        )
+    ],
+    *[(("compress", source, "-o", "x", *QUICK), message) for source, message in WEIGHTS],
+    *[(("plan", source, "-o", "x.rap"), message) for source, message in WEIGHTS],
+    *[
+        (("apply", source, "same-shape.rap", "-o", "x", "--stream"), message)
+        for source, message in WEIGHTS
+    ],
+    (("inspect", "plan"), "name the plan file: rap inspect plan FILE"),
+    (("inspect", "plan", "file"), "cannot read a plan from file"),
+    (("inspect", "bundled", "pruned"), "one target at a time"),
+    *[(("inspect", source), message) for source, message in WEIGHTS[5:]],
+    (("evaluate", "perplexity", "bundled", "--text", "short.txt"), "the text has 3 tokens"),
+    (("evaluate", "perplexity", "bundled", "--text", "empty.txt"), "text is empty"),
+    (("evaluate", "perplexity", "bundled", "-o", "empty"), "empty is a directory: name a file"),
+    (("evaluate", "perplexity", "truncated"), "is truncated or damaged"),
+    (("evaluate", "perplexity", "quantized"), "cannot load weights from quantized"),
+    (("demo", "-o", "file"), "file is a file: name a directory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), CASES, ids=[" ".join(map(str, case[0])) for case in CASES]
+)
+def test_wrong_input_is_refused_in_one_line(place, monkeypatch, arguments, message):
+    monkeypatch.chdir(place)
+    before = _listing(place)
+    result = run(*arguments)
+    assert error_violations(result) == []
+    assert message in result.err
+    assert _listing(place) == before, "something was left on disk"
+
+
+def test_debug_shows_the_traceback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for position in (0, len(BUNDLED)):
+        arguments = [*BUNDLED, "--retain", "0"]
+        arguments.insert(position, "--debug")
+        with pytest.raises(RapError, match="is outside"):
+            run(*arguments)
+    assert os.listdir(tmp_path) == []
+
+
+def test_markup_in_a_name_is_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "[red]x").write_text("")
+    assert run("plan", "bundled", "-o", "[red]x").err.startswith("error: [red]x exists")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Result(1, "", "error: why\n"),
+        Result(2, "{}", "error: why\n"),
+        Result(2, "", "error: why\nand more\n"),
+        Result(2, "", "why\n"),
+        Result(2, "", ""),
+    ],
+)
+def test_refusals_that_are_not_clean_are_seen(result):
+    assert len(error_violations(result)) == 1
+    assert error_violations(Result(2, "", "error: why\n")) == []

@@ -1,0 +1,207 @@
+"""Timing of decode steps, stand-ins of a shape, and `rap bench`."""
+
+import json
+import weakref
+
+import pytest
+import torch
+
+from cases.command import run
+from cases.models import tiny_model
+from cases.plans import random_plan
+from rap.cli.bench import conclusion
+from rap.evaluation.cost import latency
+from rap.evaluation.cost.footprint import footprint
+from rap.evaluation.cost.latency import (
+    CPU_VARIANTS,
+    DecodeStep,
+    Point,
+    Variant,
+    interleaved,
+    measure_point,
+    weight_bytes,
+)
+from rap.evaluation.cost.stand_ins import dense_config, stand_in, uniform_config
+from rap.model.errors import RapError
+from rap.surgery.apply import apply
+
+SHAPE = {"heads": 6, "kv_heads": 2, "hidden": 36, "layers": 3}
+
+
+def test_tasks_take_turns_and_warm_up_is_not_counted():
+    order = []
+    now = iter(range(1000))
+    found = interleaved(
+        {name: lambda name=name: order.append(name) for name in "ab"}, 3, clock=lambda: next(now)
+    )
+    assert order == ["a", "b"] * 5
+    assert found == {"a": [1, 1, 1], "b": [1, 1, 1]}
+
+
+def _point(dense, pruned):
+    seconds = {"dense": dense, "pruned": pruned}
+    read = {"dense": 300, "pruned": 200}
+    return Point(1, 8, seconds, {}, {"dense": 0, "pruned": 0}, read)
+
+
+def test_each_side_is_judged_by_its_best():
+    point = _point(
+        {"x": [4.0, 4.0, 40.0], "y": [3.0, 6.0, 90.0]}, {"x": [2.0, 2.0, 20.0], "y": None}
+    )
+    assert point.best("dense") == "x"
+    assert point.best("pruned") == "x"
+    assert point.ratio("pruned") == 2.0
+    assert point.ratio("pruned", variant="y") is None
+    assert point.roofline("pruned") == 1.5
+    assert _point({"x": [1.0]}, {"x": None}).median("pruned") is None
+
+
+@pytest.mark.parametrize("variant", [*CPU_VARIANTS, Variant("static", "sdpa", "static")], ids=str)
+def test_a_step_decodes_over_a_cache_of_that_many_tokens(variant):
+    model = tiny_model(**SHAPE)
+    small = apply(model, random_plan(model, [(3, 5), None, (5, 9)]))
+    step = DecodeStep(small, variant, batch=2, context=30, steps=2)
+    # The constructor decodes one token to see what it allocates.
+    assert int(step.cache.get_seq_length()) == 31
+    step()
+    assert int(step.cache.get_seq_length()) == 32
+    assert step.kv_bytes == 2 * 30 * footprint(small).kv_bytes_per_token
+    step()
+    with pytest.raises(AssertionError, match="no room"):
+        step()
+
+
+def test_read_bytes_leave_out_the_embedding_unless_it_is_the_head():
+    model = tiny_model(**SHAPE)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert weight_bytes(model) == whole - model.get_input_embeddings().weight.nbytes
+    tied = tiny_model(**SHAPE, tie_word_embeddings=True)
+    assert weight_bytes(tied) == sum(parameter.nbytes for parameter in tied.parameters())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "glm"])
+def test_stand_ins_have_the_shape_they_stand_for(model_type):
+    """A pruned model's dense stand-in is as its dense model; a uniform one keeps that much."""
+    dense = tiny_model(model_type, **SHAPE)
+    config = uniform_config(dense.config, 0.5, align=2)
+    small = stand_in(config, dtype=torch.float32)
+    again = stand_in(dense_config(config), dtype=torch.float32)
+    assert type(again) is type(dense)
+    assert {n: p.shape for n, p in again.named_parameters()} == {
+        n: p.shape for n, p in dense.named_parameters()
+    }
+    kept = footprint(small).kv_bytes_per_token / footprint(dense).kv_bytes_per_token
+    assert kept == pytest.approx(0.5, abs=2 / 16)
+    rows = {tuple(row.tolist()) for n, b in small.named_buffers() if "frequency" in n for row in b}
+    assert len(rows) > 1, "heads should keep pairs of their own"
+
+
+def test_a_retain_outside_its_range_is_refused():
+    with pytest.raises(RapError, match=r"\(0, 1\]"):
+        uniform_config(tiny_model().config, 1.5)
+
+
+def test_a_point_holds_every_model_in_every_variant():
+    dense = tiny_model(**SHAPE)
+    small = stand_in(uniform_config(dense.config, 0.5, align=2), dtype=torch.float32)
+    point = measure_point(
+        {"dense": dense, "pruned": small}, batch=2, context=9, rounds=2, variants=CPU_VARIANTS
+    )
+    assert {name: set(found) for name, found in point.seconds.items()} == {
+        name: {"sdpa", "rap"} for name in ("dense", "pruned")
+    }
+    assert all(len(rounds) == 2 for found in point.seconds.values() for rounds in found.values())
+    assert point.kv_bytes["pruned"] == point.kv_bytes["dense"] / 2
+    assert point.roofline("pruned") > 1
+
+
+@pytest.mark.parametrize(("room", "measured"), [(1, True), (0, False)])
+def test_models_take_turns_one_by_one_where_memory_is_short(monkeypatch, room, measured):
+    """With room for one cache, each is measured alone; where not even that fits, it has no time."""
+    alive = weakref.WeakSet()
+
+    class Step(DecodeStep):
+        def __init__(self, *args, **kwargs):
+            if len(alive) >= room:
+                raise torch.OutOfMemoryError
+            alive.add(self)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(latency, "DecodeStep", Step)
+    dense = tiny_model(**SHAPE)
+    point = measure_point({"dense": dense}, batch=1, context=9, rounds=1, variants=CPU_VARIANTS)
+    assert [rounds is not None for rounds in point.seconds["dense"].values()] == 2 * [measured]
+    assert (point.median("dense") is not None) == measured
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ([(512, 1.1), (4096, 1.2)], "faster from 512 tokens"),
+        ([(512, 0.9), (4096, 1.2)], "faster from 4,096 tokens"),
+        ([(512, 1.1), (4096, 0.9)], "not faster"),
+        ([(512, 1.1), (4096, None)], "faster from 512 tokens"),
+        ([(512, None)], "memory did not suffice"),
+    ],
+)
+def test_the_conclusion_is_about_all_longer_contexts(ratios, said):
+    assert said in conclusion(ratios)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A tiny dense checkpoint and a pruned one, without tokenizers."""
+    folder = tmp_path_factory.mktemp("bench")
+    model = tiny_model(**SHAPE)
+    model.save_pretrained(folder / "dense")
+    apply(model, random_plan(model, [(3, 6), None, (5, 10)])).save_pretrained(folder / "small")
+    return folder
+
+
+FAST = ("--context", 8, "--context", 16, "--rounds", 2, "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("small",), ("small", "--dense", "{}/dense"), ("dense", "--retain", 0.5)],
+    ids=["pruned", "with its dense model", "dense"],
+)
+def test_bench_times_both_and_says_from_where_on(checkpoints, tmp_path, arguments):
+    model, *rest = (str(item).format(checkpoints) for item in arguments)
+    output = tmp_path / "bench.json"
+    result = run("bench", checkpoints / model, *rest, *FAST, "-o", output, "--json")
+    assert result.code == 0, result.err
+    found = result.json
+    assert found == json.loads(output.read_text())
+    assert [point["context"] for point in found["points"]] == [8, 16]
+    for point in found["points"]:
+        assert point["dense"] > 0
+        assert point["pruned"] > 0
+        assert point["kv_bytes"]["pruned"] < point["kv_bytes"]["dense"]
+        assert point["roofline"] > 1
+    ratios = [(point["context"], point["ratio"]) for point in found["points"]]
+    assert found["verdict"] == conclusion(ratios)
+
+
+def test_bench_prints_a_table_and_the_verdict(checkpoints):
+    result = run("bench", checkpoints / "small", *FAST, "--cpu-time")
+    assert result.code == 0, result.err
+    assert "dense / pruned" in result.out
+    assert "faster" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("dense",), "give --retain"),
+        (("dense", "--retain", 0.5, "--dense", "x"), "leave --dense out"),
+        (("small", "--retain", 0.5), "pruned already"),
+        (("small", "--rounds", 0), "at least 1"),
+        (("small", "--dtype", "bf17"), "unknown dtype"),
+    ],
+)
+def test_bench_refuses_in_one_line(checkpoints, arguments, said):
+    result = run("bench", checkpoints / arguments[0], *FAST, *arguments[1:])
+    assert result.code == 2
+    assert said in result.err
+    assert result.err.count("\n") == 1

@@ -1,0 +1,151 @@
+"""Recall, copying and loss by position, on stub models whose score is known beforehand."""
+
+import dataclasses
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rap.evaluation.cache import positions
+from rap.evaluation.quality import documents, recall
+
+VOCAB = 128
+
+
+class Characters:
+    """A tokenizer of one token per ASCII character."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [ord(character) for character in text]
+
+
+class Stub(torch.nn.Module):
+    """A causal model: `guess(prefix)` names the next token; None is a uniform guess."""
+
+    def __init__(self, guess):
+        super().__init__()
+        self.guess = guess
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids, use_cache):
+        logits = torch.zeros(*input_ids.shape, VOCAB)
+        for row, ids in enumerate(input_ids):
+            text = "".join(map(chr, ids))
+            for position in range(len(text)):
+                token = self.guess(text[: position + 1])
+                if token is not None:
+                    logits[row, position, token] = 20.0
+        return SimpleNamespace(logits=logits)
+
+
+def look_up(prefix: str) -> int | None:
+    asked = re.search(r"What is the number of (\w+)\?( \d*)?$", prefix)
+    if asked is None:
+        return None
+    stated = re.search(rf"The number of {asked[1]} is( \d+\.)", prefix)
+    return ord(stated[1][len(asked[2] or "")]) if stated else None
+
+
+def induce(prefix: str) -> int | None:
+    earlier = prefix.rfind(prefix[-6:], 0, -1)
+    return ord(prefix[earlier + 6]) if len(prefix) > 6 and earlier >= 0 else None
+
+
+@pytest.fixture(scope="module")
+def text():
+    return np.random.default_rng(0).integers(97, 123, 4000)
+
+
+GRID = {"distances": (60, 150), "facts": (1, 3), "num_documents": 8, "batch_size": 3}
+
+
+def test_perfect_recall_scores_one(text):
+    cells = recall.recall_grid(Stub(look_up), Characters(), text, **GRID)
+    assert [(cell.distance, cell.num_facts) for cell in cells] == [
+        (60, 1),
+        (60, 3),
+        (150, 1),
+        (150, 3),
+    ]
+    assert all(cell.accuracy == cell.token_accuracy == 1.0 for cell in cells)
+    json.dumps([dataclasses.asdict(cell) for cell in cells])
+
+
+def test_guessing_scores_chance(text):
+    rng = np.random.default_rng(1)
+    digits = Stub(lambda prefix: int(rng.integers(48, 58)))
+    cells = recall.recall_grid(digits, Characters(), text, **GRID | {"num_documents": 60})
+    assert all(cell.accuracy <= 1 / 60 for cell in cells)
+    # The blank is never right, four digits are at 1/10: 0.08, with five standard errors of 0.017.
+    assert all(abs(cell.token_accuracy - 0.08) < 0.085 for cell in cells)
+
+
+@pytest.mark.parametrize("distance", [45, 63, 100, 257])
+@pytest.mark.parametrize("num_facts", [1, 2, 7])
+def test_recall_document_keeps_its_distance(text, distance, num_facts):
+    writer = documents.FactWriter(Characters())
+    rng = documents.evaluation_rng(3, distance, num_facts)
+    document = documents.recall_document(writer, text, rng, distance, num_facts)
+    words = "".join(map(chr, document.ids))
+    name, answer = re.search(r"What is the number of (\w+)\?( \d{4})$", words).groups()
+    stated = re.search(rf"The number of {name} is({answer})\.", words)
+    assert len(words) - len(answer) - stated.start(1) == distance
+    assert len(set(re.findall(r"The number of (\w+) is \d{4}\.", words))) == num_facts
+    asked = "".join(chr(i) for i in document.ids[document.kinds == documents.ANSWER])
+    assert asked == answer
+
+
+def test_grid_is_deterministic_and_seeded(text):
+    guess = Stub(lambda prefix: 48 + len(prefix) % 10)
+    runs = [recall.recall_grid(guess, Characters(), text, **GRID, seed=s) for s in (5, 5, 6)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize(("passage", "distance"), [(20, 20), (33, 100)])
+def test_copy_loss_of_a_copier(text, passage, distance):
+    options = {"passage": passage, "distance": distance, "num_documents": 5, "batch_size": 2}
+    uniform = recall.copy_loss(Stub(lambda prefix: None), text, **options)
+    assert uniform.first == pytest.approx(math.log(VOCAB), rel=1e-6)
+    assert uniform.gain == pytest.approx(0.0, abs=1e-6)
+    copier = recall.copy_loss(Stub(induce), text, **options)
+    # Six characters are needed to recognise the passage, the rest cost nothing (logit 20).
+    assert copier.second <= 6 / passage * math.log(VOCAB) + 1e-3
+    assert copier.gain > 3.0
+
+
+def test_loss_by_position_counts_every_token_once():
+    windows = torch.randint(97, 123, (5, 37), generator=torch.Generator().manual_seed(0))
+    windows[:, 20:] = 97  # from here on the stub is right: it repeats the last token
+    repeat = Stub(lambda prefix: ord(prefix[-1]))
+    bins = positions.loss_by_position(repeat, windows, batch_size=2)
+    assert [(b.start, b.stop) for b in bins] == [
+        (1, 2),
+        (2, 4),
+        (4, 8),
+        (8, 16),
+        (16, 32),
+        (32, 37),
+    ]
+    assert bins[-1].loss < 1e-4 < bins[0].loss
+    assert bins[-1].perplexity == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda text: recall.recall_grid(None, Characters(), text, distances=(9,)), "shorter"),
+        (lambda text: recall.recall_grid(None, Characters(), text[:50]), "documents need"),
+        (lambda text: recall.recall_grid(None, Characters(), text, facts=(99,)), "as many names"),
+        (lambda text: recall.copy_loss(None, text, passage=9, distance=3), "shorter"),
+        (lambda text: positions.loss_by_position(None, torch.zeros(1, 1)), "at least 2"),
+        (lambda text: positions.loss_by_position(None, torch.zeros(1, 9), edges=(3, 2)), "rise"),
+    ],
+)
+def test_wrong_input_is_refused(text, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(text)

@@ -1,0 +1,151 @@
+"""What the settings of Rap decide: widths, profiles, budgets and what calibration must collect."""
+
+import pytest
+import torch
+
+import rap
+from cases.models import random_tokens, tiny_model
+from rap.methods.base import dense_layers
+from rap.methods.values import layer_losses
+from rap.model.layers import attention_layers
+from rap.planning.budgets import allocate_by_error
+
+NEEDS = {"fisher", "energy", "pairs", "values", "gradients"}
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> tuple:
+    """A tiny Llama with eight pairs a head, and every statistic Rap can ask for."""
+    model = tiny_model("llama", dtype=torch.float64, heads=4, kv_heads=2, head_dim=16, layers=3)
+    return model, rap.calibrate(model, random_tokens(4, 48), NEEDS)
+
+
+@pytest.mark.parametrize("keys", ["pairs", "fold"])
+def test_stock_profile_shares_widths_and_frequencies(calibrated: tuple, keys: str) -> None:
+    model, statistics = calibrated
+    method = rap.Rap(retain=0.5, keys=keys, budget="uniform", profile="stock", context=400)
+    plan = method.plan(model, statistics)
+    lists = {tuple(head) for layer in plan.layers for head in layer.frequency_GM.tolist()}
+    assert len(lists) == 1
+    assert {(layer.num_pairs, layer.value_width) for layer in plan.layers} == {(4, 8)}
+    assert method.apply(model, plan)(random_tokens(1, 8)).logits.isfinite().all()
+
+
+def test_per_head_profile_lets_heads_differ(calibrated: tuple) -> None:
+    model, statistics = calibrated
+    plan = rap.Rap(retain=0.5, keys="pairs", budget="uniform").plan(model, statistics)
+    assert len({tuple(head) for layer in plan.layers for head in layer.frequency_GM.tolist()}) > 1
+
+
+@pytest.mark.parametrize("keys", ["pairs", "fold"])
+def test_stock_profile_at_full_width_is_dense(calibrated: tuple, keys: str) -> None:
+    model, statistics = calibrated
+    method = rap.Rap(retain=1.0, keys=keys, values="channels", budget="uniform", profile="stock")
+    small = method.apply(model, method.plan(model, statistics))
+    ids = random_tokens(1, 20, seed=5)
+    assert torch.equal(small(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("metric", ["loss", "output"])
+def test_error_budget_meets_the_ratio(calibrated: tuple, metric: str) -> None:
+    model, statistics = calibrated
+    for retain in (0.3, 0.5, 0.7, 0.9):
+        plan = rap.Rap(retain=retain, budget="error", metric=metric).plan(model, statistics)
+        # Half a step of one layer: 2 of 3 * 32 channels, up or down.
+        assert plan.kept_fraction == pytest.approx(retain, abs=1 / 48)
+
+
+def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> None:
+    """As much cache as with one width for both, at a smaller expected loss."""
+    model, statistics = calibrated
+    dense = dense_layers(model)
+    for retain in (0.3, 0.5, 0.7):
+        lost = {}
+        for share in (0.5, "pooled"):
+            method = rap.Rap(retain=retain, key_share=share, align=2)
+            plan = method.plan(model, statistics)
+            assert plan.kept_fraction == pytest.approx(retain, abs=1 / 96)
+            lost[share] = 0.0
+            for index, layer in enumerate(plan.layers):
+                keys, values = layer_losses(index, statistics, dense, dense.context)
+                lost[share] += keys[layer.key_width // 2] + values[layer.value_width // 2]
+        assert lost["pooled"] < lost[0.5]
+        assert any(layer.key_width != layer.value_width for layer in plan.layers)
+        small = method.apply(model, plan)
+        for layer, kept in zip(attention_layers(small), plan.layers, strict=True):
+            assert layer.module.key_width == kept.key_width
+            assert layer.module.value_width == kept.value_width
+
+
+def test_spending_by_error_is_the_best_split() -> None:
+    """Against every possible split of a small budget."""
+    errors = [[9.0, 4.0, 1.0, 0.0], [5.0, 3.0, 2.0, 0.0], [30.0, 3.0, 1.5, 0.0]]
+    errors = [sorted(row, reverse=True) for row in errors]
+    kept = allocate_by_error(errors, 5 / 9, [3, 3, 3])
+    splits = [(a, b, c) for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3) if a + b + c == 5]
+    best = min(sum(row[n] for row, n in zip(errors, split, strict=True)) for split in splits)
+    assert sum(kept) == 5
+    assert sum(row[n] for row, n in zip(errors, kept, strict=True)) == best
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({"keys": "pairs", "values": "channels", "budget": "uniform"}, {"fisher"}),
+        ({"budget": "uniform"}, {"energy", "pairs", "values", "gradients"}),
+        ({"budget": "uniform", "metric": "output"}, {"energy", "pairs", "values"}),
+        ({"budget": "adaptive", "metric": "output"}, {"fisher", "pairs", "values"}),
+        ({}, {"energy", "pairs", "values", "gradients"}),
+        ({"metric": "output"}, {"energy", "pairs", "values"}),
+        ({"keys": "pairs", "metric": "output"}, {"fisher", "energy", "pairs", "values"}),
+        (
+            {"keys": "pairs", "score": "magnitude", "budget": "uniform"},
+            {"values", "gradients"},
+        ),
+    ],
+)
+def test_only_what_is_used_is_collected(settings: dict, needs: set[str]) -> None:
+    assert rap.Rap(**settings).needs == needs
+
+
+@pytest.mark.parametrize(
+    ("settings", "budget"),
+    [
+        ({}, "error"),
+        ({"key_share": "pooled"}, "error"),
+        ({"key_share": "pooled", "metric": "output"}, "uniform"),
+        ({"profile": "stock"}, "uniform"),
+        ({"key_share": 0.3}, "uniform"),
+    ],
+)
+def test_budget_follows_the_profile(settings: dict, budget: str) -> None:
+    assert rap.Rap(**settings).budget == budget
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"retain": 0.0}, "outside"),
+        ({"retain": 1.5}, "outside"),
+        ({"score": "nonsense"}, "unknown score"),
+        ({"keys": "nonsense"}, "unknown keys"),
+        ({"values": "nonsense"}, "unknown values"),
+        ({"budget": "nonsense"}, "unknown budget"),
+        ({"profile": "nonsense"}, "unknown profile"),
+        ({"metric": "nonsense"}, "unknown metric"),
+        ({"budget": "error", "key_share": 0.3}, "key_share cannot be 0.3"),
+        ({"budget": "error", "key_share": "pooled", "metric": "output"}, "cannot be pooled"),
+        ({"profile": "stock", "budget": "adaptive"}, "uniform"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(rap.RapError, match=message):
+        rap.Rap(**settings)
+
+
+def test_statistics_of_another_model_are_refused(calibrated: tuple) -> None:
+    model, _ = calibrated
+    method = rap.Rap(keys="pairs", values="channels", budget="uniform")
+    other = rap.calibrate(model, random_tokens(1, 16), method.needs, fingerprint="another")
+    with pytest.raises(rap.RapError, match="another model"):
+        method.plan(model, other)

@@ -1,0 +1,172 @@
+"""The kernels in Triton's interpreter: every shape, dtype and option against float64."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import library
+
+from cases.kernel_cases import (
+    DECODE_CASES,
+    ROPE_SHAPES,
+    STEP_CASES,
+    Layer,
+    Shape,
+    check_decode,
+    check_rotation,
+    check_rotation_into_cache,
+    check_step,
+)
+from rap.model.kernels import decode_attention, rope_pairs
+
+pytest.importorskip("triton", reason="Triton has no build for this platform")
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """What a kernel leaves unwritten is NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    assert torch.zeros(2).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def products_of_bfloat16(monkeypatch):
+    """The interpreter keeps bfloat16 as bits and multiplies them as integers: widen them first."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    multiply = InterpreterBuilder.create_dot
+
+    def widened(builder, operand):
+        is_bits = operand.dtype.scalar == tl.bfloat16
+        return builder.cast_impl(operand, tl.float32) if is_bits else operand
+
+    def create_dot(builder, a, b, *rest):
+        return multiply(builder, widened(builder, a), widened(builder, b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def _names(cases):
+    return [case.name for case in cases]
+
+
+@pytest.mark.parametrize("shape", ROPE_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotation(shape, dtype):
+    from rap.model.kernels.rope_pairs import triton
+
+    strided = dtype == torch.float32
+    check_rotation(triton.rotate, Layer(shape, dtype, strided=strided), clockwise=strided)
+
+
+def test_rotation_with_tables_of_every_sequence():
+    from rap.model.kernels.rope_pairs import triton
+
+    check_rotation(triton.rotate, Layer(Shape(), torch.float32), clockwise=False, batch=2)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("positions", [[5], [50, 0]])
+def test_rotation_into_the_cache(strided, positions):
+    from rap.model.kernels.rope_pairs import triton
+
+    layer = Layer(Shape(), torch.bfloat16, strided=strided)
+    check_rotation_into_cache(triton.rotate_into_cache, layer, positions)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=_names(DECODE_CASES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decode(case, dtype):
+    check_decode(case, Layer(case.shape, dtype))
+
+
+def test_decode_of_float16_with_any_strides():
+    check_decode(DECODE_CASES[-1], Layer(DECODE_CASES[-1].shape, torch.float16, strided=True))
+
+
+@pytest.mark.parametrize(("case", "positions", "clockwise"), STEP_CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_step(case, positions, clockwise, dtype):
+    layer = Layer(replace(case.shape, tokens=1), dtype, strided=dtype == torch.float32)
+    check_step(layer, case, positions, clockwise=clockwise)
+
+
+def _inputs():
+    layer = Layer(Shape(slots=5, pairs=8, value_width=10, tokens=1), torch.float32)
+    return layer.states(), layer.tables(), layer.index(), layer.cache()
+
+
+def test_operations_are_what_torch_compile_needs():
+    """Schema, shapes without data, and gradients of the registered operations."""
+    (q, k, v), tables, index, cache = _inputs()
+    q, k = q.requires_grad_(), k.requires_grad_()
+    position = torch.tensor([3])
+    kinds = ("test_schema", "test_faketensor", "test_autograd_registration")
+    operations = torch.ops.rap
+    step = (q[:, :, 0], k[:, :, 0], v[:, :, 0], *tables, index, *cache, position)
+    step = tuple(tensor.detach() for tensor in step)
+    for operation, arguments in [
+        (operations.rope_pairs, (q, k, *tables, index, False)),
+        (operations.rope_pairs_into_cache, (q.detach(), k.detach(), v, *step[3:], False)),
+        (operations.decode_attention, (step[0], *cache, 0.3, None, None, None, None, None)),
+        (operations.decode_step, (*step, 0.3, None, None, None, None, False)),
+    ]:
+        library.opcheck(operation, arguments, test_utils=kinds)
+
+
+@pytest.mark.parametrize("clockwise", [False, True])
+def test_gradient_of_the_rotation(monkeypatch, clockwise):
+    (q, k, _), tables, index, _ = _inputs()
+    upstream = torch.randn_like(q), torch.randn_like(k)
+    gradients = []
+    for taken in (True, False):
+        monkeypatch.setattr(rope_pairs, "takes_triton", lambda tensor, taken=taken: taken)
+        inputs = q.clone().requires_grad_(), k.clone().requires_grad_()
+        outputs = rope_pairs.rope_pairs(*inputs, *tables, index, clockwise=clockwise)
+        gradients.append(torch.autograd.grad(outputs, inputs, upstream))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_operations_on_a_cpu_are_the_reference():
+    """Without CUDA nothing of Triton runs: float64 goes through unrounded."""
+    states, tables, index, cache = _inputs()
+    q, k = (state.double() for state in states[:2])
+    keys, values = (tensor.double() for tensor in cache)
+    turned = rope_pairs.rope_pairs(q, k, *tables, index)
+    expected = rope_pairs.reference.rotate(q, k, *tables, index)
+    assert all(torch.equal(a, b) for a, b in zip(turned, expected, strict=True))
+    given = {"scale": 0.3, "window": 9}
+    found = decode_attention.decode_attention(q[:, :, 0], keys, values, **given)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, decode_attention.reference.decode(q[:, :, 0], keys, values, **given))
+
+
+def test_kernels_compile_for_a_gpu_with_wide_loads():
+    """Without a GPU, to machine code for sm_90, at a width that is no multiple of 16.
+
+    K and V arrive in copies of 16 bytes that run ahead; an alignment that the compiler cannot prove
+    would make them loads of 2 bytes.
+    """
+    script = Path(__file__).parents[2] / "cases" / "compiled_kernels.py"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["decode_split_kernel"]["wide copies"] > 0
+    assert found["decode_split_kernel"]["narrow copies"] == 0
+    assert found["rope_pairs_kernel"]["wide loads"] > 0
+    assert all(kernel["bytes"] > 0 for kernel in found.values())

@@ -1,0 +1,102 @@
+"""Expected losses of widths: against the loss formula on explicit projections, and measured."""
+
+import pytest
+import torch
+
+import rap
+from cases.models import random_tokens, tiny_model
+from rap.methods.base import dense_layers
+from rap.model.layers import attention_layers
+from rap.planning.losses import (
+    key_moments,
+    one_width,
+    part_losses,
+    split_step,
+    value_moments,
+    width_errors,
+)
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> tuple:
+    """A tiny Llama of three layers with every moment."""
+    model = tiny_model("llama", dtype=torch.float64, heads=4, kv_heads=2, head_dim=16, layers=3)
+    needs = {"pairs", "values", "gradients", "energy"}
+    return model, rap.calibrate(model, random_tokens(6, 64), needs)
+
+
+def curve(model, statistics, index, **mixes):
+    layer = attention_layers(model)[index]
+    found, frequencies = statistics.layers[index], dense_layers(model).frequencies[index]
+    keys = key_moments(found, "loss")
+    values = value_moments(found, torch.empty(0), layer.shape, "loss")
+    return one_width(*part_losses(keys, values, found, layer.shape, frequencies, CONTEXT, **mixes))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_values_lose_what_their_projection_takes_away(calibrated, steps):
+    """1/2 tr(O (I - P) C (I - P)^T) of the planned subspace is the curve's part for values."""
+    model, statistics = calibrated
+    retain = steps / 8
+    plan = rap.Rap(retain=retain, budget="uniform", align=2).plan(model, statistics)
+    layer, found = plan.layers[1], statistics.layers[1]
+    down, up = layer.value_down_GCD, layer.value_up_GDC
+    lost = torch.eye(16, dtype=torch.float64) - up.double() @ down.double()
+    reader, moment = found["value_gradient"].double(), found["value_moment"].double()
+    explicit = 0.5 * torch.einsum("gij,gjk,gkl,gil->", reader, lost, moment, lost)
+    whole = curve(model, statistics, 1)
+    keys_alone = _key_part(model, statistics, 1, steps)
+    torch.testing.assert_close(
+        torch.tensor(whole[steps] - keys_alone, dtype=torch.float64), explicit, rtol=1e-5, atol=0
+    )
+
+
+def _key_part(model, statistics, index, steps):
+    """The curve with values that no gradient reaches."""
+    layer = attention_layers(model)[index]
+    found = dict(statistics.layers[index])
+    found["value_gradient"] = torch.zeros_like(found["value_gradient"])
+    values = value_moments(found, torch.empty(0), layer.shape, "loss")
+    frequencies = dense_layers(model).frequencies[index]
+    keys = key_moments(found, "loss")
+    return one_width(*part_losses(keys, values, found, layer.shape, frequencies, CONTEXT))[steps]
+
+
+@pytest.mark.parametrize("mixes", [{}, {"mixes_keys": False}, {"mixes_values": False}])
+def test_curves_fall_to_nothing(calibrated, mixes):
+    losses = torch.tensor(curve(*calibrated, 2, **mixes), dtype=torch.float64)
+    assert losses[-1] == 0
+    assert (losses.diff() <= 0).all()
+    if not mixes:  # so spending a budget step by step is optimal
+        assert (losses.diff().diff() >= -1e-12).all()
+
+
+def test_dropping_is_never_cheaper_than_mixing(calibrated):
+    mixed = torch.tensor(curve(*calibrated, 0), dtype=torch.float64)
+    for mixes in ({"mixes_keys": False}, {"mixes_values": False}):
+        dropped = torch.tensor(curve(*calibrated, 0, **mixes), dtype=torch.float64)
+        assert (dropped - mixed >= -1e-12).all()
+        assert (dropped - mixed).max() > 0
+
+
+def test_output_errors_are_relative(calibrated):
+    model, statistics = calibrated
+    layer = attention_layers(model)[0]
+    w_o = layer.module.o_proj.weight
+    moments = [
+        key_moments(statistics.layers[0], "output"),
+        value_moments(statistics.layers[0], w_o, layer.shape, "output"),
+    ]
+    errors = width_errors(*moments, layer.shape, dense_layers(model).frequencies[0], CONTEXT)
+    assert errors[0] == 1
+    assert errors[-1] == 0
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(0, (0, 0)), (8, (4, 8)), (16, (8, 16)), (5, (3, 4))])
+def test_steps_divide_between_pairs_and_free_channels(steps, kept):
+    """Heads of 32 channels, 16 of which rotate: half of every step to each."""
+    geometry = rap.rope.HeadGeometry(head_dim=32, rotary_dim=16)
+    shape = rap.rope.AttentionShape(num_heads=4, num_kv_heads=2, hidden_size=64, geometry=geometry)
+    assert split_step(shape, steps) == kept

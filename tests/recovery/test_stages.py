@@ -1,0 +1,199 @@
+"""The stage after the cut: its texts, the best of its results, and the command that runs it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rap
+from cases.command import run
+from cases.models import tiny_model
+from cases.plans import random_plan
+from rap import RapError, assets
+from rap.checkpoint.load import load, load_config
+from rap.model.fingerprint import fingerprint_model
+from rap.pipeline import compress, save
+from rap.recovery import stages
+from rap.recovery.config import PRESETS, RecoveryConfig
+from rap.recovery.data import hold_out, recovery_windows
+from rap.recovery.stages import RECOVERIES, recover_stage, work_folder
+
+VOCABULARY = 4096
+CONFIG = RecoveryConfig(
+    window=32,
+    num_windows=40,
+    validation_windows=4,
+    steps=2,
+    global_batch=4,
+    micro_batch=4,
+    evaluate_every=2,
+    learning_rate=3e-3,
+    schedule="cosine",
+)
+
+
+@pytest.fixture(scope="module")
+def models():
+    dense = tiny_model(vocab_size=VOCABULARY)
+    return dense, rap.apply(dense, random_plan(dense, ((4, 8), (3, 6))))
+
+
+def test_bundled_windows_come_from_the_right_splits(tokenizer, monkeypatch):
+    read = []
+    original = assets.reference_text
+    monkeypatch.setattr(assets, "reference_text", lambda s: read.append(s) or original(s))
+    train, validation = recovery_windows(["bundled"], tokenizer, CONFIG)
+    assert sorted(read) == ["calibration", "validation"]
+    assert (train.shape, validation.shape) == ((40, 32), (4, 32))
+    for rows, split in ((train, "calibration"), (validation, "validation")):
+        text = original(split)
+        assert all(tokenizer.decode(row[2:-2]) in text for row in rows)
+    again, _ = recovery_windows(["bundled"], tokenizer, CONFIG)
+    other, _ = recovery_windows(["bundled"], tokenizer, replace(CONFIG, seed=1))
+    assert torch.equal(again, train)
+    assert not torch.equal(other, train)
+
+
+def test_a_file_is_split_and_texts_are_mixed(tokenizer, tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text(" ".join(f"number {n} of many." for n in range(400)))
+    rows, held = recovery_windows([str(path)], tokenizer, replace(CONFIG, num_windows=None))
+    assert len(held) == 4
+    assert len(rows) > 40
+    text = path.read_text()
+    both = torch.cat([rows, held]).flatten()
+    # Nothing is lost but a last part of a window, and nothing is in both.
+    assert text.startswith(tokenizer.decode(both))
+    mixed, held = recovery_windows(["bundled", str(path)], tokenizer, CONFIG)
+    assert len(mixed) == 20 + 18
+    assert sum("number" in tokenizer.decode(row) for row in mixed) == 18
+    assert len(held) == 4
+
+
+def test_windows_end_where_the_positions_of_the_model_do(tokenizer):
+    train, _ = recovery_windows(["bundled"], tokenizer, CONFIG, longest=16)
+    assert train.shape[1] == 16
+
+
+def test_too_little_text_is_refused(tokenizer, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("Too short a text.")
+    with pytest.raises(RapError, match="one window needs 32"):
+        recovery_windows([str(path)], tokenizer, CONFIG)
+    with pytest.raises(RapError, match="at least one source"):
+        recovery_windows([], tokenizer, CONFIG)
+    with pytest.raises(RapError, match="two windows or more"):
+        hold_out(torch.zeros(1, 8, dtype=torch.long), 4)
+
+
+def test_none_does_nothing_and_other_names_are_refused(models, tokenizer):
+    dense, small = models
+    assert recover_stage(small, dense, tokenizer, "none") == (small, {})
+    with pytest.raises(RapError, match=", ".join(RECOVERIES)):
+        recover_stage(small, dense, tokenizer, "some")
+    # Before any work: there is no such source.
+    with pytest.raises(RapError, match="unknown recovery"):
+        compress("/nowhere", recover="some")
+
+
+def test_every_step_is_reported_and_the_best_is_returned(models, tokenizer):
+    dense, small = models
+    state = {name: tensor.clone() for name, tensor in small.state_dict().items()}
+    found, report = recover_stage(small, dense, tokenizer, "fast", config=CONFIG)
+    steps = [report[f"perplexity_{step}"] for step in ("before", "refitted", "distilled")]
+    assert report["perplexity_after"] == min(steps)
+    assert len(set(steps)) == 3
+    _, validation = recovery_windows(["bundled"], tokenizer, CONFIG)
+    measured = rap.perplexity(found, validation.flatten(), window=32).value
+    assert measured == pytest.approx(report["perplexity_after"], rel=1e-12)
+    assert all(torch.equal(tensor, small.state_dict()[name]) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_a_refit_is_kept_only_if_it_is_better(models, tokenizer, monkeypatch, better):
+    dense, small = models
+
+    def refit(model, *args, **kwargs):
+        with torch.no_grad():
+            # Uniform logits are what a random model cannot beat on text it never saw.
+            model.lm_head.weight.mul_(0.0 if better else 3.0)
+
+    monkeypatch.setattr(stages, "refit_outputs", refit)
+    found, report = recover_stage(small, dense, tokenizer, "closed-form", config=CONFIG)
+    assert (report["perplexity_refitted"] < report["perplexity_before"]) == better
+    assert (found is small) == (not better)
+    assert "distillation" not in report
+
+
+@pytest.fixture(scope="module")
+def checkpoints(models, tokenizer, tmp_path_factory):
+    """A dense and a pruned checkpoint, the latter as `rap apply` leaves it: without a report."""
+    dense, small = models
+    folder = tmp_path_factory.mktemp("checkpoints")
+    dense.save_pretrained(folder / "dense")
+    tokenizer.save_pretrained(folder / "dense")
+    save(small, random_plan(dense, ((4, 8), (3, 6))), folder / "pruned", tokenizer)
+    return folder
+
+
+SETTINGS = [f"{name}={getattr(CONFIG, name)}" for name in ("window", "num_windows", "steps")]
+SETTINGS += ["global-batch=4", "micro_batch=4", "evaluate_every=1", "learning_rate=3e-3"]
+FLAGS = [word for setting in SETTINGS for word in ("--set", setting)] + ["--evaluate", "none"]
+
+
+def test_the_command_writes_a_checkpoint_like_the_one_it_read(checkpoints, tmp_path):
+    out, pruned = tmp_path / "out", checkpoints / "pruned"
+    given = ("recover", pruned, "--teacher", checkpoints / "dense", "-o", out, *FLAGS)
+    result = run(*given, "--json")
+    assert result.code == 0, result.err
+    report = result.json
+    assert report["recovery"]["distillation"]["config"]["learning_rate"] == 3e-3
+    assert report["recovery"]["distillation"]["config"]["global_batch"] == 4
+    # A report beside the checkpoint is the one printed; remote code and card are there too.
+    assert json.loads((out / "rap_report.json").read_text()) == report
+    assert {p.name for p in pruned.iterdir()} <= {p.name for p in out.iterdir()}
+    section = load_config(out).rap
+    assert section["fingerprint"] != load_config(pruned).rap["fingerprint"]
+    assert {**section, "fingerprint": 0} == {**load_config(pruned).rap, "fingerprint": 0}
+    assert fingerprint_model(load(out)) == section["fingerprint"]
+    assert not work_folder(out).exists()
+    again = run(*given)
+    assert again.code == 2
+    assert "--force" in again.err
+
+
+def test_wrong_commands_end_in_one_line(checkpoints, tmp_path):
+    dense, pruned = checkpoints / "dense", checkpoints / "pruned"
+    common = ("--teacher", dense, "-o", tmp_path / "out", "--evaluate", "none")
+    cases = {
+        "not a pruned checkpoint": (dense, *common),
+        "unknown recovery preset": (pruned, *common, "--preset", "slow"),
+        "no setting 'stepz'": (pruned, *common, "--set", "stepz=3"),
+        "recovery steps cannot be 'many'": (pruned, *common, "--set", "steps=many"),
+        "closed-form has no setting": (pruned, *common, "--preset", "closed-form", *FLAGS),
+        "already pruned": (pruned, "--teacher", pruned, "-o", tmp_path / "out"),
+    }
+    for message, arguments in cases.items():
+        result = run("recover", *arguments)
+        assert (result.code, len(result.err.splitlines())) == (2, 1), (message, result.err)
+        assert message in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_compress_recovers_and_leaves_nothing_behind(models, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "fast", CONFIG)
+    found = compress(
+        tiny_model(vocab_size=VOCABULARY),
+        retain=0.5,
+        output=tmp_path / "out",
+        tokenizer=tokenizer,
+        num_windows=2,
+        window=64,
+        evaluate=None,
+        recover="fast",
+    )
+    recovery = found.report["recovery"]
+    assert recovery["perplexity_after"] <= recovery["perplexity_before"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert fingerprint_model(load(tmp_path / "out")) == fingerprint_model(found.model)

@@ -1,0 +1,126 @@
+"""`rap verify`, `rap serve` and `rap export stock` as far as they go without a serving engine."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cases.command import error_violations, run
+from cases.models import tiny_model
+from cases.plans import random_plan
+from rap import assets
+from rap.serving.serve import Server
+from rap.serving.verify import bundled_prompts, kept_fraction, transcribe, verify
+from rap.surgery.apply import apply
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory):
+    """A tiny checkpoint with a layer of its own width, one of another, and no tokenizer."""
+    path = tmp_path_factory.mktemp("pruned")
+    model = tiny_model("llama")
+    apply(model, random_plan(model, [(3, 8), (5, 4)])).save_pretrained(path)
+    return path
+
+
+def test_verify_passes_and_reports(pruned):
+    result = run("verify", pruned, "--json")
+    assert result.code == 0
+    found = result.json
+    assert found["passed"]
+    assert found["mismatched_tokens"] == 0
+    assert found["num_tokens"] == 435 + 5 * 16
+    assert found["kept_fraction"] == (6 + 8 + 10 + 4) / (2 * 2 * 16)
+    # 2 KV heads x (6 + 8 + 10 + 4) channels x 4 bytes a token, against 2 x 64 x 4 of the dense.
+    assert found["tokens_per_gib"] == 2**30 // (2 * 28 * 4)
+    assert found["dense_tokens_per_gib"] == 2**30 // (2 * 64 * 4)
+    assert found["provenance"]["settings"]["model"] == str(pruned)
+
+
+def test_verify_fails_with_exit_code_1(pruned):
+    result = run("verify", pruned, "--tolerance", "0")
+    assert result.code == 1
+    assert "FAILED" in result.err
+
+
+def test_verify_notices_a_changed_cache(pruned, monkeypatch):
+    """An engine that computes from other frequencies than the reference does not pass."""
+    real = transcribe
+
+    def wrong(model, prompt, max_tokens):
+        for layer in model.model.layers:
+            layer.self_attn.frequency_index.copy_(layer.self_attn.frequency_index.flip(1))
+        return real(model, prompt, max_tokens)
+
+    monkeypatch.setattr("rap.serving.verify.transcribe", wrong)
+    found = verify(pruned)
+    assert not found.passed
+    assert found.max_logprob_error > 100 * found.tolerance
+
+
+def test_dense_model_keeps_everything():
+    assert kept_fraction(tiny_model("llama").config) == 1.0
+    found = verify(assets.reference_path())
+    assert found.passed
+    assert found.capacity_ratio == 1.0
+
+
+def test_changed_weights_are_refused(pruned, tmp_path):
+    tensors = load_file(pruned / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((pruned / "config.json").read_text("utf-8"))
+    result = run("verify", tmp_path)
+    assert error_violations(result) == []
+    assert "fingerprint" in result.err
+
+
+def test_unknown_names_are_refused(pruned):
+    assert "use one of transformers, vllm" in run("verify", pruned, "--engine", "tgi").err
+    assert "use one of float32" in run("verify", pruned, "--dtype", "int4").err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+@pytest.mark.parametrize("command", [["serve"], ["serve", "--check"], ["verify", "--engine=vllm"]])
+def test_missing_engine_is_named_with_its_extra(pruned, command):
+    result = run(*command, pruned)
+    assert result.code == 2
+    assert "vLLM is not installed: pip install 'rap-kv[serve]'" in result.err
+
+
+def test_checkpoint_is_checked_before_an_engine_starts(pruned, tmp_path, monkeypatch):
+    monkeypatch.setattr("rap.serving.serve.require_vllm", lambda: None)
+    config = json.loads((pruned / "config.json").read_text("utf-8"))
+    config["rap"]["layers"].pop()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("serve", tmp_path, "--check")
+    assert result.code == 2
+    assert "lists widths for 1 layers, the model has 2" in result.err
+
+
+def test_server_command_holds_no_secret():
+    server = Server("OUT", "0.0.0.0", 8001, "secret", ("--max-model-len", "64"))
+    assert "secret" not in " ".join(server.command)
+    assert server.environment({})["VLLM_API_KEY"] == "secret"
+    assert server.command[-8:] == [
+        *("--model", "OUT", "--host", "0.0.0.0", "--port", "8001"),
+        *("--max-model-len", "64"),
+    ]
+    assert server.url == "http://127.0.0.1:8001"
+
+
+def test_export_of_another_profile_is_refused_in_a_sentence(pruned, tmp_path):
+    result = run("export", "stock", pruned, "-o", tmp_path / "plain")
+    assert error_violations(result) == []
+    assert "--profile stock" in result.err
+    assert not (tmp_path / "plain").exists()
+
+
+def test_prompts_fit_a_short_model():
+    config = tiny_model("llama", max_position_embeddings=64).config
+    prompts = bundled_prompts("/nowhere", config)
+    assert [len(prompt) for prompt in prompts] == [1, 7, 32]
+    assert max(map(max, prompts)) < config.vocab_size
+    assert torch.tensor(prompts[2]).unique().numel() > 8

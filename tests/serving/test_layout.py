@@ -1,0 +1,55 @@
+"""What an engine reads from the config of a pruned checkpoint, and what it refuses."""
+
+import pytest
+
+from cases.models import tiny_model
+from cases.plans import random_plan
+from rap.model.errors import CheckpointError
+from rap.serving.layout import HeadLayout, head_layouts, padded_width
+from rap.surgery.apply import apply
+
+CPU_SIZES = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
+
+
+@pytest.fixture(scope="module")
+def config():
+    model = tiny_model("llama")
+    return apply(model, random_plan(model, [(3, 10), None])).config
+
+
+def test_layouts_of_every_layer(config):
+    assert head_layouts(config) == [HeadLayout(num_slots=3, value_width=10), None]
+    assert head_layouts(config)[0].key_width == 6
+    assert head_layouts(config)[0].width == 10
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (lambda rap: rap.pop("layers"), "no `rap` section with layer widths"),
+        (lambda rap: rap["layers"].pop(), "lists widths for 1 layers, the model has 2"),
+        (lambda rap: rap.update(version=99), "format version 99.*upgrade the package"),
+        (lambda rap: rap["layers"][0].pop("values"), "layer 0 has impossible widths"),
+        (lambda rap: rap["layers"][0].update(values=0), "layer 0 has impossible widths"),
+        (lambda rap: rap["layers"][0].update(pairs=9), "18 key and 10 value channels of a head"),
+        (lambda rap: rap["layers"][0].update(free=2), "2 key channels that do not rotate"),
+    ],
+)
+def test_wrong_sections_are_refused(config, edit, sentence):
+    section = {**config.rap, "layers": [dict(config.rap["layers"][0]), None]}
+    edit(section)
+    changed = type(config)(**{**config.to_dict(), "rap": section})
+    with pytest.raises(CheckpointError, match=sentence):
+        head_layouts(changed)
+
+
+@pytest.mark.parametrize(("width", "padded"), [(8, 32), (32, 32), (44, 64), (90, 96), (512, 512)])
+def test_width_is_padded_to_the_next_size(width, padded):
+    assert padded_width(width, CPU_SIZES.__contains__, "CPU_ATTN") == padded
+
+
+def test_width_that_no_size_holds_is_refused_with_the_sizes():
+    with pytest.raises(CheckpointError, match=r"SMALL takes no head of 96 .*; it takes 32, 64:"):
+        padded_width(96, {32, 64}.__contains__, "SMALL")
+    with pytest.raises(CheckpointError, match=r"it takes 8, 16, 24, .*, \.\.\., 248, 256:"):
+        padded_width(257, lambda size: size % 8 == 0 and size <= 256, "FLASH_ATTN")

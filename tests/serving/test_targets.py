@@ -1,0 +1,42 @@
+"""Targets: widths an engine serves without padding, and what cannot be combined."""
+
+import pytest
+
+from rap.model.errors import RapError
+from rap.planning.shared import MAX_WIDTHS, TARGETS, target_settings
+
+# Head sizes vLLM 0.32 declares for CPUs.
+CPU_SIZES = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("target", TARGETS)
+def test_few_widths_where_layers_differ(target: str, head_dim: int) -> None:
+    align = target_settings(target, head_dim, "error")["align"]
+    assert head_dim // align <= MAX_WIDTHS
+    assert align % 8 == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_cpu_widths_from_half_the_head_on_are_declared(head_dim: int) -> None:
+    align = target_settings("cpu", head_dim, "uniform")["align"]
+    assert {width for width in range(align, head_dim + 1, align) if width >= 64} <= CPU_SIZES | {
+        144,
+        176,
+        208,
+        240,
+    }
+    assert all(width in CPU_SIZES for width in range(align, min(head_dim, 64) + 1, align)) or (
+        head_dim > 64
+    )
+
+
+def test_stock_sets_the_profile() -> None:
+    assert target_settings("stock", 128, "uniform") == {"align": 16, "profile": "stock"}
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(RapError, match="unknown target"):
+        target_settings("tpu", 128, "uniform")
+    with pytest.raises(RapError, match="no smaller width"):
+        target_settings("vllm", 16, "uniform")

@@ -1,0 +1,270 @@
+"""`rap compare`: what is finished stays, what fails is told, what is asked decides the cell."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rap
+from cases.command import error_violations, run
+from rap import assets
+from rap.checkpoint.files import write_json
+from rap.cli import compare as command_line
+from rap.methods import METHODS, Rap
+from rap.model.errors import RapError
+from rap.studies.compare import run as running
+from rap.studies.compare.cells import CONFIG, RESULT, Cell, finished, store
+from rap.studies.compare.command import cell_command
+from rap.studies.compare.grid import Grid
+from rap.studies.compare.measurement import Measures
+
+TINY = Measures(
+    window=128,
+    num_windows=2,
+    recall_distances=(64,),
+    recall_documents=2,
+    copy_documents=2,
+    decode_context=32,
+    decode_steps=2,
+)
+SMALL = {"num_windows": 2, "window": 128}
+FLAGS = "--windows 2 --window 128 --measure window=128 --measure num_windows=2 --measure"
+FLAGS += " recall_documents=0 --measure decode_steps=0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(Rap):
+    """A method that plans, and then cannot be applied."""
+
+    name = "broken"
+
+    def apply(self, model: Any, plan: Any) -> Any:
+        raise ZeroDivisionError("nothing left to divide")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Measures:
+    """Measures on the start of the bundled text: all of it takes seconds to tokenize."""
+    path = tmp_path_factory.mktemp("text") / "held-out.txt"
+    path.write_text(assets.reference_text("test")[:12_000], encoding="utf-8")
+    return replace(TINY, text=str(path))
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory, tiny) -> tuple[Path, dict[str, Any], list[str]]:
+    """A finished grid with a method that fails, what it returned, and what it said."""
+    output, said = tmp_path_factory.mktemp("compare") / "grid", []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METHODS, "broken", Broken)
+        found = rap.compare(
+            output=output,
+            methods=["rap:paper", "broken", "rap"],
+            retain=(0.5,),
+            paper=[{"method": "rap", "retain": 0.5, "perplexity": 10.82, "source": "here"}],
+            say=said.append,
+            measures=tiny,
+            **SMALL,
+        )
+    return output, found, said
+
+
+def test_every_cell_is_measured_on_the_same_things(grid, reference_model):
+    dense, paper, default = grid[1]["cells"]
+    fingerprint = rap.fingerprint_model(reference_model)
+    assert dense["fingerprint"] == fingerprint
+    for cell in (paper, default):
+        assert cell["kv_bytes_per_token"] * 2 == dense["kv_bytes_per_token"]
+        assert cell["prefill_kv_bytes_per_token"] == cell["kv_bytes_per_token"]
+        assert cell["attention_parameters"] * 2 == dense["attention_parameters"]
+        assert cell["attention_flops"]["value"] * 2 == dense["attention_flops"]["value"]
+        assert not cell["reconstructs"]
+        assert cell["decode_seconds"] > 0
+        assert cell["dense_fingerprint"] == fingerprint
+        assert cell["provenance"]["packages"]["torch"]
+        assert [entry["distance"] for entry in cell["recall"]] == [64]
+        assert cell["perplexity"] > dense["perplexity"]
+    assert default["paper"] == {"perplexity": 10.82, "source": "here"}
+    assert "paper" not in paper
+
+
+def test_the_table_shows_the_cells(grid):
+    (table,) = grid[1]["tables"]
+    header, rows = table["header"], {row[0]: row for row in table["rows"]}
+    assert list(rows) == ["dense", "rap:paper", "rap"]
+    by_name = dict(zip(header, rows["rap"], strict=True))
+    assert by_name["KV"] == "50.0%"
+    assert by_name["PPL, cut only"] == f"{grid[1]['cells'][2]['perplexity']:.2f}"
+    assert by_name["paper PPL, cut only"] == "10.82"
+
+
+def test_a_failed_cell_is_recorded_and_the_rest_goes_on(grid):
+    output, found, said = grid
+    (failed,) = found["failed"]
+    assert failed["method"] == "broken"
+    assert failed["error"] == "ZeroDivisionError: nothing left to divide"
+    assert "Failed: broken (none)." in found["tables"][0]["note"]
+    assert any("failed: ZeroDivisionError" in line for line in said)
+    (record,) = output.glob("cells/broken-*/error.json")
+    assert "in apply" in json.loads(record.read_text(encoding="utf-8"))["traceback"]
+
+
+def test_a_finished_cell_is_not_run_again(grid, tiny, tmp_path, monkeypatch):
+    output = tmp_path / "grid"
+    shutil.copytree(grid[0], output)
+    monkeypatch.setattr(running, "measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(running, "calibrate", lambda *_, **__: pytest.fail("calibrated again"))
+    methods = ["rap:paper", "rap"]
+    found = rap.compare(output=output, methods=methods, retain=(0.5,), measures=tiny, **SMALL)
+    kept = {cell["cell"]: cell["perplexity"] for cell in grid[1]["cells"]}
+    assert {cell["cell"]: cell["perplexity"] for cell in found["cells"]} == kept
+
+
+def test_a_changed_setting_is_another_cell(reference_model):
+    def names(**changes: Any) -> set[str]:
+        grid = Grid(**{"methods": ("rap",), "retains": (0.5,), **changes})
+        return {cell.name for cell in grid.cells("fingerprint", "float32")}
+
+    same = names()
+    assert names() == same
+    for change in (
+        {"align": 8},
+        {"calibration": "paper"},
+        {"num_windows": 65},
+        {"seed": 1},
+        {"measures": Measures(num_windows=47)},
+        {"methods": ("rap:values=channels",)},
+    ):
+        dense_and_cell = names(**change)
+        assert len(dense_and_cell) == 2
+        # The dense row depends on measures and seed alone.
+        shared = 0 if {"seed", "measures"} & change.keys() else 1
+        assert len(dense_and_cell & same) == shared, change
+    distilled = {"recoveries": ("fast",)}
+    assert not {*names(**distilled, recovery={"steps": 9})} <= names(**distilled)
+
+
+def test_a_cell_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    cell = Cell("rap", 0.5, "none", None, {"seed": 0})
+    folder = tmp_path / cell.name
+
+    def full(path: Path, data: Any) -> None:
+        if path.name == RESULT:
+            raise OSError("no space left on device")
+        write_json(path, data)
+
+    monkeypatch.setattr("rap.studies.compare.cells.write_json", full)
+    with pytest.raises(OSError, match="no space"):
+        store(folder, cell, result={"perplexity": 1.0})
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    store(folder, cell, result={"perplexity": 1.0})
+    assert finished(folder) == {"perplexity": 1.0}
+    assert json.loads((folder / CONFIG).read_text(encoding="utf-8")) == {"seed": 0}
+
+
+def test_a_killed_comparison_continues(tiny, tmp_path):
+    output = tmp_path / "out"
+    arguments = (
+        f"--methods rap,rap:paper --retain 0.7,0.5 {FLAGS} -o {output} --measure text={tiny.text}"
+    )
+    script = "from rap.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "compare", *shlex.split(arguments)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 120
+    while len(list(output.glob("cells/*/result.json"))) < 2:
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {path: path.stat().st_mtime_ns for path in output.glob("cells/*/result.json")}
+    assert 2 <= len(before) < 5
+    result = run("compare", *shlex.split(arguments), "--json")
+    assert result.code == 0, result.err
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert [cell["method"] for cell in result.json["cells"]] == [
+        "dense", "rap", "rap:paper", "rap", "rap:paper",
+    ]  # fmt: skip
+    assert result.err.count("finished before") == len(before)
+    assert not list(output.rglob("*.partial-*"))
+
+
+def test_the_command_of_a_cell_asks_for_that_cell(monkeypatch):
+    grid = Grid(
+        methods=("rap", "rap:paper:seed=3"),
+        retains=(0.7, 0.55),
+        recoveries=("none", "fast"),
+        align=None,
+        recovery={"learning_rate": 2e-5, "steps": 3},
+        measures=Measures(num_windows=None, recall_distances=(64, 128), text="a b.txt"),
+    )
+    asked: dict[str, Any] = {}
+
+    def remember(model: str, **given: Any) -> dict[str, Any]:
+        asked.update(given, model=model)
+        raise RapError("enough")
+
+    monkeypatch.setattr(command_line, "compare", remember)
+    for cell in grid.cells("f", "float32"):
+        if cell.method is None:
+            continue
+        program, *arguments = shlex.split(cell_command(cell, grid, "some/model"))
+        assert program == "rap"
+        assert run(*arguments).err == "error: enough\n"
+        names = ("align", "calibration", "num_windows", "window", "seed", "recovery", "measures")
+        again = Grid(
+            methods=tuple(asked["methods"]),
+            retains=tuple(asked["retain"]),
+            recoveries=tuple(asked["recover"]),
+            **{name: asked[name] for name in names},
+        )
+        assert asked["model"] == "some/model"
+        assert [one.name for one in again.cells("f", "float32")][1:] == [cell.name]
+
+
+def test_the_demo_ends_with_a_page(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(command_line, "DEMO_METHODS", ("rap", "not-yet-there"))
+    monkeypatch.setattr(command_line, "DEMO_RETAINS", "0.5")
+    monkeypatch.setattr(command_line, "DEMO_WINDOWS", 2)
+    monkeypatch.setattr(command_line, "DEMO_MEASURES", tiny)
+    result = run("compare", "--demo", "-o", tmp_path / "demo")
+    assert result.code == 0, result.err
+    assert "At retain 0.5, bundled" in result.out
+    page = (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
+    assert page.count("<svg") > 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--methods nothing", "unknown method 'nothing'"),
+        ("--methods rap:nothing", "has no recipe 'nothing'; it has: paper"),
+        ("--methods rap:rank=4", "has no setting 'rank'"),
+        ("--methods rap:retain=0.4", "has no setting 'retain'"),
+        ("--retain 0.5:0.9", "no list of ratios"),
+        ("--retain 1.5", "leaves (0, 1]"),
+        ("--recover sometimes", "unknown recovery 'sometimes'"),
+        ("--recover fast --set rate=1", "recovery has no setting 'rate'"),
+        ("--measure speed=4", "cannot measure 'speed=4'"),
+        ("--measure window=0", "measure window cannot be 0: give 1 or more"),
+        ("--measure window=soon", "measure window cannot be 'soon'"),
+    ],
+)
+def test_a_bad_request_is_refused_before_any_work(arguments, reason, tmp_path):
+    result = run("compare", *shlex.split(arguments), "-o", tmp_path / "out")
+    assert error_violations(result) == []
+    assert reason in result.err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,247 @@
+"""Tables of a comparison, made of its cells alone: capabilities, matched compute, sweeps."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rap.evaluation.cost.cost import sizes_of
+from rap.methods import METHODS
+from rap.studies.compare.capability import FAMILIES, capability, furthest, saves
+from rap.studies.compare.matched import matched, nearest
+from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED, tables
+
+
+def cell(
+    method: str,
+    retain: float,
+    perplexity: float = 10.0,
+    recover: str = "none",
+    *,
+    kept: float | None = None,
+    parameters: float | None = None,
+    flops: float | None = None,
+    prefill: float | None = None,
+    rebuilds: bool = False,
+) -> dict[str, Any]:
+    """A record as `summarize` makes it, whose costs are 1,000 times a share; by default retain."""
+    kept = retain if kept is None else kept
+    return {
+        "method": method,
+        "retain": retain,
+        "recover": recover,
+        "perplexity": perplexity,
+        "kv_bytes_per_token": round(1000 * kept),
+        "prefill_kv_bytes_per_token": 1000 * (kept if prefill is None else prefill),
+        "attention_parameters": round(1000 * (kept if parameters is None else parameters)),
+        "projection_flops": round(1000 * (kept if parameters is None else parameters)),
+        "attention_flops": {"context": 1024, "value": 1000 * (kept if flops is None else flops)},
+        "evaluation": {"num_windows": 2, "window": 128},
+        "recall": [{"distance": 64, "accuracy": 0.5, "num_facts": 4}],
+        "reconstructs": rebuilds,
+    }
+
+
+DENSE = cell("dense", 1.0)
+PALU = {
+    retain: cell("palu", retain, parameters=share, flops=9 * retain, rebuilds=True)
+    for retain, share in {0.9: 1.1, 0.7: 0.96, 0.5: 0.72, 0.3: 0.6}.items()
+}
+
+
+def by_method(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows of a table by their first cell, as dictionaries."""
+    return {row[0]: dict(zip(table["header"], row, strict=True)) for row in table["rows"]}
+
+
+def test_what_shrinks_with_the_cache_is_told_from_what_shrinks_less():
+    assert saves("parameters", [cell("rap", 0.7), cell("rap", 0.5)], DENSE) == "yes (50%)"
+    # Near enough at both ratios, and at one of them too much.
+    near, far = cell("rap", 0.5, parameters=0.51), cell("rap", 0.7, parameters=0.72)
+    assert saves("parameters", [near], DENSE) == "yes (51%)"
+    assert saves("parameters", [near, far], DENSE) == "in part (51%)"
+    assert saves("parameters", list(PALU.values()), DENSE) == "in part (60%)"
+    assert saves("FLOPs", list(PALU.values()), DENSE) == "no (270%)"
+    # No more of dense than the cache is, and still no saving.
+    assert saves("parameters", [cell("rap", 1.0)], DENSE) == "yes (100%)"
+    assert saves("parameters", [cell("rap", 1.0, parameters=1.005)], DENSE) == "no (100%)"
+
+
+def test_a_cache_that_is_full_in_prefill_is_not_saved():
+    assert saves("cache", [cell("palu", 0.5)], DENSE) == "yes (50%)"
+    assert saves("cache", [cell("palu", 0.5, prefill=1.0)], DENSE) == "no (100%)"
+
+
+def test_the_smallest_cache_is_the_last_one_that_stays_near_dense():
+    records = [
+        cell("rap", 0.9, 10.1),
+        cell("rap", 0.7, 10.5, kept=0.71),
+        cell("rap", 0.5, 10.6),
+        cell("rap", 0.3, 10.0),  # near again, by luck: it did not stay
+        cell("rap", 0.9, 11.0, recover="fast"),
+        cell("rap", 0.5, float("nan"), recover="long"),
+    ]
+    assert furthest(records, "none", DENSE) == "71%"
+    assert furthest(records[::-1], "none", DENSE) == "71%"
+    assert furthest(records, "fast", DENSE) == "none"
+    assert furthest(records, "long", DENSE) == "none"
+    assert furthest(records, "paper", DENSE) == ""
+
+
+def test_capabilities_are_sorted_by_family_and_read_from_the_cells():
+    cut = [
+        PALU[0.5],
+        cell("heads", 0.7, 20.0, kept=0.5),
+        cell("rap:paper", 0.5, 10.2, recover="fast"),
+        cell("rap", 0.5),
+    ]
+    rows = by_method(capability("m", DENSE, cut, RECOVERED))
+    assert list(rows) == ["rap:paper", "rap", "heads", "palu"]
+    assert rows["palu"] == {
+        "method": "palu",
+        "family": "low rank",
+        "cache": "yes (50%)",
+        "parameters": "in part (72%)",
+        "FLOPs": "no (450%)",
+        "reconstruction free": "no",
+        "smallest cache, cut only": "50%",
+        "smallest cache, fast": "",
+    }
+    assert rows["heads"]["family"] == "head pruning"
+    assert rows["heads"]["smallest cache, cut only"] == "none"
+    assert rows["rap:paper"]["smallest cache, fast"] == "50%"
+    # One family: nothing to tell apart.
+    assert capability("m", DENSE, cut[2:], RECOVERED)["rows"] == []
+
+
+def test_every_method_has_a_family():
+    assert set(METHODS) <= set(FAMILIES)
+
+
+def test_the_nearest_parameters_are_found_at_whatever_ratio():
+    cut = [*PALU.values(), cell("palu", 0.5, 12.0, recover="fast", parameters=0.72)]
+    assert {record["retain"] for record in nearest(cut, "palu", DENSE, 0.7)} == {0.5}
+    assert {record["retain"] for record in nearest(cut, "palu", DENSE, 0.62)} == {0.3}
+    assert len(nearest(cut, "palu", DENSE, 0.7)) == 2
+
+
+def test_matched_compute_sets_rap_beside_what_rebuilds():
+    far = cell("svdllm", 0.5, 30.0, parameters=0.9, rebuilds=True)
+    cut = [cell("rap", 0.7, 10.5), cell("rap", 0.5, 11.0), cell("heads", 0.5), far]
+    table = matched("m", DENSE, [*cut, *PALU.values()], MATCHED_QUALITY, RECOVERED)
+    rows = by_method(table)
+    assert list(rows) == ["rap at 0.7", "svdllm at 0.5", "palu at 0.5"]
+    assert rows["palu at 0.5"]["KV"] == "50.0%"
+    assert rows["palu at 0.5"]["parameters"] == "72.0%"
+    assert rows["rap at 0.7"]["PPL, cut only"] == "10.50"
+    assert rows["rap at 0.7"]["recall, cut only"] == "50%"
+    assert "the 70.0% of rap at 0.7" in table["note"]
+    assert "comes within 5% of dense: svdllm." in table["note"]
+    # Without the reference, or without anything that rebuilds, there is nothing to match.
+    for fewer in (cut[1:], cut[:3]):
+        assert matched("m", DENSE, fewer, MATCHED_QUALITY, RECOVERED)["rows"] == []
+
+
+def titled(records: list[dict[str, Any]], start: str) -> list[dict[str, Any]]:
+    """The tables whose title starts so."""
+    return [t for t in tables("m", [DENSE, *records], []) if t["title"].startswith(start)]
+
+
+def test_a_sweep_has_a_row_a_ratio_and_a_column_a_method():
+    records = [
+        cell(method, retain, 100 * retain, recover)
+        for recover in ("none", "fast")
+        for retain in (0.9, 0.7, 0.5)
+        for method in ("rap", "palu")
+        if (method, retain) != ("palu", 0.9)
+    ]
+    records[0]["kv_bytes_per_token"] = 750
+    plain, fast = titled(records, "Perplexity over the retain ratio")
+    assert plain["header"] == ["retain", "rap", "palu"]
+    assert plain["rows"] == [
+        ["dense", "10.00", "10.00"],
+        ["0.5", "50.00", "50.00"],
+        ["0.7", "70.00", "70.00"],
+        ["0.9", "90.00", ""],
+    ]
+    assert plain["note"] == "Caches another part of dense than asked: rap 75% at 0.9."
+    assert fast["title"].endswith("fast, m")
+    assert fast["note"] == ""
+    assert titled([r for r in records if r["retain"] != 0.9], "Perplexity over") == []
+
+
+@pytest.mark.parametrize("recipe", ["", ":paper"])
+def test_single_channels_stand_beside_pairs_whatever_recipe_they_follow(recipe):
+    records = [
+        cell(method, retain, perplexity / retain)
+        for retain in (0.7, 0.5)
+        for method, perplexity in (
+            ("rap", 10.0),
+            ("rap:paper", 12.0),
+            (f"kvpruner-indexed{recipe}", 24.0),
+            (f"kvpruner{recipe}", 120.0),
+        )
+    ]
+    (table,) = titled(records, "Single channels")
+    rows = by_method(table)
+    assert list(rows) == [f"kvpruner{recipe}", f"kvpruner-indexed{recipe}", "rap:paper", "rap"]
+    worst = rows[f"kvpruner{recipe}"]
+    assert (worst["retain 0.5"], worst["times rap:paper, 0.5"]) == ("240.00", "10.00")
+    assert rows["rap:paper"]["times rap:paper, 0.7"] == "1.00"
+    assert titled(records[:3], "Single channels") == []
+
+
+def test_methods_that_did_not_come_back_have_a_row_a_ratio():
+    records = [
+        cell("elitekv", 0.7, 60.0),
+        cell("elitekv", 0.5, 5e4),
+        cell("elitekv", 0.7, 12.0, recover="fast"),
+    ]
+    (table,) = titled(records, "Methods that")
+    assert table["header"] == ["method", "retain", "cut only", "fast"]
+    assert table["rows"] == [["elitekv", "0.5", "50,000", ""], ["elitekv", "0.7", "60.00", "12.00"]]
+    assert titled(records[:2], "Methods that") == []
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Any:
+    """benchmarks/matched.py, which is no package."""
+    path = Path(__file__).parents[3] / "benchmarks" / "matched.py"
+    spec = importlib.util.spec_from_file_location("matched_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_formula_finds_the_papers_matching_ratio(benchmark):
+    # Table isoparam: RAP at 0.703 of the parameters beside PaLU at 0.5, in steps of one direction.
+    retain, share = benchmark.by_formula(sizes_of("Llama-3-8B"), 1, True, 0.703)
+    assert retain == pytest.approx(0.5, abs=1 / 128)
+    assert share == pytest.approx(0.703, abs=0.002)
+    # Both factors of SVD-LLM stay online, and W_q and W_o whole: four fifths at any rank.
+    assert benchmark.by_formula(sizes_of("Llama-3-8B"), 0, False, 0.703)[1] > 0.8
+
+
+def test_the_ratio_is_searched_on_counted_models(benchmark):
+    counts = benchmark.Counts.__new__(benchmark.Counts)
+    asked: list[int] = []
+
+    def share(spec: str, step: int) -> float:
+        asked.append(step)
+        return 0.5 + step / 250
+
+    counts.share = share
+    assert counts.nearest("palu", 0.7) == (0.5, 0.7)
+    assert counts.nearest("palu", 0.2) == (0.02, 0.508)
+    assert len(set(asked)) < 20
+
+
+def test_a_ratio_that_does_not_match_is_not_called_one(benchmark):
+    found = [{"method": "svdllm", "llama": (0.001, 0.8), "bundled": (0.06, 0.7)}]
+    (row,) = benchmark.solution_table(found, 0.698)["rows"]
+    assert row == ["svdllm", "none (nearest 0.001)", "80.0%", "0.06", "70.0%"]

@@ -1,0 +1,196 @@
+"""Streamed application writes the bytes that the in-memory one would, or nothing."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from cases.models import random_tokens, tiny_model
+from cases.plans import random_plan
+from rap.checkpoint.files import PLAN_FILE
+from rap.checkpoint.load import load
+from rap.model import modeling
+from rap.model.errors import CheckpointError, PlanError, UnsupportedModelError
+from rap.planning.plan import Plan
+from rap.surgery.apply import apply
+from rap.surgery.stream import INDEX_FILE, apply_streamed
+
+WIDTHS = [(3, 5), None, (5, 9)]
+# The hidden size is odd where a head count allows it: tensors then end at odd addresses.
+FIELDS = {"heads": 3, "kv_heads": 1, "hidden": 33, "layers": 3, "head_dim": 16}
+
+
+def _tensors(folder) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _config(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture
+def dense(tmp_path):
+    """A saved dense model (directory) and a plan for it."""
+    model = tiny_model(**FIELDS)
+    model.save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense", random_plan(model, WIDTHS)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2"])
+def test_same_bytes_as_in_memory(tmp_path, model_type, shard, dtype, tied):
+    model = tiny_model(model_type, dtype=dtype, tie_word_embeddings=tied, **FIELDS)
+    dense, streamed, memory = (tmp_path / name for name in ("dense", "streamed", "memory"))
+    model.save_pretrained(dense, max_shard_size=shard)
+    assert (len(list(dense.glob("*.safetensors"))) > 2) == (shard == "20KB")
+    plan = random_plan(model, WIDTHS)
+
+    apply_streamed(dense, plan, streamed)
+    apply(AutoModelForCausalLM.from_pretrained(dense), plan).save_pretrained(memory)
+
+    found, expected = _tensors(streamed), _tensors(memory)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert _bytes(found[name]) == _bytes(tensor), name
+    assert _config(streamed) == _config(memory)
+    assert Plan.load(streamed / PLAN_FILE) == plan
+    if shard == "1GB":
+        files = [folder / "model.safetensors" for folder in (streamed, memory)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    else:
+        index = json.loads((streamed / INDEX_FILE).read_text())
+        assert index["weight_map"].keys() == found.keys()
+        total = sum(len(_bytes(tensor)) for tensor in found.values())
+        assert index["metadata"]["total_size"] == total
+        sources = json.loads((dense / INDEX_FILE).read_text())["weight_map"]
+        assert set(index["weight_map"].values()) == set(sources.values())
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one file", "shards"])
+def test_output_loads_like_any_checkpoint(tmp_path, shard):
+    model = tiny_model("qwen2", **FIELDS)
+    model.save_pretrained(tmp_path / "dense", max_shard_size=shard)
+    plan = random_plan(model, WIDTHS)
+    apply_streamed(tmp_path / "dense", plan, tmp_path / "small")
+    modeling.register()
+    tokens = random_tokens(2, 9)
+    expected = apply(model, plan)(tokens).logits
+    for loaded in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "small"),
+        load(tmp_path / "small"),
+    ):
+        assert torch.equal(loaded(tokens).logits, expected)
+
+
+def test_other_files_travel_and_other_weights_do_not(dense, tmp_path):
+    source, plan = dense
+    (source / "tokenizer.json").write_text("{}")
+    for name in ("pytorch_model.bin", "consolidated.safetensors"):
+        (source / name).write_bytes(b"other weights")
+    apply_streamed(source, plan, tmp_path / "small")
+    written = {path.name for path in (tmp_path / "small").iterdir()}
+    assert {"tokenizer.json", "generation_config.json", "model.safetensors", PLAN_FILE} <= written
+    assert not written & {"pytorch_model.bin", "consolidated.safetensors", INDEX_FILE}
+
+
+def test_tensors_the_model_does_not_have_are_left_out(dense, tmp_path):
+    """As from_pretrained ignores them: checkpoints of 2023 store the RoPE frequencies."""
+    source, plan = dense
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    apply_streamed(source, plan, tmp_path / "small")
+    assert not any("inv_freq" in name for name in _tensors(tmp_path / "small"))
+
+
+def _refused(source, plan, output, error, message) -> None:
+    with pytest.raises(error, match=message) as caught:
+        apply_streamed(source, plan, output)
+    assert "\n" not in str(caught.value)
+    assert not output.exists()
+    assert not [path for path in output.parent.iterdir() if "partial" in path.name]
+
+
+def test_other_weights_are_refused_and_nothing_is_written(dense, tmp_path):
+    _, plan = dense
+    tiny_model(**FIELDS, seed=1).save_pretrained(tmp_path / "other")
+    message = "made from other weights .* make a new plan for this checkpoint"
+    _refused(tmp_path / "other", plan, tmp_path / "small", PlanError, message)
+
+
+def test_other_shapes_are_refused_before_any_weight_is_read(dense, tmp_path):
+    source, plan = dense
+    other = tiny_model(**(FIELDS | {"head_dim": 8}))
+    other.config.save_pretrained(tmp_path / "other")
+    _refused(tmp_path / "other", plan, tmp_path / "small", PlanError, "layer 0 differs")
+    shutil.copy(source / "model.safetensors", tmp_path / "other")
+    other.config.model_type = "gpt2"
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "gpt2"}')
+    _refused(tmp_path / "other", plan, tmp_path / "small", UnsupportedModelError, "learned")
+
+
+def test_missing_shard_is_refused(tmp_path):
+    model = tiny_model(**FIELDS)
+    model.save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    plan = random_plan(model, WIDTHS)
+    last = sorted((tmp_path / "dense").glob("*.safetensors"))[-1]
+    last.unlink()
+    _refused(tmp_path / "dense", plan, tmp_path / "small", CheckpointError, "is missing: download")
+
+
+def test_truncated_shard_is_refused(dense, tmp_path):
+    source, plan = dense
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    _refused(source, plan, tmp_path / "small", CheckpointError, "is truncated or damaged")
+
+
+def test_checkpoint_without_some_tensors_is_refused(dense, tmp_path):
+    source, plan = dense
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    message = r"lacks 1 tensors \(model.layers.1.mlp.up_proj.weight"
+    _refused(source, plan, tmp_path / "small", CheckpointError, message)
+
+
+def test_weights_in_another_format_are_refused(dense, tmp_path):
+    source, plan = dense
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    _refused(source, plan, tmp_path / "small", CheckpointError, "convert the checkpoint first")
+
+
+def test_stored_type_that_is_no_plain_float_is_refused(dense, tmp_path):
+    source, plan = dense
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    _refused(source, plan, tmp_path / "small", CheckpointError, "lm_head.weight is stored as F8_E4")
+
+
+def test_existing_output_is_kept_without_force_and_replaced_with_it(dense, tmp_path):
+    source, plan = dense
+    output = tmp_path / "small"
+    output.mkdir()
+    (output / "old").write_text("old")
+    with pytest.raises(CheckpointError, match="exists: pass --force"):
+        apply_streamed(source, plan, output)
+    assert [path.name for path in output.iterdir()] == ["old"]
+    apply_streamed(source, plan, output, force=True)
+    assert not (output / "old").exists()
+    assert (output / "model.safetensors").is_file()
