@@ -4,7 +4,7 @@
         --minutes 60
 
 Text is tokenised once into a cached uint16 file. Synthetic documents are mixed in that cannot be
-predicted without the context: facts asked for again (`rap.evaluation.documents`) and repeated
+predicted without the context: facts asked for again (rap.evaluation's `documents`) and repeated
 passages. Sequence length, distance and share of these documents follow `Recipe`.
 
 The batch of a step depends on the seed, the step and the progress alone, so a run with a token

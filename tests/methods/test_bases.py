@@ -109,7 +109,7 @@ def test_elite_pairs_are_the_greedy_choice(calibrated: tuple) -> None:
 
 def rap_shape(model: Any) -> Any:
     """The dense shape of a model's first layer."""
-    return rap.families.attention_layers(model)[0].shape
+    return rap.model.layers.attention_layers(model)[0].shape
 
 
 def test_elite_pairs_rotate_and_the_rest_does_not(calibrated: tuple) -> None:

@@ -97,6 +97,8 @@ def test_output_errors_are_relative(calibrated):
 @pytest.mark.parametrize(("steps", "kept"), [(0, (0, 0)), (8, (4, 8)), (16, (8, 16)), (5, (3, 4))])
 def test_steps_divide_between_pairs_and_free_channels(steps, kept):
     """Heads of 32 channels, 16 of which rotate: half of every step to each."""
-    geometry = rap.rope.HeadGeometry(head_dim=32, rotary_dim=16)
-    shape = rap.rope.AttentionShape(num_heads=4, num_kv_heads=2, hidden_size=64, geometry=geometry)
+    geometry = rap.model.rope.HeadGeometry(head_dim=32, rotary_dim=16)
+    shape = rap.model.rope.AttentionShape(
+        num_heads=4, num_kv_heads=2, hidden_size=64, geometry=geometry
+    )
     assert split_step(shape, steps) == kept

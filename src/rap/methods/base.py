@@ -44,7 +44,7 @@ class DenseLayers:
     `weights` maps the roles q, k, v, o to matrices as in nn.Linear, and where keys are normalised
     `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64 [P],
     a layer's own: local and global layers may rotate differently.
-    `mixes_keys` and `mixes_values` are false where something works on single channels (`limits`).
+    `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing).
     """
 
     shapes: Sequence[AttentionShape | None]
@@ -117,7 +117,7 @@ class PairPruning(Method):
     align: widths are multiples of this many channels; None is 8 for heads of 64 and wider, else 1.
     qk_norm: where queries and keys are normalised, `exact` keeps all their rows for the norm,
         `constant` cuts them too, with a constant for what the norm then misses, and `rows` keeps
-        `norm_rows` rows of every head for the norm alone (rap.norms).
+        `norm_rows` rows of every head for the norm alone (rap.model.norms).
     """
 
     budget: Budget = "adaptive"
@@ -203,7 +203,7 @@ class PairPruning(Method):
 class Control(PairPruning):
     """A method to compare others with: it reads no text, and every layer keeps alike.
 
-    Pairs and value channels by the score of rap.scoring.SCORES that has the method's name.
+    Pairs and value channels by the score of rap.planning.scores.SCORES that has the method's name.
     """
 
     budget: Budget = "uniform"

@@ -34,7 +34,7 @@ from .values import in_subspace, layer_losses, layer_values
 class Rap(PairPruning):
     """RAP, from the paper's cut to the better ones at the same cost.
 
-    score: importance of pairs and channels, one of rap.scoring.SCORES.
+    score: importance of pairs and channels, one of rap.planning.scores.SCORES.
     keys: `pairs` keeps dense pairs (the paper), `fold` compresses groups of slow pairs together,
         and channels that never rotate to their best subspace, in every layer whose keys are not
         normalised before they rotate; those keep pairs.

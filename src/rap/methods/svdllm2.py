@@ -3,7 +3,8 @@
 https://arxiv.org/abs/2503.12340, for W_k and W_v alone, and at the same cache as all methods here.
 No code of the original was released, so the allocation is our reading of its description: among
 weights of one type, the share that a matrix loses goes with 1 / log(its least loss at `retain`).
-Its second part, whitening by an eigendecomposition, is how `lowrank` whitens for every method.
+Its second part, whitening by an eigendecomposition, is how every method whitens here
+(`model.kinds.latent`).
 """
 
 import math

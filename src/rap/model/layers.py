@@ -1,4 +1,4 @@
-"""Attention found in live models of the families in `specs`: its place, shape and weights."""
+"""Attention found in live models of the families in `families`: its place, shape and weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

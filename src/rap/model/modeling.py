@@ -3,7 +3,7 @@
 Every class is derived from the family's own, so generation, tensor-parallel plans, gradient
 checkpointing and output capture are inherited. The `rap` section of the config holds the widths,
 the frequency index of every layer is a persistent buffer. This file and the siblings it imports
-(`attention`, `norms`, `families`, `specs`, `fingerprint`, `rope`, `errors`) are also copied into
+(`attention`, `norms`, `layers`, `families`, `fingerprint`, `rope`, `errors`) are also copied into
 checkpoints, where they load as remote code: they may import torch, transformers and each other,
 nothing else.
 """

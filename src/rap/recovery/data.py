@@ -38,7 +38,7 @@ def recovery_windows(
 ) -> tuple[Tensor, Tensor]:
     """Training and validation windows, LongTensors [N, T], packed from one or more texts.
 
-    Each source that `corpus.read_text` knows gives an equal share of the windows, so a mixed text
+    Each source that `calibration.text` reads gives an equal share of the windows, so a mixed text
     is a list of them. Windows are packed: contiguous tokens, across the ends of documents.
     Validation windows come from the validation split of a source that has one (`bundled`, `paper`,
     `c4`), else from windows of the same text that are not trained on; the test split is never

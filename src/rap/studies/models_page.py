@@ -1,6 +1,6 @@
 """`python -m rap.documentation` writes docs/models.md: the table of families, for people.
 
-Everything in it is read from `specs`, so that a family's row is its documentation.
+Everything in it is read from `model.families`, so that a family's row is its documentation.
 """
 
 import sys

@@ -1,1 +1,5 @@
-"""."""
+"""A plan and weights to smaller weights, in memory or shard by shard.
+
+In: a dense model or checkpoint, and a Plan or Replacement.
+Out: the pruned model or checkpoint; the dense one is left untouched.
+"""

@@ -1,1 +1,5 @@
-"""."""
+"""Quality: perplexity, use of context, zero-shot tasks, attention rebuilt by parts.
+
+In: a causal LM and a text or tasks.
+Out: figures as plain data.
+"""

@@ -1,1 +1,5 @@
-"""Methods side by side: a grid of cells, each cut, recovered and measured in the same way."""
+"""Methods side by side at the same cache, cell by cell, resumable.
+
+In: a dense model, methods, retain ratios, recoveries.
+Out: one record a cell, and tables over them.
+"""

@@ -21,7 +21,7 @@ from ...model.fingerprint import fingerprint_model
 class Measures:
     """How the models are measured; the same for all of a comparison.
 
-    text: held-out text, `bundled` or what `corpus.read_text` knows. Perplexity over `num_windows`
+    text: held-out text, `bundled` or what `calibration.text` reads. Perplexity over `num_windows`
         (None: all) windows of `window` tokens of it.
     recall: share of numbers given back, at each distance (tokens) among `recall_facts` facts, over
         `recall_documents` questions; 0 skips recall and copying.

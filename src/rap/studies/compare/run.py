@@ -55,7 +55,7 @@ def compare(
     """Measure `methods` (default: all there are) side by side, cell by cell, into `output`.
 
     A killed or repeated call continues where it stopped. `settings` are the other fields of
-    `comparison.grid.Grid` (calibration, num_windows, window, align, seed, recovery). `paper` are
+    `grid.Grid` (calibration, num_windows, window, align, seed, recovery). `paper` are
     published figures to show beside the cells of the same method, retain and recovery. A live
     model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.
     `say` is given a line for every cell.
