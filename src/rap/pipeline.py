@@ -16,6 +16,7 @@ from .checkpoint.card import model_card
 from .checkpoint.files import PLAN_FILE, check_output, whole_directory, write_json
 from .checkpoint.load import copy_processor, load_config, load_dense, load_tokenizer
 from .checkpoint.provenance import provenance
+from .checkpoint.source import resolve_source
 from .evaluation.cost.footprint import footprint
 from .evaluation.quality.perplexity import DEFAULT_WINDOW, perplexity
 from .methods import Method, Rap
@@ -209,11 +210,6 @@ def save(
             write_json(folder / REPORT_FILE, report)
             card = model_card(report, Path(output).resolve().name)
             (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def resolve_source(source: str | Path) -> str:
-    """`bundled` is the model in the package; anything else is a directory or a hub name."""
-    return str(assets.reference_path()) if str(source) == "bundled" else str(source)
 
 
 def _open(source: Any, tokenizer: Any, dtype: Any, device_map: str | None) -> tuple[Any, Any]:

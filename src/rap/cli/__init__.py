@@ -17,6 +17,7 @@ from . import (
     demo,
     doctor,
     evaluate,
+    fetch,
     inspect,
     recover,
     report,
@@ -33,6 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 compress.add_commands(app)
+fetch.add_commands(app)
 inspect.add_commands(app)
 recover.add_commands(app)
 evaluate.add_commands(app)

@@ -10,9 +10,10 @@ from ..calibration.text import load_windows
 from ..checkpoint.files import check_output, whole_file, write_json
 from ..checkpoint.load import load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
+from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
-from ..pipeline import evaluation_tokens, resolve_source
+from ..pipeline import evaluation_tokens
 from ..studies.analyses.registry import ANALYSES
 from ..studies.analyses.study import Analysis, Study, figure_of
 from . import options

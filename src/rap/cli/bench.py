@@ -12,11 +12,11 @@ from rich.progress import track
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import check_dtype, load, load_config
 from ..checkpoint.provenance import provenance
+from ..checkpoint.source import resolve_source
 from ..evaluation.cost.latency import Point, default_variants, measure_point
 from ..evaluation.cost.stand_ins import dense_config, stand_in, uniform_config
 from ..model.errors import RapError
 from ..model.layers import PREFIX
-from ..pipeline import resolve_source
 from . import options
 from .options import console, print_json, print_table, write_result
 

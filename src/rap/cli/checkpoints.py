@@ -9,10 +9,10 @@ import typer
 
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import load, load_tokenizer
+from ..checkpoint.source import resolve_source
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
-from ..pipeline import resolve_source
 from .options import print_json, write_result
 
 ResultFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")]

@@ -10,9 +10,10 @@ from ..checkpoint.card import comparison
 from ..checkpoint.files import check_output, check_output_file, whole_file
 from ..checkpoint.load import load_config, load_dense
 from ..checkpoint.provenance import provenance
+from ..checkpoint.source import resolve_source
 from ..methods import apply_plan
 from ..model.errors import RapError
-from ..pipeline import compress, decide, resolve_source, save
+from ..pipeline import compress, decide, save
 from ..planning.plan import Plan
 from ..recovery.stages import RECOVERIES
 from ..surgery.replace import Replacement, load_plan

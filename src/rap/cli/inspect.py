@@ -8,12 +8,12 @@ import typer
 
 from ..checkpoint.files import PLAN_FILE
 from ..checkpoint.load import is_pruned, load_config
+from ..checkpoint.source import resolve_source
 from ..methods import Rap
 from ..model.errors import RapError
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, text_config
 from ..model.modeling import auto_class
 from ..model.rope import AttentionShape
-from ..pipeline import resolve_source
 from ..planning.budgets import kv_budgets
 from ..planning.mixing import key_limit, value_limit
 from ..planning.plan import Plan

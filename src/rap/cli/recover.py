@@ -10,9 +10,10 @@ import yaml
 from ..checkpoint.files import PLAN_FILE, check_output
 from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
+from ..checkpoint.source import resolve_source
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..model.errors import RapError
-from ..pipeline import REPORT_FILE, evaluation_tokens, measure, resolve_source, save
+from ..pipeline import REPORT_FILE, evaluation_tokens, measure, save
 from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.runs import finish, processes

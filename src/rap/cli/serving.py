@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..checkpoint.provenance import provenance
-from ..pipeline import resolve_source
+from ..checkpoint.source import resolve_source
 from ..serving.serve import Server, complete, free_port, running, serve
 from ..serving.stock import export_stock
 from ..serving.verify import ENGINES, TOLERANCES, Verification, verify

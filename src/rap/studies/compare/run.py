@@ -16,9 +16,10 @@ from ...calibration.text import load_windows
 from ...checkpoint.files import check_output, whole_file, write_json
 from ...checkpoint.load import load_dense, load_tokenizer
 from ...checkpoint.provenance import provenance
+from ...checkpoint.source import resolve_source
 from ...model.errors import RapError
 from ...model.fingerprint import fingerprint_model
-from ...pipeline import evaluation_tokens, resolve_source
+from ...pipeline import evaluation_tokens
 from ...recovery.config import PRESETS
 from ...recovery.runs import finish
 from ...recovery.stages import recover_stage, work_folder

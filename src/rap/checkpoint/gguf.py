@@ -1,0 +1,108 @@
+"""GGUF files as a source: dequantized once into a normal checkpoint directory, by transformers."""
+
+import hashlib
+import importlib.util
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..model.errors import CheckpointError
+from .files import whole_directory, write_json
+from .home import home
+
+SOURCE_FILE = "gguf_source.json"
+# Types that a float dtype holds exactly; all others are dequantized to bfloat16.
+_EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK = 1 << 24
+
+Say = Callable[[str], None]
+
+
+def is_gguf(source: Any) -> bool:
+    """Whether a source names a GGUF file."""
+    return str(source).endswith(".gguf")
+
+
+def checkpoint_of(file: str | Path, say: Say = lambda line: None) -> Path:
+    """The checkpoint directory of a GGUF file, made on the first call and kept in `home()`.
+
+    The directory is named by the file's content, so a changed file is converted again. `say` is
+    given one line about what was done. Raises CheckpointError for a file that is missing, damaged,
+    or of an architecture transformers cannot read.
+    """
+    file = Path(file)
+    if not file.is_file():
+        raise CheckpointError(f"there is no file {file}: check the path")
+    folder = home() / "gguf" / f"{file.stem}-{_digest(file)[:16]}"
+    if folder.is_dir():
+        say(f"{file.name}: dequantized before, in {folder}")
+        return folder
+    stored = convert(file, folder)
+    say(f"{file.name}: dequantized from {stored['types']} to {stored['dtype']}, kept in {folder}")
+    return folder
+
+
+def convert(file: Path, folder: Path) -> dict[str, Any]:
+    """Write a GGUF file's weights, config and tokenizer as a checkpoint; returns what they were.
+
+    Raises CheckpointError as `checkpoint_of`, or if the `gguf` package is missing.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError("reading GGUF files needs the package gguf: pip install gguf")
+    try:
+        types = _tensor_types(file)
+        where: dict[str, Any] = {"gguf_file": file.name}
+        config = AutoConfig.from_pretrained(file.parent, **where)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+        packed = AutoModelForCausalLM.from_pretrained(
+            file.parent, config=config, dtype=torch.float32, **where
+        )
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CheckpointError(f"cannot read {file}: {reason}") from error
+    matrices = set(types) - {"F32"}  # norms are F32 in every file
+    dtype = _EXACT.get(min(matrices, default="F32"), torch.bfloat16)
+    dtype = dtype if len(matrices) < 2 else torch.bfloat16
+    stored = {
+        "file": file.name,
+        "types": ", ".join(f"{count} {name}" for name, count in types.most_common()),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    with whole_directory(folder, force=True) as partial:
+        _plain(packed, dtype).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        write_json(partial / SOURCE_FILE, stored)
+    return stored
+
+
+def _plain(packed: Any, dtype: torch.dtype) -> Any:
+    """The same weights in a model that was never quantized: transformers refuses to save others."""
+    config = packed.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.name_or_path = ""
+    with torch.device("meta"):
+        plain = type(packed)(config)
+    plain.load_state_dict(packed.state_dict(), strict=True, assign=True)
+    plain.tie_weights()
+    plain.generation_config = packed.generation_config
+    return plain.to(dtype)
+
+
+def _tensor_types(file: Path) -> Counter[str]:
+    """How many tensors are stored in each of GGUF's types."""
+    from gguf import GGUFReader  # an optional extra
+
+    return Counter(tensor.tensor_type.name for tensor in GGUFReader(file).tensors)
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

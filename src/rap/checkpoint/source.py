@@ -1,0 +1,34 @@
+"""What may stand for a model: a directory, a hub name, a model by name, or a GGUF file."""
+
+import functools
+import sys
+from pathlib import Path
+
+from .. import assets
+from .fetch import FETCHED, fetched_path
+from .gguf import checkpoint_of, is_gguf
+
+BUNDLED = "bundled"
+
+
+def resolve_source(source: str | Path) -> str:
+    """The directory or hub name that transformers loads for what a user calls a model.
+
+    `bundled` is the model in the package, a name of `fetch.FETCHED` one that `rap fetch` brought,
+    a .gguf file is dequantized once (with a line on standard error that says so). Raises
+    CheckpointError for a model that was not fetched, or a file that cannot be read.
+    """
+    name = str(source)
+    if name == BUNDLED:
+        return str(assets.reference_path())
+    if name in FETCHED:
+        return str(fetched_path(name))
+    if is_gguf(name):
+        return _dequantized(name)
+    return name
+
+
+@functools.cache
+def _dequantized(file: str) -> str:
+    """Once a process: a command asks for its source several times, and should say so once."""
+    return str(checkpoint_of(file, say=lambda line: print(line, file=sys.stderr)))

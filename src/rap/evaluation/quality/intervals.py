@@ -1,0 +1,64 @@
+"""Intervals for means over windows, single and paired: a figure without one cannot be compared.
+
+Shapes: W windows, S resamples.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`value` with the ends of its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mean_interval(values_W: Sequence[float], seed: int = 0) -> Interval:
+    """The mean over windows and its percentile bootstrap interval (Efron and Tibshirani, ch. 13).
+
+    Windows are the units that are drawn again: tokens of one text are not independent. One window
+    gives an interval of no width, which says nothing; ask for more.
+    """
+    values = torch.as_tensor(values_W, dtype=torch.float64)
+    means_S = _resampled_means(values, seed)
+    return _interval(float(values.mean()), means_S)
+
+
+def perplexity_ratio_interval(
+    nats_W: Sequence[float], dense_nats_W: Sequence[float], seed: int = 0
+) -> Interval:
+    """exp of the mean difference of losses a token on the same windows, a ratio of perplexities.
+
+    Paired: the same windows are drawn for both, so what makes a text hard for both cancels.
+    Raises ValueError if the two do not have the same number of windows.
+    """
+    if len(nats_W) != len(dense_nats_W):
+        raise ValueError(
+            f"{len(nats_W)} and {len(dense_nats_W)} windows are not pairs: measure both models on "
+            "the same windows"
+        )
+    ours, theirs = (torch.as_tensor(x, dtype=torch.float64) for x in (nats_W, dense_nats_W))
+    found = mean_interval((ours - theirs).tolist(), seed)
+    return Interval(*(math.exp(end) for end in (found.value, found.low, found.high)))
+
+
+def _resampled_means(values_W: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn_SW = torch.randint(len(values_W), (RESAMPLES, len(values_W)), generator=generator)
+    return values_W[drawn_SW].mean(1)
+
+
+def _interval(value: float, means_S: Tensor) -> Interval:
+    tail = (1 - CONFIDENCE) / 2
+    ends = torch.quantile(means_S, torch.tensor([tail, 1 - tail], dtype=torch.float64))
+    return Interval(value, float(ends[0]), float(ends[1]))

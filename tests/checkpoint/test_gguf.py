@@ -1,0 +1,70 @@
+"""GGUF files as sources: dequantized once, then a checkpoint like any other."""
+
+import json
+
+import pytest
+import torch
+
+from cases.command import run
+from cases.gguf_file import tiny_llama, write_gguf
+from rap.checkpoint.gguf import SOURCE_FILE, checkpoint_of
+from rap.checkpoint.load import load, load_tokenizer
+from rap.checkpoint.source import resolve_source
+from rap.model.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAP_HOME", str(tmp_path / "home"))
+
+
+def _same_logits(path, model, tolerance):
+    ids = torch.arange(40)[None] * 7
+    with torch.no_grad():
+        found, expected = load(path, dtype=torch.float32)(ids).logits, model(ids).logits
+    return float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+def test_float_file_gives_the_same_model(tmp_path):
+    model = tiny_llama()
+    write_gguf(tmp_path / "tiny.gguf", model)
+    path = resolve_source(tmp_path / "tiny.gguf")
+    assert _same_logits(path, model, 1e-5)  # float32 both; only the order of sums differs
+    assert json.loads((tmp_path / path / SOURCE_FILE).read_text())["types"] == "21 F32"
+    assert load_tokenizer(path)("It was dark").input_ids
+
+
+def test_quantized_file_is_dequantized_and_says_from_what(tmp_path):
+    model, lines = tiny_llama(), []
+    write_gguf(tmp_path / "tiny.gguf", model, "Q8_0")
+    path = checkpoint_of(tmp_path / "tiny.gguf", lines.append)
+    assert load(path).dtype == torch.bfloat16
+    assert _same_logits(path, model, 0.05)  # 8-bit blocks, then bfloat16
+    assert not _same_logits(path, model, 1e-5)
+    assert "dequantized from 16 Q8_0, 5 F32 to bfloat16" in lines[0]
+
+
+def test_second_use_converts_nothing(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    first = checkpoint_of(tmp_path / "tiny.gguf")
+    monkeypatch.setattr("rap.checkpoint.gguf.convert", None)
+    assert checkpoint_of(tmp_path / "tiny.gguf") == first
+
+
+def test_a_command_takes_a_gguf_file(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    result = run("inspect", tmp_path / "tiny.gguf", "--json")
+    assert result.code == 0
+    assert json.loads(result.out)["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "there is no file"), (b"not a model", "cannot read")]
+)
+def test_bad_files_end_in_one_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "bad.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        resolve_source(tmp_path / "bad.gguf")
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "home").rglob("config.json"))

@@ -1,0 +1,76 @@
+"""Divergence of a pruned model from its dense one."""
+
+import copy
+
+import pytest
+import torch
+
+import rap
+from cases.models import VOCABULARY, tiny_model
+from rap.evaluation.quality.fidelity import divergence, fidelity
+from rap.model.errors import RapError
+
+
+def _ids(count: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(3))
+
+
+def test_a_model_agrees_with_itself():
+    model = tiny_model("llama")
+    found = fidelity(model, copy.deepcopy(model), _ids(192), window=48)
+    assert (found.kl.value, found.kl_p99, found.top1.value) == (0.0, 0.0, 1.0)
+    assert found.num_windows == 4
+
+
+def test_divergence_is_that_of_the_dense_model_from_the_other():
+    generator = torch.Generator().manual_seed(0)
+    dense, other = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
+    p, q = dense.softmax(-1), other.softmax(-1)
+    kl, same = divergence(dense, other)
+    torch.testing.assert_close(kl.double(), (p * (p / q).log()).sum(-1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(same.bool(), p.argmax(-1) == q.argmax(-1))
+    # It is not symmetric: the other direction would be another number.
+    assert not torch.allclose(kl.double(), (q * (q / p).log()).sum(-1), rtol=1e-2)
+
+
+def test_fidelity_is_what_whole_logits_give():
+    model, dense = tiny_model("llama"), tiny_model("llama")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name:
+                parameter.mul_(0.5)
+    ids = _ids(300)
+    found = fidelity(model, dense, ids, window=300)
+    with torch.no_grad():
+        kl, same = divergence(dense(ids[None]).logits[0], model(ids[None]).logits[0])
+    assert found.kl.value == pytest.approx(float(kl.double().mean()), rel=1e-4)
+    assert found.top1.value == pytest.approx(float(same.double().mean()))
+    assert [(part.start, part.stop) for part in found.positions] == [
+        (0, 128),
+        (128, 256),
+        (256, 300),
+    ]
+    assert found.positions[1].kl == pytest.approx(float(kl[128:256].double().mean()), rel=1e-4)
+    assert found.kl_p99 == pytest.approx(float(kl.sort().values[296]), rel=1e-4)
+
+
+def test_pruning_more_diverges_more(reference_model, tokenizer, test_tokens):
+    windows = rap.load_windows("bundled", tokenizer, num_windows=4, window=256, seed=0)
+    method = rap.Rap(retain=0.8)
+    statistics = rap.calibrate(reference_model, windows, method.needs_for(reference_model))
+    found = []
+    for retain in (0.8, 0.4):
+        cut = rap.Rap(retain=retain)
+        small = cut.apply(reference_model, cut.plan(reference_model, statistics))
+        found.append(fidelity(small, reference_model, test_tokens, window=256, max_windows=3))
+    mild, hard = found
+    assert 0 < mild.kl.value < hard.kl.value
+    assert mild.top1.value > hard.top1.value
+    assert mild.kl.low < mild.kl.value < mild.kl.high
+
+
+def test_models_of_two_vocabularies_are_refused():
+    other = tiny_model("llama")
+    other.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
+    with pytest.raises(RapError, match="vocabularies"):
+        fidelity(tiny_model("llama"), other, _ids(64), window=32)
