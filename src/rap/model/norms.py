@@ -17,6 +17,9 @@ Shapes: B batch, T tokens, H heads of q or k, G KV heads, D dense head dim, W ke
 S norm rows.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +30,7 @@ class KeptNorm(nn.Module):
     """The norm of `constant` and `rows`: weight (and bias) [H, W] in kept order, `ratio` [H].
 
     LayerNorm's centring is in the projection rows already, so that this is RMS for every family.
+    The ratio is float32 in models of every type: a measured figure, not one of the dense weights.
     """
 
     weight: nn.Parameter | None
@@ -47,7 +51,16 @@ class KeptNorm(nn.Module):
             )
             self.register_parameter(name, None if made is None else nn.Parameter(made))
         device = next((tensor.device for tensor in stored.values()), None)
-        self.register_buffer("ratio", torch.ones(heads, device=device))
+        # from_pretrained loads it in the type it has here, not in that of the weights.
+        self.register_buffer("ratio", torch.ones(heads, dtype=torch.float32, device=device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As any module when it is moved; a cast (`model.to(bfloat16)`) leaves the ratio alone."""
+        ratio = self.ratio
+        super()._apply(fn, recurse)
+        kept = self.ratio if ratio.is_meta else ratio
+        self.ratio = kept.to(self.ratio.device, torch.float32)
+        return self
 
     def forward(self, x_BHTW: Tensor) -> Tensor:
         """x over the estimated root mean square of the dense head, times the weight.
