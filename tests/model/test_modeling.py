@@ -247,7 +247,7 @@ def _edit(section) -> dict:
         (lambda rap: None, "no `rap` section with layer widths"),
         (lambda rap: {}, "no `rap` section with layer widths"),
         (lambda rap: rap | {"layers": rap["layers"][:2]}, "widths for 2 layers, the model has 3"),
-        (lambda rap: rap | {"version": 2}, "format version 2, this release reads up to 1: upgrade"),
+        (lambda rap: rap | {"version": 3}, "format version 3, this release reads up to 2: upgrade"),
         (
             lambda rap: rap | {"layers": [{"pairs": 0, "free": 0, "values": 4}, None, None]},
             "layer 0 has impossible widths",

@@ -1,6 +1,7 @@
 """QK-norm: importance of normalised keys, and norm rows that stand for what was dropped."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,14 +10,16 @@ from torch import Tensor
 
 from cases.family_cases import CASES, HEAD_DIM, Case, masked_by_hooks, random_case_plan
 from cases.models import random_tokens
+from cases.plans import plan_of
 from rap.calibration.run import calibrate
 from rap.checkpoint.load import load
 from rap.methods import Rap
 from rap.methods.base import dense_layers
 from rap.model.errors import RapError
 from rap.model.layers import attention_layers
+from rap.model.norms import normalise_dense
 from rap.planning.norms import with_denominators
-from rap.planning.plan import Plan
+from rap.planning.plan import LayerPlan, Plan
 from rap.planning.scores import score_layers
 from rap.surgery.apply import apply
 
@@ -93,6 +96,51 @@ def test_rows_are_projected_but_not_cached(tmp_path):
         cache = small(TOKENS, use_cache=True).past_key_values
         assert torch.equal(small(TOKENS).logits, apply(model, plan)(TOKENS).logits)
     assert cache.layers[1].keys.shape[-1] == attention.key_width
+
+
+def _whole(model: Any) -> Plan:
+    """A plan that keeps everything, in mode `constant`."""
+    layers = []
+    for layer in attention_layers(model):
+        shape = layer.shape
+        kept = shape and (shape.geometry.num_pairs, shape.head_dim, shape.geometry.num_free)
+        layers.append(
+            kept and LayerPlan.of_indices(*([list(range(n))] * shape.num_kv_heads for n in kept))
+        )
+    return dataclasses.replace(plan_of(model, layers), qk_norm="constant")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3", "olmo2"])
+@torch.no_grad()
+def test_a_cut_norm_rounds_once_as_the_dense_one(name: str, dtype: torch.dtype):
+    """1 + w is one in float32 there, of a stored w. Signs have a mean square that is exactly 1."""
+    model = _case(name).model(dtype=dtype)
+    small = apply(model, _whole(model))
+    dense, cut = attention_layers(model)[-1], attention_layers(small)[-1]
+    signs = torch.randint(2, (1, 6, 64, HEAD_DIM), generator=torch.Generator().manual_seed(0))
+    x_BHTD = (2 * signs - 1).to(dtype)
+    expected = normalise_dense(dense.norm, getattr(dense.module, dense.norm.names[0]), x_BHTD)
+    found = getattr(cut.module, dense.norm.names[0])(x_BHTD)
+    # Families without an offset round before the weight as well, the cut norm only at the end.
+    exact = dtype == torch.float32 or dense.norm.weight_offset
+    bound = 0.0 if exact else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3"])
+@torch.no_grad()
+def test_checkpoints_of_the_first_format_load_as_before(tmp_path: Path, name: str):
+    """They store 1 + w where the dense model stores w."""
+    model = _case(name).model(dtype=torch.float32)
+    small = apply(model, _with_rows(model, random_case_plan(model, _case(name)), 0))
+    small.config.rap["version"] = 1
+    stored = small.state_dict()
+    for layer in attention_layers(small)[1:]:
+        for name in (f"{layer.path}.{norm}.weight" for norm in layer.norm.names):
+            stored[name] = stored[name] + layer.norm.weight_offset
+    small.save_pretrained(tmp_path, state_dict=stored)
+    assert torch.equal(load(tmp_path)(TOKENS).logits, small(TOKENS).logits)
 
 
 def test_needs_follow_the_mode():

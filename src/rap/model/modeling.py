@@ -11,6 +11,7 @@ nothing else.
 import functools
 import sys
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -29,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from .attention import RapAttention
 from .errors import CheckpointError
-from .families import NORM_MODES, WRAPPERS, AttentionSpec
+from .families import NORM_MODES, WRAPPERS, AttentionSpec, QKNorm
 from .fingerprint import fingerprint_model, fingerprint_tensors, tied_names
 from .layers import (
     FAMILIES,
@@ -41,7 +42,8 @@ from .layers import (
     rotary_module,
 )
 
-CONFIG_VERSION = 1
+# Version 1 stored the weight of a cut norm with the family's offset added, and so rounded.
+CONFIG_VERSION = 2
 
 # Attention of methods that need another than RapAttention, by the `kind` in a layer's widths.
 # Modules after this one add theirs, so checkpoints of such methods need the package itself.
@@ -67,7 +69,7 @@ class RapModelMixin(_Model):
             if "kind" not in widths:
                 _check_fits(layer, widths)
             # Methods with a kind of their own refuse models that normalise queries and keys.
-            norm = () if "kind" in widths else (layer.norm, norm_mode(config))
+            norm = () if "kind" in widths else (_norm_as_stored(layer, config), norm_mode(config))
             pruned = build_attention(self, layer, spec, widths, *norm)
             if pruned.frequency_index.device.type != "meta":
                 pruned.apply(self._init_weights)
@@ -267,6 +269,11 @@ def norm_mode(config: Any) -> str:
             f"{', '.join(NORM_MODES)}: upgrade the package"
         )
     return mode
+
+
+def _norm_as_stored(layer: AttentionLayer, config: Any) -> QKNorm | None:
+    old = config.rap.get("version", 0) < 2 and norm_mode(config) != "exact"
+    return replace(layer.norm, weight_offset=0.0) if layer.norm and old else layer.norm
 
 
 def _check_fits(layer: AttentionLayer, widths: Mapping) -> None:

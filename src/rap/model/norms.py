@@ -29,6 +29,7 @@ from .families import QKNorm
 class KeptNorm(nn.Module):
     """The norm of `constant` and `rows`: weight (and bias) [H, W] in kept order, `ratio` [H].
 
+    The weight is that of the dense norm, to which `weight_offset` is added in float32, as there.
     LayerNorm's centring is in the projection rows already, so that this is RMS for every family.
     The ratio is float32 in models of every type: a measured figure, not one of the dense weights.
     """
@@ -40,16 +41,14 @@ class KeptNorm(nn.Module):
     def __init__(self, norm: QKNorm, dense: nn.Module, heads: int, width: int, head_dim: int):
         super().__init__()
         self.over, self.head_dim, self.width = norm.over, head_dim, width
+        self.offset = norm.weight_offset
         names = ("eps", "variance_epsilon")
         self.eps = next(getattr(dense, name) for name in names if hasattr(dense, name))
         stored = dict(dense.named_parameters(recurse=False))
-        for name in ("weight", "bias"):
+        for name, fill in (("weight", 1 - self.offset), ("bias", 0.0)):
             like = stored.get(name)
-            fill = torch.ones if name == "weight" else torch.zeros
-            made = (
-                None if like is None else fill(heads, width, dtype=like.dtype, device=like.device)
-            )
-            self.register_parameter(name, None if made is None else nn.Parameter(made))
+            made = None if like is None else nn.Parameter(like.new_full((heads, width), fill))
+            self.register_parameter(name, made)
         device = next((tensor.device for tensor in stored.values()), None)
         # from_pretrained loads it in the type it has here, not in that of the weights.
         self.register_buffer("ratio", torch.ones(heads, dtype=torch.float32, device=device))
@@ -74,7 +73,7 @@ class KeptNorm(nn.Module):
             mean = mean.mean(1, keepdim=True)
         x = x[..., : self.width] * torch.rsqrt(mean + self.eps)
         if self.weight is not None:
-            x = x * self.weight[:, None]
+            x = x * (self.weight[:, None].to(x.dtype) + self.offset)
         if self.bias is not None:
             x = x + self.bias[:, None]
         return x.to(x_BHTW.dtype)

@@ -46,8 +46,7 @@ def cut(
             ]
         )
     if "norm" in role:
-        assert norm is not None
-        return tensor.clone() if exact else _cut_norm(role, tensor, layer, shape, norm)
+        return tensor.clone() if exact else _cut_norm(role, tensor, layer, shape)
     if role in "qk":
         if exact:
             return tensor.clone()
@@ -79,15 +78,12 @@ def split_roles(
     return {part: tensor[index.to(tensor.device)] for part, index in rows.items()}
 
 
-def _cut_norm(
-    role: str, tensor: Tensor, layer: LayerPlan, shape: AttentionShape, norm: QKNorm
-) -> Tensor:
-    """Kept entries of a norm's weight (its offset added) or bias, per head, [H, W]."""
+def _cut_norm(role: str, tensor: Tensor, layer: LayerPlan, shape: AttentionShape) -> Tensor:
+    """Kept entries of a norm's weight or bias, per head, [H, W]."""
     heads = shape.num_heads if role.startswith("q") else shape.num_kv_heads
     dense_HD = tensor.reshape(-1, shape.head_dim).expand(heads, -1)
     keep_HW = layer.kept_channels(shape).repeat_interleave(heads // shape.num_kv_heads, 0)
-    kept = dense_HD.gather(1, keep_HW.to(tensor.device))
-    return kept + norm.weight_offset if role.endswith("weight") else kept.clone()
+    return dense_HD.gather(1, keep_HW.to(tensor.device))
 
 
 def _centre(tensor: Tensor, head_dim: int) -> Tensor:
