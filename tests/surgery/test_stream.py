@@ -12,11 +12,12 @@ from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap.checkpoint.files import PLAN_FILE
 from rap.checkpoint.load import load
+from rap.checkpoint.shards import INDEX_FILE
 from rap.model import modeling
 from rap.model.errors import CheckpointError, PlanError, UnsupportedModelError
 from rap.planning.plan import Plan
 from rap.surgery.apply import apply
-from rap.surgery.stream import INDEX_FILE, apply_streamed
+from rap.surgery.stream import apply_streamed
 
 WIDTHS = [(3, 5), None, (5, 9)]
 # The hidden size is odd where a head count allows it: tensors then end at odd addresses.
@@ -94,6 +95,55 @@ def test_output_loads_like_any_checkpoint(tmp_path, shard):
         load(tmp_path / "small"),
     ):
         assert torch.equal(loaded(tokens).logits, expected)
+
+
+def _says_tied(model, folder, **kwargs) -> None:
+    """Save an untied model with a config that says it is tied."""
+    model.save_pretrained(folder, **kwargs)
+    (folder / "config.json").write_text(json.dumps(_config(folder) | {"tie_word_embeddings": True}))
+
+
+@pytest.mark.parametrize("how", ["in memory", "saved", "streamed"])
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one file", "shards"])
+def test_a_head_that_differs_is_kept_though_the_config_says_tied(tmp_path, shard, how):
+    """As transformers does, which loads both weights."""
+    _says_tied(tiny_model(**FIELDS), tmp_path / "dense", max_shard_size=shard)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    plan = random_plan(model, [(8, 16)] * 3)
+    small = apply(model, plan)
+    if how == "saved":
+        small.save_pretrained(tmp_path / "small")
+    elif how == "streamed":
+        apply_streamed(tmp_path / "dense", plan, tmp_path / "small")
+    small = small if how == "in memory" else load(tmp_path / "small")
+    # Also after it is tied by its config, as trainers and engines do.
+    small.tie_weights()
+    tokens = random_tokens(2, 9)
+    assert float((small(tokens).logits - model(tokens).logits).abs().max()) == 0
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one file", "shards"])
+def test_a_head_stored_beside_equal_embeddings_is_tied(tmp_path, shard):
+    model = tiny_model(**FIELDS)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    _says_tied(model, tmp_path / "dense", max_shard_size=shard)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    plan = random_plan(model, WIDTHS)
+    apply_streamed(tmp_path / "dense", plan, tmp_path / "small")
+    apply(model, plan).save_pretrained(tmp_path / "memory")
+    assert _config(tmp_path / "small") == _config(tmp_path / "memory")
+    assert _tensors(tmp_path / "small").keys() == _tensors(tmp_path / "memory").keys()
+
+
+def test_a_head_untied_by_hand_is_kept(tmp_path):
+    model = tiny_model(**FIELDS, tie_word_embeddings=True)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    small, tokens = apply(model, random_plan(model, [(8, 16)] * 3)), random_tokens(2, 9)
+    small.save_pretrained(tmp_path)
+    for made in (small, load(tmp_path)):
+        assert float((made(tokens).logits - model(tokens).logits).abs().max()) == 0
 
 
 def test_other_files_travel_and_other_weights_do_not(dense, tmp_path):

@@ -53,8 +53,19 @@ def fingerprint_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def tied_names(model: Any) -> set[str]:
-    """State-dict names that repeat another weight and are not stored in a checkpoint."""
-    return set(getattr(model, "all_tied_weights_keys", None) or ())
+    """State-dict names that repeat another weight and are not stored in a checkpoint.
+
+    Weights that are called tied and differ are two: `save_pretrained` stores both.
+    """
+    called = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    weights = dict(model.named_parameters(remove_duplicate=False)) if called else {}
+    return {name for name, of in called.items() if _same(weights.get(name), weights.get(of))}
+
+
+def _same(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is second or first is None or second is None or first.is_meta or second.is_meta:
+        return True
+    return torch.equal(first, second.to(first.device))
 
 
 def fingerprint_model(model: nn.Module) -> str:

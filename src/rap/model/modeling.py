@@ -79,11 +79,11 @@ class RapModelMixin(_Model):
     # The base's other arguments pass through unnamed.
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As the base class; the config records the fingerprint of exactly these weights."""
-        state = kwargs.get("state_dict")
+        state, skip = kwargs.get("state_dict"), tied_names(self)
         self.config.rap["fingerprint"] = (
             fingerprint_model(self)
             if state is None
-            else fingerprint_tensors((n, t) for n, t in state.items() if n not in tied_names(self))
+            else fingerprint_tensors((n, t) for n, t in state.items() if n not in skip)
         )
         return super().save_pretrained(save_directory, **kwargs)
 

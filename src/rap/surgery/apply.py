@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..model.attention import norm_names
 from ..model.errors import CheckpointError, PlanError
 from ..model.families import AttentionSpec
-from ..model.fingerprint import fingerprint_model
+from ..model.fingerprint import fingerprint_model, tied_names
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -19,6 +19,7 @@ from ..model.layers import (
     projection_tensors,
     refuse_pruned,
     role_rows,
+    text_config,
 )
 from ..model.modeling import CONFIG_VERSION, config_class, model_class
 from ..planning.plan import LayerPlan, Plan
@@ -49,8 +50,11 @@ def apply(model: Any, plan: Plan) -> Any:
 def assemble(model: Any, config: Any, state: dict[str, Tensor]) -> Any:
     """The model of a config with the weights `state`, all else as in the dense `model`.
 
-    A config of the dense family itself gives a model of the dense class.
+    A config of the dense family itself gives a model of the dense class. If it says that weights
+    are tied which in `model` are not, it is changed.
     """
+    if set(model.get_expanded_tied_weights_keys(all_submodels=True)) - tied_names(model):
+        untie(config)
     stock = config.model_type == model.config.model_type
     with torch.device("meta"):
         small = (type(model) if stock else model_class(base_model_type(model.config)))(config)
@@ -62,6 +66,16 @@ def assemble(model: Any, config: Any, state: dict[str, Tensor]) -> Any:
     small.generation_config = copy.deepcopy(model.generation_config)
     small.train(model.training)
     return _dispatch_like(model, small)
+
+
+def untie(config: Any) -> None:
+    """Make a config say that the head is a weight of its own.
+
+    transformers keeps a head that is stored and differs though the config says tied. Engines, and
+    `tie_weights`, go by the config alone and would lose it.
+    """
+    for part in (config, text_config(config)):
+        part.tie_word_embeddings = False
 
 
 def pruned_config(dense_config: Any, plan: Plan) -> Any:

@@ -5,12 +5,11 @@ written first and every tensor follows as soon as it is cut: one tensor is in me
 Experts that the model joins are copied one by one, and joined once more for the fingerprint alone.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -20,8 +19,16 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..checkpoint.files import PLAN_FILE, check_safetensors, whole_directory
+from ..checkpoint.files import PLAN_FILE, whole_directory
 from ..checkpoint.load import load_config
+from ..checkpoint.shards import (
+    DTYPE_NAMES,
+    DTYPES,
+    find_shards,
+    same_values,
+    write_header,
+    write_index,
+)
 from ..model.errors import CheckpointError, PlanError
 from ..model.fingerprint import Fingerprint, tied_names
 from ..model.layers import (
@@ -34,22 +41,10 @@ from ..model.layers import (
 )
 from ..model.modeling import auto_class, model_class
 from ..planning.plan import Plan
-from .apply import added_tensors, cut_layer, pruned_config
+from .apply import added_tensors, cut_layer, pruned_config, untie
 from .conversions import Conversions
 
-INDEX_FILE = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
-# In the order in which safetensors lays types out in a file, wide ones first for alignment.
-_DTYPE_NAMES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -109,18 +104,18 @@ class _Rewriter:
                 )
             ]
         self.where |= dict.fromkeys(targets, path)
-        order = list(_DTYPE_NAMES)
+        order = list(DTYPE_NAMES)
         return sorted(result, key=lambda entry: (order.index(entry.dtype), entry.name))
 
     def _entries(
         self, stored: Any, name: str, source: str, target: str, part: str | None
     ) -> Iterator[_Entry]:
-        if stored.get_dtype() not in _DTYPES:
+        if stored.get_dtype() not in DTYPES:
             raise CheckpointError(
                 f"{source} is stored as {stored.get_dtype()}: streamed surgery takes float "
                 "weights, compress the unquantized checkpoint"
             )
-        dtype, shape = _DTYPES[stored.get_dtype()], tuple(stored.get_shape())
+        dtype, shape = DTYPES[stored.get_dtype()], tuple(stored.get_shape())
         layer, role = self.cuts.get(target, (None, ""))
         if layer is None or self.plan.layers[layer.index] is None:
             yield _Entry(name, dtype, shape, source=source, target=target, part=part)
@@ -190,10 +185,13 @@ def apply_streamed(
     refuse_pruned(config)
     attention_spec(config)
     folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(str(source)))
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = _on_meta(config)
     rewriter = _Rewriter(model, plan)
-    shards = _shards(folder)
+    shards = find_shards(folder)
+    if _unties(model, shards):
+        untie(config)
+        model = _on_meta(config)
+        rewriter = _Rewriter(model, plan)
     with whole_directory(output, force=force) as partial:
         weight_map, total_bytes = {}, 0
         for shard, entries in _each_shard(shards, rewriter, partial, progress=progress):
@@ -208,29 +206,25 @@ def apply_streamed(
                 f"in {source} ({found[:12]}): make a new plan for this checkpoint"
             )
         if len(shards) > 1:
-            _write_index(partial, weight_map, total_bytes)
+            write_index(partial, weight_map, total_bytes)
         _write_rest(folder, partial, model, rewriter)
 
 
-def _shards(folder: Path) -> list[Path]:
-    shards = [folder / "model.safetensors"]
-    if not shards[0].is_file() and (folder / INDEX_FILE).is_file():
-        try:
-            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-            shards = [folder / name for name in sorted(set(index["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{folder / INDEX_FILE} is damaged ({error}): download it again"
-            ) from error
-    elif not shards[0].is_file():
-        raise CheckpointError(
-            f"{folder} has no model.safetensors and no {INDEX_FILE}: convert the checkpoint first"
-        )
-    for shard in shards:
-        if not shard.is_file():
-            raise CheckpointError(f"{shard} is missing: download the checkpoint again")
-        check_safetensors(shard)
-    return shards
+def _on_meta(config: Any) -> Any:
+    with torch.device("meta"):
+        return auto_class(config).from_config(config)
+
+
+def _unties(model: Any, shards: list[Path]) -> bool:
+    """Whether weights that the config says are tied are both stored, and differ."""
+    pairs, conversions = dict(model.all_tied_weights_keys).items(), Conversions(model)
+    where: dict[str, tuple[Path, str]] = {}
+    for path in shards:
+        with safe_open(path, "pt") as shard:
+            names = {conversions.target(name)[0]: name for name in shard.keys()}  # noqa: SIM118
+        where |= {target: (path, name) for target, name in names.items()}
+    stored = [(where[a], where[b]) for a, b in pairs if a in where and b in where]
+    return not all(same_values(*pair) for pair in stored)
 
 
 def _each_shard(
@@ -241,29 +235,12 @@ def _each_shard(
         for path in shards:
             entries = rewriter.entries(path)
             with (output / path.name).open("wb") as file:
-                _write_header(file, entries)
+                write_header(file, ((x.name, x.dtype, x.shape) for x in entries))
                 for entry in entries:
                     tensor = rewriter.rewrite(entry).contiguous()
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             bar.advance(task, path.stat().st_size)
             yield path, entries
-
-
-def _write_header(file: BinaryIO, entries: list[_Entry]) -> None:
-    """The safetensors header: https://github.com/huggingface/safetensors#format."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        end = offset + entry.num_bytes
-        header[entry.name] = {
-            "dtype": _DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
 
 
 def _shapes(model: Any) -> dict[str, torch.Size]:
@@ -277,12 +254,6 @@ def _check_complete(rewriter: _Rewriter) -> None:
             f"the checkpoint lacks {len(missing)} tensors ({missing[0]}, ...): it is incomplete, "
             "or stored under other names; use the in-memory `rap apply`"
         )
-
-
-def _write_index(output: Path, weight_map: dict[str, str], total_bytes: int) -> None:
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (output / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 def _write_rest(source: Path, output: Path, model: Any, rewriter: _Rewriter) -> None:
