@@ -12,7 +12,7 @@ from . import assets
 from .calibration.memory import describe_memory, estimate_memory
 from .calibration.run import calibrate, check_windows
 from .calibration.text import load_windows, read_text
-from .checkpoint.card import model_card
+from .checkpoint.card import CARD_FILE, model_card, unmeasured
 from .checkpoint.files import PLAN_FILE, check_output, whole_directory, write_json
 from .checkpoint.load import copy_processor, load_config, load_dense, load_tokenizer
 from .checkpoint.provenance import provenance
@@ -187,12 +187,14 @@ def save(
     tokenizer: Any = None,
     *,
     source: Any = None,
+    dense: Any = None,
     report: dict[str, Any] | None = None,
     force: bool = False,
 ) -> None:
     """Write a pruned checkpoint whole or not at all: weights, config, plan, tokenizer, card.
 
-    Without a `tokenizer`, the one beside the dense `source` is copied, if there is one.
+    Without a `tokenizer`, the one beside the dense `source` is copied, if there is one. Without a
+    `report`, the card compares sizes with the `dense` model, if that is given.
     """
     if tokenizer is None and source is not None:
         try:
@@ -208,8 +210,11 @@ def save(
             copy_processor(source or small.name_or_path, folder)
         if report is not None:
             write_json(folder / REPORT_FILE, report)
+        elif dense is not None:
+            report = unmeasured(plan, str(source or dense.name_or_path), dense, small)
+        if report is not None:
             card = model_card(report, Path(output).resolve().name)
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 
 def _open(source: Any, tokenizer: Any, dtype: Any, device_map: str | None) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,23 @@ def test_apply_gives_the_same_tensors_streamed(tmp_path, plan_file):
     fingerprint = fingerprint_model(rap.load(memory))
     assert [result.json["fingerprint"] for result in results] == [fingerprint] * 2
     assert results[0].json["provenance"]["settings"]["plan_file"] == str(plan_file)
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)], ids=["in memory", "streamed"])
+def test_apply_writes_a_card_of_the_small_model(tmp_path, plan_file, stream):
+    source, out = tmp_path / "dense", tmp_path / "small"
+    shutil.copytree(assets.reference_path(), source)
+    (source / "README.md").write_text("Card of the dense model.")
+    assert run("apply", source, plan_file, "-o", out, *stream).code == 0
+    card = (out / "README.md").read_text()
+    assert "Card of the dense model." not in card
+    assert "# small\n" in card
+    dense, small = (rap.footprint(rap.load(folder)) for folder in (source, out))
+    for figure in ("kv_bytes_per_token", "total_parameters"):
+        assert f"| {getattr(dense, figure):,} | {getattr(small, figure):,} |" in card
+    # Nothing was measured, and the card is for others.
+    for absent in ("rap_report.json", "Calibration:", "perplexity", str(tmp_path)):
+        assert absent not in card
 
 
 def test_seed_reaches_the_method(tmp_path, plan_file):

@@ -148,13 +148,23 @@ def test_a_head_untied_by_hand_is_kept(tmp_path):
 
 def test_other_files_travel_and_other_weights_do_not(dense, tmp_path):
     source, plan = dense
-    (source / "tokenizer.json").write_text("{}")
-    for name in ("pytorch_model.bin", "consolidated.safetensors"):
-        (source / name).write_bytes(b"other weights")
+    carried = ["tokenizer.json", "LICENSE", "additional_chat_templates/tool_use.jinja"]
+    carried += ["assets/pictures/loss.png"]
+    left = ["pytorch_model.bin", "consolidated.safetensors", "tf_model.h5", "onnx/model.onnx"]
+    left += ["onnx/config.json", "original/params.json", "original/consolidated.00.pth"]
+    left += [".cache/huggingface/tokenizer.json.metadata", INDEX_FILE]
+    for name in carried + left[:-1]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
     apply_streamed(source, plan, tmp_path / "small")
-    written = {path.name for path in (tmp_path / "small").iterdir()}
-    assert {"tokenizer.json", "generation_config.json", "model.safetensors", PLAN_FILE} <= written
-    assert not written & {"pytorch_model.bin", "consolidated.safetensors", INDEX_FILE}
+    for name in carried:
+        assert (tmp_path / "small" / name).read_text() == name
+    assert (tmp_path / "small" / "generation_config.json").is_file()
+    assert not [name for name in left if (tmp_path / "small" / name).exists()]
+    assert {path.name for path in (tmp_path / "small").iterdir() if path.is_dir()} == {
+        "additional_chat_templates",
+        "assets",
+    }
 
 
 def test_tensors_the_model_does_not_have_are_left_out(dense, tmp_path):

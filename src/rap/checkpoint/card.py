@@ -1,10 +1,14 @@
-"""The model card written beside a pruned checkpoint, every figure taken from its report."""
+"""The model card written beside a pruned checkpoint, every figure taken from its report or plan."""
 
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from ..methods import METHODS, Method, PairPruning, Rap
+from ..planning.plan import Plan
+from ..surgery.replace import Replacement
+
+CARD_FILE = "README.md"
 
 _TEMPLATE = """---
 {base}library_name: transformers
@@ -33,17 +37,18 @@ tokenizer = AutoTokenizer.from_pretrained("{path}")
 
 Method: `{method}`
 
-Calibration: {calibration}. The weights' fingerprint and every layer's widths are in `config.json`
-(section `rap`), the full decision in `plan.rap` (`rap inspect plan plan.rap`), the measurements and
-versions in `rap_report.json`. The licence is that of the dense model.
+{calibration}The weights' fingerprint and every layer's widths are in `config.json`
+(section `rap`), the full decision in `plan.rap` (`rap inspect plan plan.rap`){measured}.
+The licence is that of the dense model.
 """
+_MEASURED = ", the measurements and\nversions in `rap_report.json`"
 
 
 _WITHOUT = "  # or pass trust_remote_code=True without the package"
 
 
 def model_card(report: dict[str, Any], title: str) -> str:
-    """The README.md of a checkpoint, from the report that is saved beside it."""
+    """The README.md of a checkpoint, from the report that is saved beside it, or `unmeasured`."""
     source = str(report["source"])
     # Only a hub name is a link that others can follow; a local path stays out of the card.
     is_local = source.startswith((".", "/", "~")) or Path(source).exists()
@@ -56,8 +61,28 @@ def model_card(report: dict[str, Any], title: str) -> str:
         rows="\n".join(_row(name, dense, small) for name, dense, small in comparison(report)),
         path=title,
         method=report["method"],
-        calibration=report["calibration"],
+        calibration=f"Calibration: {report['calibration']}. " if "calibration" in report else "",
+        measured=_MEASURED if "provenance" in report else "",
     )
+
+
+def unmeasured(plan: Plan | Replacement, source: str, dense: Any, small: Any) -> dict[str, Any]:
+    """What a card says by plan and sizes alone; both models may be on the meta device."""
+    shapes = [shape for shape in plan.shapes if shape is not None]
+    elements = sum(2 * shape.num_kv_heads * shape.head_dim for shape in shapes)
+    return {
+        "source": source,
+        "model_type": plan.model_type,
+        "kept_fraction": plan.kept_fraction,
+        "method": plan.method,
+        "dense": _sizes(dense, elements),
+        "pruned": _sizes(small, round(elements * plan.kept_fraction)),
+    }
+
+
+def _sizes(model: Any, cached: int) -> dict[str, int]:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"kv_bytes_per_token": cached * model.dtype.itemsize, "parameters": parameters}
 
 
 def _method(report: dict[str, Any]) -> type[Method] | None:
@@ -93,18 +118,15 @@ def _what(report: dict[str, Any]) -> str:
 def comparison(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Printable (name, dense, pruned) rows of a report: what a person looks at first."""
     dense, small = report["dense"], report["pruned"]
+    names = {
+        "kv_bytes_per_token": "KV cache, bytes per token",
+        "attention_parameters": "attention parameters",
+        "parameters": "all parameters",
+    }
     rows = [
-        (
-            "KV cache, bytes per token",
-            f"{dense['kv_bytes_per_token']:,}",
-            f"{small['kv_bytes_per_token']:,}",
-        ),
-        (
-            "attention parameters",
-            f"{dense['attention_parameters']:,}",
-            f"{small['attention_parameters']:,}",
-        ),
-        ("all parameters", f"{dense['parameters']:,}", f"{small['parameters']:,}"),
+        (name, f"{dense[figure]:,}", f"{small[figure]:,}")
+        for figure, name in names.items()
+        if figure in dense
     ]
     if "perplexity" in dense:
         rows.append(("perplexity", f"{dense['perplexity']:.3f}", f"{small['perplexity']:.3f}"))

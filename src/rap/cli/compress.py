@@ -156,8 +156,9 @@ def apply_command(
     decision = load_plan(plan)
     source = resolve_source(model)
     if not stream:
-        small = apply_plan(load_dense(source, dtype=dtype), decision)
-        save(small, decision, output, source=source, force=force)
+        dense = load_dense(source, dtype=dtype)
+        small = apply_plan(dense, decision)
+        save(small, decision, output, source=source, dense=dense, force=force)
     elif isinstance(decision, Plan):
         apply_streamed(source, decision, output, force=force, progress=True)
     else:

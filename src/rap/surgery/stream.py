@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
 
+from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, whole_directory
 from ..checkpoint.load import load_config
 from ..checkpoint.shards import (
@@ -39,12 +40,16 @@ from ..model.layers import (
     projection_tensors,
     refuse_pruned,
 )
-from ..model.modeling import auto_class, model_class
+from ..model.modeling import auto_class
 from ..planning.plan import Plan
 from .apply import added_tensors, cut_layer, pruned_config, untie
 from .conversions import Conversions
 
-_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json"),
+    *(".h5", ".msgpack", ".onnx", ".onnx_data"),
+)
+_WRITTEN = ("config.json", CARD_FILE)
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,11 @@ def apply_streamed(
             )
         if len(shards) > 1:
             write_index(partial, weight_map, total_bytes)
-        _write_rest(folder, partial, model, rewriter)
+        _carry(folder, partial)
+        small = _write_config(partial, model, rewriter)
+        title = Path(output).resolve().name
+        card = model_card(unmeasured(plan, str(source), model, small), title)
+        (partial / CARD_FILE).write_text(card, encoding="utf-8")
 
 
 def _on_meta(config: Any) -> Any:
@@ -256,14 +265,28 @@ def _check_complete(rewriter: _Rewriter) -> None:
         )
 
 
-def _write_rest(source: Path, output: Path, model: Any, rewriter: _Rewriter) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != "config.json":
-            shutil.copyfile(file, output / file.name)
+def _carry(source: Path, output: Path) -> None:
+    """Copy what is beside the weights: tokenizer, chat templates, licence.
+
+    A folder that has weights is the dense model in another form and is left out whole.
+    """
+    for path in sorted(source.iterdir()):
+        target = output / path.name
+        if path.is_dir():
+            hidden = path.name.startswith((".", "__"))
+            if not hidden and not any(inner.name.endswith(_WEIGHTS) for inner in path.rglob("*")):
+                shutil.copytree(path, target, copy_function=shutil.copyfile)
+        elif not path.name.endswith(_WEIGHTS) and path.name not in _WRITTEN:
+            shutil.copyfile(path, target)
+
+
+def _write_config(output: Path, model: Any, rewriter: _Rewriter) -> Any:
+    """Write config, remote code and plan; the pruned model on the meta device."""
     config = pruned_config(model.config, rewriter.plan)
     config.rap["fingerprint"] = rewriter.small.value()
     with torch.device("meta"):
-        small = model_class(rewriter.plan.model_type)(config)
+        small = auto_class(config).from_config(config)
     custom_object_save(small, output, config=config)
     config.save_pretrained(output)
     rewriter.plan.save(output / PLAN_FILE)
+    return small
