@@ -8,7 +8,7 @@ from . import cells as folders
 from .cells import Cell
 from .tables import tables
 
-KEPT_VERSIONS = ("rap", "python", "packages", "device", "time")
+KEPT_VERSIONS = ("rap", "commit", "python", "packages", "device", "time")
 
 
 def summarize(
@@ -70,5 +70,6 @@ def _record(cell: Cell, result: dict[str, Any]) -> dict[str, Any]:
         "recovery": {k: v for k, v in recovery.items() if k.startswith("perplexity")},
         "dense_fingerprint": cell.config["dense_fingerprint"],
         "seed": cell.config["seed"],
-        "provenance": {key: made[key] for key in KEPT_VERSIONS},
+        # Cells of an older release have no commit.
+        "provenance": {key: made.get(key) for key in KEPT_VERSIONS},
     }

@@ -1,0 +1,86 @@
+"""What a result says of where it came from: the commit, the command, and nothing of the machine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rap.checkpoint.provenance import CHECKOUT, code_commit, command_line, provenance
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    person = ["-c", "user.name=a", "-c", "user.email=a@example.invalid"]
+    command = ["git", *person, *arguments]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch) -> Path:
+    """A module committed in a repository of its own; nothing of it is cached."""
+    code_commit.cache_clear()
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "repository" / "module.py"
+    path.parent.mkdir()
+    path.write_text("x = 1\n", encoding="utf-8")
+    _git(path.parent, "init", "--quiet")
+    _git(path.parent, "add", "module.py")
+    _git(path.parent, "commit", "--quiet", "--no-verify", "-m", "Begin")
+    return path
+
+
+def test_the_commit_is_that_of_the_checkout_and_a_change_is_marked(module):
+    commit = _git(module.parent, "rev-parse", "HEAD")
+    _git(module.parent, "tag", "-a", "v1", "-m", "v1")
+    assert code_commit.__wrapped__(module) == commit[:7]
+    module.write_text("x = 2\n", encoding="utf-8")
+    assert code_commit.__wrapped__(module) == f"{commit[:7]}+"
+    # Asked once a process: the code that runs is the code that was read.
+    assert code_commit(module) == f"{commit[:7]}+"
+    _git(module.parent, "checkout", "--quiet", "--", "module.py")
+    assert code_commit(module) == f"{commit[:7]}+"
+
+
+def test_a_repository_that_does_not_track_the_module_is_not_its_own(module):
+    installed = module.parent / "site-packages" / "module.py"
+    installed.parent.mkdir()
+    installed.write_text("", encoding="utf-8")
+    assert code_commit(installed) is None
+
+
+def test_the_repository_of_a_hook_does_not_answer(module, monkeypatch):
+    commit = code_commit.__wrapped__(module)
+    monkeypatch.setenv("GIT_DIR", str(module.parent / "elsewhere"))
+    assert code_commit.__wrapped__(module) == commit
+
+
+def test_no_commit_without_a_checkout_or_git(module, tmp_path, monkeypatch):
+    assert code_commit(tmp_path / "nowhere" / "module.py") is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert code_commit(module) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["bin/rap", "demo", "--out", "a b"], "rap demo --out 'a b'"),
+        ([CHECKOUT / "benchmarks/rope.py", "--rounds", "2"], "python benchmarks/rope.py --rounds 2"),
+        ([CHECKOUT / ".venv" / "lib" / "pytest" / "__main__.py"], None),
+        (["/elsewhere/script.py"], None),
+        (["-c"], None),
+    ],
+)  # fmt: skip
+def test_the_command_is_written_as_it_is_typed_in_the_checkout(words, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    assert command_line() == command
+
+
+def test_nothing_of_the_machine_is_recorded(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(CHECKOUT / "experiments" / "cost" / "cost.py")])
+    made = provenance(seed=1)
+    assert made["command"] == "python experiments/cost/cost.py"
+    assert made["settings"] == {"seed": 1}
+    assert str(CHECKOUT) not in json.dumps(made)
