@@ -3,7 +3,7 @@
     python benchmarks/all.py --device cuda
 
 One that fails does not stop the others; the exit code says whether all went well. Afterwards
-`rap report -o docs/results.md` puts the tables into the documentation.
+`rap report -o docs/results` puts the tables into the documentation.
 """
 
 import argparse

@@ -140,7 +140,7 @@ def main() -> None:
         rounds=arguments.rounds, windows=WINDOWS, window=WINDOW, dtype="float32", seed=0
     )
     result["table"] = table(result)
-    result["command"] = f"python benchmarks/calibration.py --rounds {arguments.rounds}"
+    result["command"] = result["provenance"]["command"]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n")
     print(markdown_table(result["table"]))

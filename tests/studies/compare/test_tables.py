@@ -206,10 +206,10 @@ def test_methods_that_did_not_come_back_have_a_row_a_ratio():
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> Any:
-    """benchmarks/matched.py, which is no package."""
-    path = Path(__file__).parents[3] / "benchmarks" / "matched.py"
-    spec = importlib.util.spec_from_file_location("matched_benchmark", path)
+def experiment() -> Any:
+    """experiments/matched/matched.py, which is no package."""
+    path = Path(__file__).parents[3] / "experiments" / "matched" / "matched.py"
+    spec = importlib.util.spec_from_file_location("matched_experiment", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -218,17 +218,17 @@ def benchmark() -> Any:
     return module
 
 
-def test_the_formula_finds_the_papers_matching_ratio(benchmark):
+def test_the_formula_finds_the_papers_matching_ratio(experiment):
     # Table isoparam: RAP at 0.703 of the parameters beside PaLU at 0.5, in steps of one direction.
-    retain, share = benchmark.by_formula(sizes_of("Llama-3-8B"), 1, True, 0.703)
+    retain, share = experiment.by_formula(sizes_of("Llama-3-8B"), 1, True, 0.703)
     assert retain == pytest.approx(0.5, abs=1 / 128)
     assert share == pytest.approx(0.703, abs=0.002)
     # Both factors of SVD-LLM stay online, and W_q and W_o whole: four fifths at any rank.
-    assert benchmark.by_formula(sizes_of("Llama-3-8B"), 0, False, 0.703)[1] > 0.8
+    assert experiment.by_formula(sizes_of("Llama-3-8B"), 0, False, 0.703)[1] > 0.8
 
 
-def test_the_ratio_is_searched_on_counted_models(benchmark):
-    counts = benchmark.Counts.__new__(benchmark.Counts)
+def test_the_ratio_is_searched_on_counted_models(experiment):
+    counts = experiment.Counts.__new__(experiment.Counts)
     asked: list[int] = []
 
     def share(spec: str, step: int) -> float:
@@ -241,7 +241,7 @@ def test_the_ratio_is_searched_on_counted_models(benchmark):
     assert len(set(asked)) < 20
 
 
-def test_a_ratio_that_does_not_match_is_not_called_one(benchmark):
+def test_a_ratio_that_does_not_match_is_not_called_one(experiment):
     found = [{"method": "svdllm", "llama": (0.001, 0.8), "bundled": (0.06, 0.7)}]
-    (row,) = benchmark.solution_table(found, 0.698)["rows"]
+    (row,) = experiment.solution_table(found, 0.698)["rows"]
     assert row == ["svdllm", "none (nearest 0.001)", "80.0%", "0.06", "70.0%"]

@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def findings() -> ModuleType:
-    """benchmarks/findings.py, which is no package."""
-    path = REPOSITORY / "benchmarks" / "findings.py"
-    spec = importlib.util.spec_from_file_location("findings", path)
+    """docs/findings/page.py, which is no package."""
+    path = REPOSITORY / "docs" / "findings" / "page.py"
+    spec = importlib.util.spec_from_file_location("findings_page", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,11 +32,11 @@ def findings() -> ModuleType:
 
 def test_the_committed_page_is_built_from_the_committed_results(findings):
     committed = (REPOSITORY / "docs" / "findings.md").read_text(encoding="utf-8")
-    assert committed == findings.page(Results(REPOSITORY / "results", findings.FILES))
+    assert committed == findings.page(Results(findings.EXPERIMENTS, findings.FILES))
 
 
 def test_a_verdict_that_the_figures_contradict_is_refused(findings):
-    results = Results(REPOSITORY / "results", findings.FILES)
+    results = Results(findings.EXPERIMENTS, findings.FILES)
     cells = dict(results.cells)
     key = ("kvpruner:paper", 0.7, "none")
     results.cells = {**cells, key: {**cells[key], "perplexity": 1.0}}
@@ -78,12 +78,12 @@ def _rank_of_no_weight(result: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "title"),
     [
-        ("analysis-probe", _worst_first_layer, "Early and late layers"),
-        ("analysis-rope-base", _sensitive_to_the_base, "The base frequency"),
-        ("analysis-scores", _unlike_scores, "The two Fisher scores"),
-        ("needle", _every_needle, "Finding a needle"),
-        ("matched", _low_rank_ahead, "At equal attention compute"),
-        ("ablation-rank", _rank_of_no_weight, "Neither the LoRA rank"),
+        ("analyses/analysis-probe", _worst_first_layer, "Early and late layers"),
+        ("analyses/analysis-rope-base", _sensitive_to_the_base, "The base frequency"),
+        ("analyses/analysis-scores", _unlike_scores, "The two Fisher scores"),
+        ("needle/needle", _every_needle, "Finding a needle"),
+        ("matched/matched", _low_rank_ahead, "At equal attention compute"),
+        ("recovery-ablations/ablation-rank", _rank_of_no_weight, "Neither the LoRA rank"),
     ],
 )
 def test_every_result_file_can_overturn_its_verdict(
@@ -93,8 +93,8 @@ def test_every_result_file_can_overturn_its_verdict(
     change: Callable[[dict[str, Any]], None],
     title: str,
 ) -> None:
-    folder = tmp_path / "results"
-    shutil.copytree(REPOSITORY / "results", folder, ignore=shutil.ignore_patterns("ladder"))
+    folder = tmp_path / "experiments"
+    shutil.copytree(findings.EXPERIMENTS, folder, ignore=shutil.ignore_patterns("ladder"))
     path = folder / f"{name}.json"
     result = json.loads(path.read_text(encoding="utf-8"))
     change(result)
@@ -102,5 +102,5 @@ def test_every_result_file_can_overturn_its_verdict(
     with pytest.raises(RapError, match=f"no longer bear out .{title}"):
         findings.page(Results(folder, findings.FILES))
     path.unlink()
-    with pytest.raises(RapError, match=rf"there is no .*{name}\.json: run the benchmark"):
+    with pytest.raises(RapError, match=rf"there is no .*{name}\.json: run the experiment"):
         findings.page(Results(folder, findings.FILES))

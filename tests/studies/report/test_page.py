@@ -265,7 +265,8 @@ def test_report_command(folder, tmp_path):
     assert (tmp_path / "out" / "page.html").read_text(encoding="utf-8") == html_report([folder])
     for arguments, reason in (
         ((folder, "-o", tmp_path / "page.txt"), "a report ends in .md or .html"),
-        ((tmp_path / "nowhere",), "there is no folder"),
+        ((tmp_path / "nowhere",), "there is no "),
+        ((tmp_path / "nowhere.json",), "name result files"),
     ):
         result = run("report", *arguments)
         assert error_violations(result) == []

@@ -5,11 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rap.cli.report import FOLDERS
 from rap.model.errors import RapError
 from rap.studies.report.report import markdown_report
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 def test_a_table_becomes_markdown(tmp_path: Path) -> None:
@@ -24,17 +21,41 @@ def test_a_table_becomes_markdown(tmp_path: Path) -> None:
     assert "`rap demo`" in page
 
 
+def test_single_files_are_shown_in_the_order_given(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        table = {"title": name, "header": ["x"], "rows": [[1]]}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"table": table}), encoding="utf-8")
+    page = markdown_report([tmp_path / "c.json", tmp_path / "a.json"])
+    assert [line for line in page.splitlines() if line.startswith("## ")] == ["## c", "## a"]
+    (tmp_path / "plain.json").write_text('{"command": "rap demo"}', encoding="utf-8")
+    with pytest.raises(RapError, match=r"plain\.json has no table"):
+        markdown_report([tmp_path / "plain.json"])
+
+
+def test_the_commit_is_shown_that_ran_or_else_that_brought_the_file(tmp_path: Path) -> None:
+    packages = {"torch": "2", "transformers": "5"}
+    made = {"rap": "0.1", "packages": packages, "device": "cpu", "time": "2026-11-21T08:00:00Z"}
+    table = {"title": "T", "header": ["x"], "rows": [[1]]}
+    path = tmp_path / "a.json"
+    for commit, brought, shown in (
+        ("abc1234+", None, "rap 0.1, code abc1234+, torch 2"),
+        (None, "def5678", "code unrecorded, file committed in def5678"),
+        (None, None, "rap 0.1, torch 2"),
+    ):
+        result = {"table": table, "provenance": {**made, "commit": commit}}
+        result |= {"file_committed_in": brought} if brought else {}
+        path.write_text(json.dumps(result), encoding="utf-8")
+        assert shown in markdown_report([path])
+
+
 def test_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(RapError, match="run a benchmark"):
         markdown_report([tmp_path])
+    with pytest.raises(RapError, match="this directory has no result files"):
+        markdown_report([])
 
 
 def test_broken_result_file(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{", encoding="utf-8")
     with pytest.raises(RapError, match="not JSON"):
         markdown_report([tmp_path])
-
-
-def test_the_committed_page_is_built_from_the_committed_results() -> None:
-    page = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
-    assert page == markdown_report([REPOSITORY / folder for folder in FOLDERS])

@@ -16,7 +16,10 @@ CONFIRMED, CONTRADICTED, PARTLY = "Confirmed", "Contradicted", "Confirmed in par
 
 
 class Results:
-    """Cells of the committed comparisons, by method, retain ratio and recovery."""
+    """Cells of the committed comparisons, by method, retain ratio and recovery.
+
+    `files` and names are paths below the folder of experiments, such as `needle/needle`.
+    """
 
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
         self.folder = folder
@@ -34,15 +37,15 @@ class Results:
             raise RapError(f"no cell {method} at {retain} after {recover}: run it") from error
 
     def file(self, name: str) -> dict[str, Any]:
-        """A result file, by its name without the ending; RapError if it is not there."""
+        """A result file, by its path without the ending; RapError if it is not there."""
         path = self.folder / f"{name}.json"
         if not path.is_file():
-            raise RapError(f"there is no {path}: run the benchmark that writes it")
+            raise RapError(f"there is no {path}: run the experiment that writes it")
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
     def analysis(self, name: str) -> dict[str, Any]:
         """The data that `rap analyze NAME` measured."""
-        return dict(self.file(f"analysis-{name}")["data"])
+        return dict(self.file(f"analyses/analysis-{name}")["data"])
 
     def column(self, name: str) -> dict[str, float]:
         """The second column of a file's table, by the first."""
@@ -50,7 +53,7 @@ class Results:
 
     def found(self, model: str, length: int | None = None) -> float:
         """Share of needles that a model of needle.json found, at one length or at all."""
-        cells = self.file("needle")["needle"][model]
+        cells = self.file("needle/needle")["needle"][model]
         shares = [cell["accuracy"] for cell in cells if length in (None, cell["length"])]
         return float(sum(shares) / len(shares))
 

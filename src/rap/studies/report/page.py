@@ -21,9 +21,9 @@ STYLE = Path(__file__).with_name("page.css")
 DENSE = "dense"
 
 
-def html_report(folders: Sequence[Path], title: str = "Results") -> str:
+def html_report(sources: Sequence[Path], title: str = "Results") -> str:
     """A page that needs no other file and no network; RapError as of `report.read_results`."""
-    results = read_results(folders)
+    results = read_results(sources)
     named = [_title(result) for result in results]
     contents = "".join(
         f'<li><a href="#r{number}">{escape(name)}</a></li>' for number, name in enumerate(named)

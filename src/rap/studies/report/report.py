@@ -1,9 +1,13 @@
 """Documents made from result files: every table in them was printed by a command, none typed.
 
 A result file is JSON with a `table` (title, header, rows, and a note if it needs one), or several
-`tables` under one `title`, and beside them the `command` and `provenance`. A comparison also has
-its `cells`, one record each. A picture of the same name stands beside the file. Files without a
-table are left to whoever wrote them.
+`tables` under one `title`, and beside them the `command` that writes the file and `provenance`. A
+comparison also has its `cells`, one record each. A picture of the same name stands beside the file.
+Files without a table are left to whoever wrote them. Results are named by folders, which give all
+their files, or by single files.
+
+Results older than the commit in `provenance` have `file_committed_in`, the commit in which their
+figures came under their name: what measured them is that commit's code, or a little older.
 """
 
 import json
@@ -17,16 +21,18 @@ PICTURES = {".svg": "image/svg+xml", ".png": "image/png"}
 SHORT = 12  # digits of a fingerprint that are shown
 
 
-def read_results(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """All result files with tables in the folders' *.json, in the order of their names.
+def read_results(sources: Sequence[Path]) -> list[dict[str, Any]]:
+    """All result files with tables: named ones, and the *.json of folders by name.
 
-    Raises RapError if the folders hold none, or a file is damaged.
+    Each has its `path` beside what the file holds. Raises RapError if there are none, a named
+    file has no table, or a file is damaged.
     """
-    paths = [path for folder in folders for path in sorted(folder.glob("*.json"))]
-    results = [result for path in paths if (result := _read(path))]
+    results = [result for source in sources for result in _results(source)]
     if not results:
-        named = ", ".join(map(str, folders))
-        raise RapError(f"{named} has no result files with a table: run a benchmark first")
+        named = ", ".join(map(str, sources)) or "this directory"
+        raise RapError(
+            f"{named} has no result files with a table: run a benchmark or an experiment first"
+        )
     return results
 
 
@@ -35,9 +41,13 @@ def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     return list(result["tables"] if "tables" in result else [result["table"]])
 
 
-def markdown_report(folders: Sequence[Path], title: str = "Results") -> str:
+def markdown_report(sources: Sequence[Path], title: str = "Results") -> str:
     """One Markdown page of all tables; RapError as of `read_results`."""
-    results = read_results(folders)
+    return markdown_page(read_results(sources), title)
+
+
+def markdown_page(results: Sequence[dict[str, Any]], title: str) -> str:
+    """The page of results that were read."""
     head = [f"# {title}", "", "Built by `rap report` from result files; no figure is typed.", ""]
     return "\n".join([*head, *(_section(result) for result in results)])
 
@@ -50,13 +60,31 @@ def markdown_table(table: dict[str, Any]) -> str:
 
 
 def source_parts(result: dict[str, Any]) -> list[str]:
-    """Versions, device and day of a result, where it has them."""
+    """Versions, commit, device and day of a result, where it has them."""
     made = result.get("provenance") or {}
     if not made:
         return []
     packages = made["packages"]
     versions = f"torch {packages['torch']}, transformers {packages['transformers']}"
-    return [f"rap {made['rap']}", versions, made["device"], made["time"][:10]]
+    code = [f"code {commit}"] if (commit := commit_of(result)) else []
+    return [f"rap {made['rap']}", *code, versions, made["device"], made["time"][:10]]
+
+
+def commit_of(result: dict[str, Any]) -> str:
+    """The commit of the code that ran, else the one that brought the file, else nothing."""
+    ran = (result.get("provenance") or {}).get("commit")
+    if ran or not result.get("file_committed_in"):
+        return ran or ""
+    return f"unrecorded, file committed in {result['file_committed_in']}"
+
+
+def _results(source: Path) -> list[dict[str, Any]]:
+    if source.is_dir():
+        return [result for path in sorted(source.glob("*.json")) if (result := _read(path))]
+    result = _read(source)
+    if result is None:
+        raise RapError(f"{source} has no table: name result files, or folders of them")
+    return [result]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -68,7 +96,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     pictures = [path.with_suffix(suffix) for suffix in PICTURES]
     drawn = next((picture for picture in pictures if picture.is_file()), None)
-    return found | ({"picture": drawn} if drawn else {})
+    return found | {"path": path} | ({"picture": drawn} if drawn else {})
 
 
 def _section(result: dict[str, Any]) -> str:

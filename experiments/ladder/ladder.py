@@ -1,0 +1,260 @@
+"""Quality of the bundled model down the ladder of cuts and recoveries, one cell at a time.
+
+    python experiments/ladder/ladder.py [--retain 0.7 0.5] [--columns paper rap]
+
+Every cell is a file in cells/ beside this file; a finished one is not run again, so the command can
+be killed and repeated. The table is ladder.json there, which `rap report` turns into a page.
+"""
+
+import argparse
+import json
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import rap
+from rap import assets
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import provenance
+from rap.evaluation.quality.perplexity import perplexity
+from rap.evaluation.quality.recall import copy_loss, recall_grid
+from rap.pipeline import evaluation_tokens
+from rap.recovery.closed_form import refit_outputs
+from rap.recovery.config import PRESETS
+from rap.recovery.distillation import distill
+from rap.studies.analyses.channels import best_channels, index_aware
+
+RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+WINDOW, EVALUATION_WINDOWS, CALIBRATION_WINDOWS = 512, 48, 64
+RECALL_DISTANCES, RECALL_FACTS, RECALL_DOCUMENTS = (256, 1000), (4,), 32
+PAPER_STEPS = 24
+HERE = Path(__file__).parent
+COMMAND = "python experiments/ladder/ladder.py"  # whole, whichever part ran last
+
+# Single pairs and channels everywhere, so that every column has the same cache.
+CUTS = {
+    "channels": rap.Rap.paper(align=2),  # the paper's plan, its key channels chosen one by one
+    "paper": rap.Rap.paper(align=2),
+    # The next two weigh squared errors of logits and outputs, every layer alike.
+    "pairs": rap.Rap(keys="pairs", metric="output", budget="uniform", align=2),
+    "fold": rap.Rap(metric="output", budget="uniform", align=2),
+    # The default: weighed by gradients of the loss, widths where they save most of it.
+    "rap": rap.Rap(align=2),
+    "stock": rap.Rap(profile="stock", align=2),
+}
+COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "single channels (index-aware)": ("channels", ()),
+    "pairs + channels (paper)": ("paper", ()),
+    "pairs + subspace": ("pairs", ()),
+    "fold + subspace": ("fold", ()),
+    "fold + subspace by loss (default)": ("rap", ()),
+    "default, one list for all heads": ("stock", ()),
+    "default + refit": ("rap", ("refit",)),
+    "paper + KD fast": ("paper", ("fast",)),
+    "default + refit + KD fast": ("rap", ("refit", "fast")),
+    f"default + refit + KD, paper's recipe, {PAPER_STEPS} steps": ("rap", ("refit", "paper")),
+}
+
+
+class Bench:
+    """The dense model, its statistics and texts, loaded once."""
+
+    def __init__(self) -> None:
+        self.model = assets.reference_model(dtype=torch.float32)
+        self.tokenizer = assets.reference_tokenizer()
+        self.tokens = evaluation_tokens("bundled", self.tokenizer)
+        self.windows = rap.load_windows(
+            "bundled", self.tokenizer, num_windows=CALIBRATION_WINDOWS, window=WINDOW
+        )
+        needs = frozenset().union(*(cut.needs for cut in CUTS.values()))
+        self.statistics = rap.calibrate(self.model, self.windows, needs, progress=True)
+        self.fingerprint = rap.fingerprint_model(self.model)
+
+    def cell(self, retain: float, cut: str, steps: tuple[str, ...]) -> dict[str, Any]:
+        """Cut, recover and measure one model."""
+        started = time.monotonic()
+        method = replace(CUTS[cut], retain=retain)
+        plan = method.plan(self.model, self.statistics)
+        if cut == "channels":
+            small = index_aware(self.model, best_channels(plan, self.statistics.layers))
+        else:
+            small = method.apply(self.model, plan)
+        done: dict[str, Any] = {}
+        for step in steps:
+            small, done[step] = RECOVERIES[step](self, small)
+        seconds = time.monotonic() - started
+        return {
+            "recovery": done,
+            "seconds": seconds,
+            "method": method.describe(),
+            "kept_fraction": plan.kept_fraction,
+            **self.measure(small),
+        }
+
+    def measure(self, model: Any) -> dict[str, Any]:
+        """Perplexity, recall and copying of one model on the test novels."""
+        quality = perplexity(model, self.tokens, window=WINDOW, max_windows=EVALUATION_WINDOWS)
+        text = np.asarray(self.tokens)
+        recall = recall_grid(
+            model,
+            self.tokenizer,
+            text,
+            distances=RECALL_DISTANCES,
+            facts=RECALL_FACTS,
+            num_documents=RECALL_DOCUMENTS,
+        )
+        copied = copy_loss(model, text, num_documents=16)
+        return {
+            "perplexity": quality.value,
+            "recall": [asdict(cell) for cell in recall],
+            "copy_gain": copied.gain,
+        }
+
+
+def refit(bench: Bench, small: Any) -> tuple[Any, Any]:
+    """The closed-form refit of every output projection."""
+    return small, [asdict(layer) for layer in refit_outputs(small, bench.model, bench.windows)]
+
+
+def knowledge(preset: str, **changes: Any) -> Callable[[Bench, Any], tuple[Any, Any]]:
+    """Distillation with a preset, on the calibration novels; validation windows are theirs too."""
+
+    def run(bench: Bench, small: Any) -> tuple[Any, Any]:
+        config = replace(PRESETS[preset], **changes)
+        count = config.num_windows or 4000
+        windows = rap.load_windows(
+            "bundled", bench.tokenizer, num_windows=count, window=config.window, seed=1
+        )
+        result = distill(small, bench.model, windows, config, progress=True)
+        report = {key: value for key, value in result.report.items() if key != "history"}
+        return result.model, report
+
+    return run
+
+
+RECOVERIES: dict[str, Callable[[Bench, Any], tuple[Any, Any]]] = {
+    "refit": refit,
+    "fast": knowledge("fast"),
+    "paper": knowledge("paper", steps=PAPER_STEPS, evaluate_every=PAPER_STEPS // 2),
+}
+
+
+def origin(bench: Bench, retain: float = RETAINS[0], name: str = "") -> dict[str, Any]:
+    """What a cell's file says of itself; the dense one is written with any other."""
+    part = ["--retain", str(retain), "--columns", name or next(iter(COLUMNS))]
+    return {
+        "dense_fingerprint": bench.fingerprint,
+        "command": f"{COMMAND} {shlex.join(part)}",
+        "provenance": provenance(),
+    }
+
+
+def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:
+    """The stored cell, if it is there and of this dense model."""
+    if not path.is_file():
+        return None
+    cell = json.loads(path.read_text(encoding="utf-8"))
+    return cell if cell["dense_fingerprint"] == fingerprint else None
+
+
+def cell_path(folder: Path, cut: str, steps: tuple[str, ...], retain: float) -> Path:
+    """Where a cell is stored."""
+    return folder / f"{'-'.join((cut, *steps))}-{retain}.json"
+
+
+def stored(folder: Path) -> tuple[dict[tuple[float, str], dict[str, Any]], dict[str, Any]]:
+    """All finished cells of the present bundled model, by retain and column, and the dense one."""
+    fingerprint = rap.fingerprint_model(assets.reference_model(dtype=torch.float32))
+    dense = finished(folder / "dense.json", fingerprint)
+    if dense is None:
+        raise rap.RapError(f"{folder} has no cells of this model: run the ladder first")
+    cells = {}
+    for name, (cut, steps) in COLUMNS.items():
+        for retain in RETAINS:
+            cell = finished(cell_path(folder, cut, steps, retain), fingerprint)
+            if cell is not None:
+                cells[retain, name] = cell
+    return cells, dense
+
+
+def collect(
+    cells: dict[tuple[float, str], dict[str, Any]], dense: dict[str, Any]
+) -> dict[str, Any]:
+    """The table of everything there is, as `rap report` reads it."""
+    columns = [name for name in COLUMNS if any(column == name for _, column in cells)]
+    rows = []
+    for retain in sorted({retain for retain, _ in cells}, reverse=True):
+        for name, show in SHOWN.items():
+            found = [cells.get((retain, column)) for column in columns]
+            rows.append([f"{retain} {name}", *(show(cell) if cell else "" for cell in found)])
+    top = [[f"dense {name}", *([show(dense)] * len(columns))] for name, show in SHOWN.items()]
+    table = {
+        "title": "From the paper's cut to recovery, on the bundled model",
+        "header": ["retain", *columns],
+        "rows": top + rows,
+        "note": (
+            f"Perplexity over {EVALUATION_WINDOWS} windows of {WINDOW} tokens of the test novels; "
+            f"recall of one of {RECALL_FACTS[0]} facts at {RECALL_DISTANCES} tokens' distance; "
+            "copying is the loss saved, in nats per token, on a passage read a second time 512 "
+            "tokens later. Widths in single pairs; no training except in the KD columns."
+        ),
+    }
+    return {
+        "table": table,
+        "command": COMMAND,
+        "dense": dense,
+        "provenance": provenance(),
+    }
+
+
+def _recall(cell: dict[str, Any]) -> str:
+    return " / ".join(f"{entry['accuracy']:.0%}" for entry in cell["recall"])
+
+
+SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "perplexity": lambda cell: f"{cell['perplexity']:.2f}",
+    "recall": _recall,
+    "copying": lambda cell: f"{cell['copy_gain']:.2f}",
+}
+
+
+def main() -> None:
+    """Run what is missing, then write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--retain", type=float, nargs="+", default=RETAINS)
+    parser.add_argument("--columns", nargs="+", default=list(COLUMNS), help="names or prefixes")
+    parser.add_argument("--collect", action="store_true", help="table of finished cells, no work")
+    arguments = parser.parse_args()
+    folder = HERE / "cells"
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.collect:
+        write_json(HERE / "ladder.json", collect(*stored(folder)))
+        return
+    bench = Bench()
+    dense_path = folder / "dense.json"
+    dense = finished(dense_path, bench.fingerprint)
+    if dense is None:
+        dense = {**bench.measure(bench.model), **origin(bench)}
+        write_json(dense_path, dense)
+    chosen = [name for name in COLUMNS if any(name.startswith(c) for c in arguments.columns)]
+    for name in chosen:
+        for retain in arguments.retain:
+            cut, steps = COLUMNS[name]
+            path = cell_path(folder, cut, steps, retain)
+            cell = finished(path, bench.fingerprint)
+            if cell is None:
+                cell = bench.cell(retain, cut, steps)
+                write_json(path, {**cell, **origin(bench, retain, name)})
+            shown = ", ".join(f"{what} {show(cell)}" for what, show in SHOWN.items())
+            print(f"{name} at {retain}: {shown} ({cell['seconds']:.0f} s)", flush=True)
+    write_json(HERE / "ladder.json", collect(*stored(folder)))
+
+
+if __name__ == "__main__":
+    main()
