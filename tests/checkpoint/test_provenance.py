@@ -67,12 +67,12 @@ def test_no_commit_without_a_checkout_or_git(module, tmp_path, monkeypatch):
     ("words", "command"),
     [
         (["bin/rap", "demo", "--out", "a b"], "rap demo --out 'a b'"),
-        ([CHECKOUT / "benchmarks/rope.py", "--rounds", "2"], "python benchmarks/rope.py --rounds 2"),
+        ([CHECKOUT / "benchmarks/all.py", "--rounds", "2"], "python benchmarks/all.py --rounds 2"),
         ([CHECKOUT / ".venv" / "lib" / "pytest" / "__main__.py"], None),
         (["/elsewhere/script.py"], None),
         (["-c"], None),
     ],
-)  # fmt: skip
+)
 def test_the_command_is_written_as_it_is_typed_in_the_checkout(words, command, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     assert command_line() == command
