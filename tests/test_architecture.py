@@ -5,6 +5,7 @@ Each rule is applied to the package and shown to fail on a planted source.
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,46 @@ def _texts() -> list[Path]:
 
 def test_imports_point_one_way():
     assert order_violations(SOURCES, ORDER) == []
+
+
+def test_the_order_lists_no_module_that_is_gone():
+    rooms = {name.partition(".")[0] for name in SOURCES}
+    assert [room for room in [*ORDER, *SIDE_ROOMS] if room not in rooms] == []
+
+
+def test_documents_and_settings_name_files_that_exist():
+    named = {
+        path: re.findall(r"src/rap/[\w./]+|(?<=`)[\w/]+\.py(?=`)", path.read_text("utf-8"))
+        for path in (
+            REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml")
+        )
+    }
+    folders = (REPOSITORY, PACKAGE_ROOT)
+    missing = [
+        f"{path.name}: {name}"
+        for path, names in named.items()
+        for name in names
+        if not any((folder / name).exists() for folder in folders)
+    ]
+    assert sum(map(len, named.values())) > 10
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_documents_name_the_file_with_the_rows_of_the_families(name):
+    module = next(module for module, text in SOURCES.items() if "\nFAMILIES:" in text)
+    text = " ".join((REPOSITORY / name).read_text("utf-8").split())
+    rows = re.findall(r"row in `(\w+)\.py`|`(\w+)\.py` \((?:[^()]*)row per family", text)
+    assert rows, "no sentence says where a family is a row"
+    assert {one or other for one, other in rows} == {module}
+
+
+def test_the_package_runs_as_a_module():
+    found = subprocess.run(
+        [sys.executable, "-m", "rap", "--version"], capture_output=True, text=True
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith("rap ")
 
 
 def test_no_import_cycle():

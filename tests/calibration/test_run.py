@@ -39,7 +39,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def statistics(model, windows):
-    return calibrate(model, windows, ALL, fingerprint="abc")
+    return calibrate(model, windows, ALL)
 
 
 def linears(model, layer):
