@@ -1,5 +1,8 @@
 """What the settings of Rap decide: widths, profiles, budgets and what calibration must collect."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -143,9 +146,18 @@ def test_impossible_settings_are_refused(settings: dict, message: str) -> None:
         rap.Rap(**settings)
 
 
-def test_statistics_of_another_model_are_refused(calibrated: tuple) -> None:
+@pytest.mark.parametrize("changed", ["other weights", "one weight", "no record"])
+def test_statistics_of_other_weights_are_refused(calibrated: tuple, changed: str) -> None:
     model, _ = calibrated
     method = rap.Rap(keys="pairs", values="channels", budget="uniform")
-    other = rap.calibrate(model, random_tokens(1, 16), method.needs, fingerprint="another")
-    with pytest.raises(rap.RapError, match="another model"):
-        method.plan(model, other)
+    found = rap.calibrate(model, random_tokens(1, 16), method.needs)
+    method.plan(model, found)
+    if changed == "no record":
+        found = replace(found, fingerprint="")
+    elif changed == "one weight":
+        model = copy.deepcopy(model)
+        model.lm_head.weight.data[0, 0] += 1e-3
+    else:
+        model = tiny_model(seed=1)
+    with pytest.raises(rap.RapError, match=r"other weights .*: calibrate this model"):
+        method.plan(model, found)

@@ -205,18 +205,19 @@ def check_needs(needs: Collection[str]) -> frozenset[str]:
 
 
 def watched_layers(model: Any) -> list[WatchedLayer]:
-    """Every layer with attention to prune; CalibrationError if its weights are not in memory."""
+    """Every layer with attention to prune; CalibrationError if weights are not in memory."""
+    absent = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if absent is not None:
+        raise CalibrationError(
+            f"{absent} has no weights in memory (offloaded, or the meta device): load the model "
+            "with weights on devices"
+        )
     spec = attention_spec(model.config)
     watched = []
     for layer in attention_layers(model):
         if layer.shape is None:
             continue
         linears = projections(layer, spec)
-        if any(linear.weight.device.type == "meta" for linear in linears.values()):
-            raise CalibrationError(
-                f"layer {layer.index} has no weights in memory (offloaded, or the meta device): "
-                "load the model with weights on devices"
-            )
         frequencies = layer_frequencies(model, layer)
         watched.append(
             WatchedLayer(

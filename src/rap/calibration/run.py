@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ..model.errors import CalibrationError
+from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, refuse_pruned, trained_length
 from .backward import check_gradient, linear_of, watch_gradients
 from .registry import (
@@ -43,7 +44,6 @@ def calibrate(
     *,
     batch_size: int = 8,
     checkpointing: bool = True,
-    fingerprint: str = "",
     progress: bool = False,
 ) -> Statistics:
     """Statistics of every attention layer over `windows`, LongTensor [N, T].
@@ -52,8 +52,8 @@ def calibrate(
     for each window alone, because the square of a batch mean is not the empirical Fisher.
     `batch_size` is for statistics that need no gradient. `checkpointing` recomputes activations
     where the model can, without turning dropout on. The model is left as it was found, also after
-    an error. It may be spread over devices; weights offloaded to disk have no gradients and are
-    refused. float16 gradients can underflow: use bfloat16 or float32.
+    an error. It may be spread over devices; offloaded weights have no gradients and are refused.
+    The result names the weights it is of. float16 gradients can underflow: use bfloat16 or float32.
 
     Raises CalibrationError for unknown needs, unusable windows, or the first loss, activation or
     gradient that is not finite; UnsupportedModelError for a model without pairs.
@@ -85,7 +85,7 @@ def calibrate(
         num_windows=windows.shape[0],
         window=windows.shape[1],
         needs=needs,
-        fingerprint=fingerprint,
+        fingerprint=fingerprint_model(model),
         windows=windows[:KEPT_WINDOWS].cpu().clone() if WINDOWS in needs else None,
     )
 

@@ -45,7 +45,8 @@ class Statistics:
     windows   `windows`, LongTensor [N, T]: the first of the windows themselves, for methods that
               try a cut before they plan it
 
-    Values are in the dense channel order. `fingerprint` says which weights were calibrated.
+    Values are in the dense channel order. `fingerprint` is that of the calibrated
+    weights.
     """
 
     layers: tuple[Mapping[str, Tensor] | None, ...]

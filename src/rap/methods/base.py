@@ -99,8 +99,11 @@ class Method(ABC):
         refuse_pruned(model.config)
         statistics.require(self.needs, self.name)
         fingerprint = fingerprint_model(model)
-        if statistics.fingerprint not in ("", fingerprint):
-            raise RapError("the statistics were collected on another model: calibrate this one")
+        if statistics.fingerprint != fingerprint:
+            raise RapError(
+                f"the statistics are of other weights ({statistics.fingerprint[:12] or 'unknown'}) "
+                f"than this model's ({fingerprint[:12]}): calibrate this model"
+            )
         return fingerprint
 
     def describe(self) -> dict[str, Any]:

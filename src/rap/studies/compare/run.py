@@ -201,9 +201,7 @@ class Bench:
             seed=self.grid.seed,
         )
         check_windows(self.model, windows)
-        return calibrate(
-            self.model, windows, needs, fingerprint=self.fingerprint, progress=self.progress
-        )
+        return calibrate(self.model, windows, needs, progress=self.progress)
 
 
 def _told(result: dict[str, Any]) -> str:
