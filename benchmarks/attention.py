@@ -19,6 +19,7 @@ from rap.calibration.run import calibrate
 from rap.evaluation.cost.footprint import footprint
 from rap.evaluation.cost.latency import WARM_UP, fill_cache, interleaved, synchronize
 from rap.evaluation.cost.stand_ins import stand_in
+from rap.evaluation.quality.perplexity import in_precision
 from rap.methods import METHODS
 from rap.model.errors import RapError
 from rap.model.kernels.growing_cache import GrowingCache
@@ -46,7 +47,7 @@ def cut_models(arguments: Any) -> tuple[dict[str, Any], dict[str, str]]:
         except RapError as error:
             refused[name] = str(error)
     dtype = dtype_of(arguments.device)
-    return {name: model.to(dtype) for name, model in models.items()}, refused
+    return {name: in_precision(model, dtype) for name, model in models.items()}, refused
 
 
 class AttentionCall:

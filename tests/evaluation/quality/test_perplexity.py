@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cases.models import MAX_POSITIONS, VOCABULARY, random_tokens, tiny_model
+from rap import assets
 from rap.evaluation.quality import perplexity as module
 from rap.evaluation.quality.perplexity import perplexity
 from rap.model.errors import RapError
@@ -96,6 +97,50 @@ def test_low_precision_is_evaluated_as_a_float32_copy():
     assert found.value == perplexity(low.float(), ids, window=WINDOW).value
     assert as_is.value != found.value
     assert as_is.value == pytest.approx(found.value, rel=0.1)  # bfloat16 has 8 bits
+
+
+LOW = {
+    "llama": {},
+    "llama:yarn": {"rope": "yarn"},
+    "gemma3_text": {},
+    # One has a buffer that loading keeps in float32, the others have some that it rounds.
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "apertus": {},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LOW)
+def test_a_copy_in_low_precision_is_what_loading_in_it_gives(name, dtype, tmp_path):
+    model = tiny_model(name.partition(":")[0], **LOW[name])
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype).eval()
+    copied = module.in_precision(model, dtype)
+    assert_same_tensors(copied.state_dict(), loaded.state_dict())
+    # Only RoPE's frequencies decide something: other buffers are cast where they are used.
+    assert_same_tensors(frequencies(copied), frequencies(loaded))
+    ids = random_tokens(1, 3 * WINDOW)
+    found = perplexity(model, ids, window=WINDOW, dtype=dtype)
+    assert found == perplexity(loaded, ids, window=WINDOW, dtype=None)
+
+
+def frequencies(model):
+    return {name: buffer for name, buffer in model.named_buffers() if "inv_freq" in name}
+
+
+def assert_same_tensors(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_bundled_model_in_low_precision(reference_model, test_tokens):
+    loaded = assets.reference_model(torch.bfloat16)
+    wanted = perplexity(loaded, test_tokens, window=512, max_windows=4, dtype=None)
+    cast = {"dtype": torch.bfloat16}
+    assert perplexity(reference_model, test_tokens, window=512, max_windows=4, **cast) == wanted
 
 
 def test_two_runs_agree_to_the_last_digit():

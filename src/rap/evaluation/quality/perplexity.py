@@ -5,6 +5,7 @@ Shapes: N tokens of text, B windows in a batch, T tokens of a window, C tokens o
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,7 +152,28 @@ def in_precision(model: Any, dtype: torch.dtype | None) -> Any:
         return model
     if getattr(model, "is_quantized", False):
         raise RapError("a quantized model cannot be cast: evaluate it as it is with dtype=None")
-    return copy.deepcopy(model).to(dtype)
+    return _cast(copy.deepcopy(model), dtype)
+
+
+@torch.no_grad()
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """The model in place as `from_pretrained(dtype=...)` would have loaded it.
+
+    What is stored is cast, less what the family keeps in float32. Frequencies of RoPE are in no
+    checkpoint, and stay as they were computed: rounding them turns far pairs by other angles.
+    """
+    low = (torch.float16, torch.bfloat16)
+    kept = [
+        re.compile(pattern.replace("*", ".*"))
+        for name, dtypes in (("", low[:1]), ("_strict", low))
+        if dtype in dtypes
+        for pattern in getattr(model, f"_keep_in_fp32_modules{name}", None) or ()
+    ]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            as_is = any(pattern.search(name) for pattern in kept)
+            tensor.data = tensor.data.to(torch.float32 if as_is else dtype)
+    return model
 
 
 def _summed_loss(model: Any, ids_BT: Tensor) -> Tensor:
