@@ -8,9 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -18,6 +15,7 @@ from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, refuse_pruned, trained_length
 from .backward import check_gradient, linear_of, watch_gradients
+from .progress import Progress
 from .registry import (
     BACKWARD,
     FORWARD,
@@ -138,18 +136,17 @@ def _forward_pass(
         statistic.see(role, inputs[0], outputs)
 
     device = model.get_input_embeddings().weight.device
-    with restored(model, [], False), _bar(progress) as bar, torch.no_grad():
+    with restored(model, [], False), _bar("activations", windows, progress) as bar, torch.no_grad():
         handles = [
             layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
             for layer, statistic in statistics
             for role in statistic.roles
         ]
         with removed(handles):
-            task = bar.add_task("activations", total=windows.numel())
             for batch in windows.split(batch_size):
                 model.base_model(input_ids=batch.to(device), use_cache=False)
                 position[0] += len(batch)
-                bar.advance(task, batch.numel())
+                bar.advance(batch.numel())
 
 
 def _backward_pass(
@@ -178,7 +175,7 @@ def _backward_pass(
         trainable = [linear_of(moments[0][0], role)[0].weight for role in "kv"]
     with (
         restored(model, trainable, checkpointing),
-        _bar(progress) as bar,
+        _bar("gradients", windows, progress) as bar,
         torch.enable_grad(),
     ):
         handles = [
@@ -187,7 +184,6 @@ def _backward_pass(
         ]
         handles += watch_gradients(moments, position, windows.shape[1])
         with removed(handles):
-            task = bar.add_task("gradients", total=windows.numel())
             for index, ids in enumerate(windows.split(1)):
                 position[0] = index
                 loss = next_token_loss(model, ids.to(device))
@@ -200,7 +196,7 @@ def _backward_pass(
                 loss.backward()
                 for _, statistic in statistics:
                     statistic.end_window()
-                bar.advance(task, ids.numel())
+                bar.advance(ids.numel())
 
 
 # A layer's role, the rows of the parameter that have it (None: all), and who wants its gradient.
@@ -247,18 +243,5 @@ def _first_bad_layer(model: Any, ids_BT: Tensor) -> str:
     return f"in the attention of layer {bad[0]}" if bad else "after the attention of the last layer"
 
 
-class _TokensPerSecond(ProgressColumn):
-    def render(self, task: Any) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.0f} tokens/s" if speed else "")
-
-
-def _bar(progress: bool) -> Progress:
-    return Progress(
-        TextColumn("calibrating {task.description}"),
-        BarColumn(),
-        _TokensPerSecond(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not progress,
-    )
+def _bar(what: str, windows: Tensor, progress: bool) -> Progress:
+    return Progress(f"calibrating {what}", windows.numel(), "tokens", tokens=1, shown=progress)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
 
+from ..calibration.progress import track
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import check_dtype, load, load_config
 from ..checkpoint.provenance import provenance
@@ -73,7 +73,7 @@ def bench_command(
                 clock=time.process_time if cpu_time else time.perf_counter,
             )
         )
-        for context in track(sorted(contexts), "timing", console=console, disable=as_json)
+        for context in track(sorted(contexts), "timing", "contexts", shown=not as_json)
     ]
     verdict = conclusion([(row["context"], row["ratio"]) for row in rows])
     result = {"model": model, "batch": batch, "points": rows, "verdict": verdict}

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
+from ..calibration.progress import track
 from ..evaluation.quality.perplexity import evaluating
 from ..model.errors import RapError
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
@@ -69,12 +68,8 @@ def refit_outputs(
     dense_layers = attention_layers(dense)
     results = []
     with evaluating(small), evaluating(dense):
-        for layer in track(
-            attention_layers(small),
-            "refitting outputs",
-            console=Console(stderr=True),
-            disable=not progress,
-        ):
+        layers = attention_layers(small)
+        for layer in track(layers, "refitting outputs", "layers", shown=progress):
             original = dense_layers[layer.index]
             # Whole heads can be cut into a stock model, whose attention is the family's own.
             if hasattr(layer.module, "dense_shape") or layer.shape != original.shape:

@@ -16,11 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from ..calibration.progress import track
 from ..calibration.run import calibrate
 from ..evaluation.quality.perplexity import evaluating
 from ..model.errors import RapError
@@ -154,13 +153,8 @@ def _train(
         optimizer,
         lambda step: min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps)),
     )
-    shown = track(
-        range(steps),
-        "training projections",
-        console=Console(stderr=True),
-        disable=not progress,
-    )
-    for _ in shown:
+    tokens = config.global_batch * windows.shape[1]
+    for _ in track(range(steps), "training projections", "steps", tokens=tokens, shown=progress):
         chosen = torch.randint(len(windows), (config.global_batch,), generator=generator)
         batches = windows[chosen].split(config.micro_batch)
         for ids_BT in batches:

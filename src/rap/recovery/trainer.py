@@ -3,12 +3,11 @@
 Shapes: B batch, T tokens, N = B (T - 1) predicted tokens, E model dim.
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import (
     PrinterCallback,
@@ -21,6 +20,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.trainer_callback import ExportableState
 
+from ..calibration.progress import Progress
 from ..evaluation.quality.logits import decoder_of, head_logits
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
@@ -56,7 +56,8 @@ class DistillationTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
-        self.bar = Bar()
+        tokens = config.global_batch * data[0].windows_NT.shape[1]
+        self.bar = Bar(arguments.max_steps, tokens)
         if progress and self.is_world_process_zero():
             self.add_callback(self.bar)
         self.teacher, self.config, self.validation_NT = teacher, config, data[1].windows_NT
@@ -72,15 +73,13 @@ class DistillationTrainer(Trainer):
 
         Raises RapError if three steps had no finite gradient and no step had one.
         """
-        try:
-            if checkpoint is not None:
-                stored = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-                if stored.global_step >= self.args.max_steps:
-                    self.state = stored
-                    return
+        if checkpoint is not None:
+            stored = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+            if stored.global_step >= self.args.max_steps:
+                self.state = stored
+                return
+        with self.bar.running:
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        finally:
-            self.bar.bar.stop()
         if len(self.bad_steps) == self.state.global_step:
             raise RapError(
                 f"the loss was not finite in the first {len(self.bad_steps)} steps: recover in "
@@ -197,38 +196,29 @@ class Complete(TrainerCallback):
 
 
 class Bar(TrainerCallback):
-    """A progress bar over optimizer steps, with the time left and the last figures."""
+    """Shows optimizer steps of so many tokens, with the time left and the last figures."""
 
-    def __init__(self) -> None:
-        columns = (BarColumn(), TextColumn("{task.fields[figures]}"), TimeRemainingColumn())
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            *columns,
-            console=Console(stderr=True),
-            transient=True,
-        )
+    def __init__(self, steps: int, tokens: int) -> None:
+        self.steps, self.tokens = steps, tokens
         self.figures: dict[str, float] = {}
+        self.running = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar at the step that training starts from."""
-        self.bar.start()
-        total, done = state.max_steps, state.global_step
-        self.task = self.bar.add_task("recover", total=total, completed=done, figures="")
+        done = state.global_step
+        bar = Progress("recover", self.steps, "steps", tokens=self.tokens, done=done)
+        self.bar = self.running.enter_context(bar)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """One optimizer step further."""
-        self.bar.update(self.task, completed=state.global_step)
+        self.bar.update(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show the last loss and perplexity."""
         names = {"loss": "loss", "eval_perplexity": "held-out perplexity"}
         self.figures |= {names[key]: logs[key] for key in names if key in logs}
         text = ", ".join(f"{name} {value:.3f}" for name, value in self.figures.items())
-        self.bar.update(self.task, figures=text)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the bar away."""
-        self.bar.stop()
+        self.bar.update(state.global_step, figures=text)
 
 
 def _halve_rate(optimizer: Any, scheduler: Any) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from rich.console import Console
-from rich.progress import Progress
 from safetensors import safe_open
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
 
+from ..calibration.progress import Progress
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, whole_directory
 from ..checkpoint.load import load_config
@@ -239,16 +238,17 @@ def _unties(model: Any, shards: list[Path]) -> bool:
 def _each_shard(
     shards: list[Path], rewriter: _Rewriter, output: Path, *, progress: bool
 ) -> Iterator[tuple[Path, list[_Entry]]]:
-    with Progress(console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("rewriting", total=sum(shard.stat().st_size for shard in shards))
-        for path in shards:
+    sizes = {path: path.stat().st_size / 1e6 for path in shards}
+    with Progress("rewriting", sum(sizes.values()), "MB", shown=progress) as bar:
+        for path, size in sizes.items():
             entries = rewriter.entries(path)
+            written = sum(entry.num_bytes for entry in entries)
             with (output / path.name).open("wb") as file:
                 write_header(file, ((x.name, x.dtype, x.shape) for x in entries))
                 for entry in entries:
                     tensor = rewriter.rewrite(entry).contiguous()
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            bar.advance(task, path.stat().st_size)
+                    bar.advance(size * entry.num_bytes / written)
             yield path, entries
 
 

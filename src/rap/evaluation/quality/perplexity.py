@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...calibration.progress import Progress
 from ...model.errors import RapError
 from ...model.layers import trained_length
 from .logits import decoder_of, head_logits
@@ -77,8 +76,9 @@ def perplexity(
         raise RapError(f"batch_size must be at least 1, not {batch_size}")
     total = torch.zeros((), dtype=torch.float64)
     model = in_precision(model, dtype)
-    with evaluating(model), _progress_bar(progress) as bar:
-        task = bar.add_task("perplexity", total=windows_NT.numel(), speed="")
+    size = windows_NT.numel()
+    bar = Progress("perplexity", size, "tokens", tokens=1, shown=progress, transient=True)
+    with evaluating(model), bar:
         for start in range(0, len(windows_NT), batch_size):
             loss = _summed_loss(model, windows_NT[start : start + batch_size])
             if not torch.isfinite(loss):
@@ -88,8 +88,7 @@ def perplexity(
                     " or inf, or activations overflow; check the checkpoint, in float32"
                 )
             total += loss
-            bar.advance(task, min(batch_size, len(windows_NT) - start) * window)
-            bar.update(task, speed=f"{bar.tasks[task].speed or 0:,.0f} tokens/s")
+            bar.advance(min(batch_size, len(windows_NT) - start) * window)
     num_tokens = len(windows_NT) * (window - 1)
     nats = float(total / num_tokens)
     value = math.exp(nats) if nats < 700 else math.inf
@@ -193,14 +192,3 @@ def _summed_loss(model: Any, ids_BT: Tensor) -> Tensor:
         loss_C = F.cross_entropy(logits_CV, targets_C.to(logits_CV.device), reduction="none")
         total += loss_C.sum(dtype=torch.float64).cpu()
     return total
-
-
-def _progress_bar(show: bool) -> Progress:
-    columns = (BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    return Progress(
-        TextColumn("{task.description}"),
-        *columns,
-        console=Console(stderr=True),
-        disable=not show,
-        transient=True,
-    )
