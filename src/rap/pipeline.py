@@ -9,6 +9,7 @@ from rich.console import Console
 from torch import Tensor
 
 from . import assets
+from .calibration.bos import Bos, bos_token, check_bos, describe_bos
 from .calibration.memory import describe_memory, estimate_memory
 from .calibration.run import calibrate, check_windows
 from .calibration.text import load_windows, read_text
@@ -36,11 +37,12 @@ STREAMED_CHARACTERS = 4_000_000  # about a million tokens, 450 windows of 2048
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan, with the dense model and tokenizer it was made for."""
+    """A plan, with the dense model and tokenizer it was made for, and how its windows began."""
 
     plan: Plan | Replacement
     model: Any
     tokenizer: Any
+    bos: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def compress(
     dtype: str | torch.dtype = "auto",
     device_map: str | None = None,
     recover: str = "none",
+    bos: Bos = "auto",
     seed: int = 0,
     force: bool = False,
     progress: bool = False,
@@ -75,8 +78,8 @@ def compress(
     Calibrates, plans, cuts, recovers (`recover` is one of `recovery.stages.RECOVERIES`), measures
     perplexity and footprint before and after (`evaluate` names the held-out text, None skips it),
     and writes the checkpoint to `output` if one is given. A live model needs its `tokenizer`.
-    `method` replaces the default Rap(retain=retain). Raises a RapError for any input that cannot
-    work, before the work it would waste.
+    `method` replaces the default Rap(retain=retain). All windows of text begin as `bos.bos_token`
+    decides. Raises a RapError for any input that cannot work, before the work it would waste.
     """
     check_recovery(recover)
     method = method if method is not None else Rap(retain=retain, seed=seed)
@@ -87,9 +90,10 @@ def compress(
         "num_windows": num_windows,
         "window": window,
     }
-    common: dict[str, Any] = {"seed": seed, "progress": progress}
+    common: dict[str, Any] = {"seed": seed, "bos": check_bos(bos), "progress": progress}
     model, tokenizer = _open(source, tokenizer, dtype, device_map)
-    held_out = _held_out(evaluate, model, tokenizer)
+    held_out = _held_out(evaluate, model, tokenizer, bos)
+    judged: dict[str, Any] = {"tokens": held_out, "bos": bos, "progress": progress}
     decision = decide(model, method, tokenizer=tokenizer, **text, **common)
     small = method.apply(decision.model, decision.plan)
     models = (small, model, tokenizer)
@@ -97,14 +101,14 @@ def compress(
     report = {
         "source": source if isinstance(source, str) else str(model.name_or_path),
         "model_type": decision.plan.model_type,
-        "calibration": f"{num_windows} windows of {window} tokens from {_public_name(calibration)}",
+        "calibration": _calibrated_on(num_windows, window, calibration, decision.bos),
         "retain": method.retain,
         "kept_fraction": decision.plan.kept_fraction,
         "method": method.describe(),
-        "dense": measure(model, tokenizer, evaluate, tokens=held_out, progress=progress),
-        "pruned": measure(small, tokenizer, evaluate, tokens=held_out, progress=progress),
+        "dense": measure(model, tokenizer, evaluate, **judged),
+        "pruned": measure(small, tokenizer, evaluate, **judged),
         "recovery": recovery,
-        "provenance": provenance(**text, evaluate=evaluate, dtype=str(dtype), seed=seed),
+        "provenance": provenance(**text, evaluate=evaluate, dtype=str(dtype), seed=seed, bos=bos),
     }
     if output is not None:
         save(small, decision.plan, output, tokenizer, report=report, force=force)
@@ -123,20 +127,21 @@ def decide(
     dtype: str | torch.dtype = "auto",
     device_map: str | None = None,
     seed: int = 0,
+    bos: Bos = "auto",
     progress: bool = False,
 ) -> Decision:
     """Load, calibrate what the method needs, and plan; nothing is cut."""
     model, tokenizer = _open(source, tokenizer, dtype, device_map)
-    windows = load_windows(
-        calibration, tokenizer, num_windows=num_windows, window=window, seed=seed
-    )
+    first = bos_token(bos, tokenizer, model.config)
+    sizes = {"num_windows": num_windows, "window": window}
+    windows = load_windows(calibration, tokenizer, **sizes, seed=seed, bos=first)
     check_windows(model, windows)
     needs = method.needs_for(model)
     if progress and needs:
         estimate = describe_memory(estimate_memory(model, windows, needs))
         Console(stderr=True).print(estimate, soft_wrap=True)
     statistics = calibrate(model, windows, needs, progress=progress)
-    return Decision(method.plan(model, statistics), model, tokenizer)
+    return Decision(method.plan(model, statistics), model, tokenizer, first)
 
 
 def measure(
@@ -145,11 +150,13 @@ def measure(
     text: str | None,
     *,
     tokens: Tensor | None = None,
+    bos: Bos = "auto",
     progress: bool = False,
 ) -> dict[str, Any]:
     """Footprint, weights' fingerprint and, on a held-out text, perplexity, as JSON-able data.
 
-    `tokens` [N] are those of the text, for a caller that has them already.
+    `tokens` [N] are those of the text, for a caller that has them already. Windows begin as
+    `bos.bos_token` decides.
     """
     result: dict[str, Any] = {**_footprint(model), "fingerprint": fingerprint_model(model)}
     if text is not None:
@@ -158,6 +165,7 @@ def measure(
             tokens if tokens is not None else evaluation_tokens(text, tokenizer),
             window=_evaluation_window(model),
             max_windows=EVALUATION_WINDOWS,
+            bos=bos_token(bos, tokenizer, model.config),
             progress=progress,
         )
         result |= {"perplexity": found.value, "evaluation": {"text": text, **asdict(found)}}
@@ -233,11 +241,13 @@ def _open(source: Any, tokenizer: Any, dtype: Any, device_map: str | None) -> tu
     return load_dense(path, dtype=dtype, **placement), tokenizer
 
 
-def _held_out(text: str | None, model: Any, tokenizer: Any) -> Tensor | None:
+def _held_out(text: str | None, model: Any, tokenizer: Any, bos: Bos) -> Tensor | None:
     """Tokens of the text to evaluate on, refused before the calibration that would be wasted."""
     if text is None:
         return None
     tokens, window = evaluation_tokens(text, tokenizer), _evaluation_window(model)
+    if bos_token(bos, tokenizer, model.config) is not None:
+        window -= 1
     if len(tokens) < window:
         raise RapError(
             f"the evaluation text has {len(tokens)} tokens, one window needs {window}: give a "
@@ -249,6 +259,11 @@ def _held_out(text: str | None, model: Any, tokenizer: Any) -> Tensor | None:
 def _evaluation_window(model: Any) -> int:
     longest = trained_length(model.config) or DEFAULT_WINDOW
     return min(DEFAULT_WINDOW, int(longest))
+
+
+def _calibrated_on(num_windows: int, window: int, text: str, bos: int | None) -> str:
+    read = f"{num_windows} windows of {window} tokens from {_public_name(text)}"
+    return f"{read}, {describe_bos(bos)}"
 
 
 def _public_name(text: str) -> str:

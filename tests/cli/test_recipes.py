@@ -37,7 +37,16 @@ def asked(monkeypatch) -> dict[str, Any]:
 def grid_of(asked: dict[str, Any]) -> Grid:
     """The grid that the library would make of what it is asked."""
     lists = {"methods": "methods", "retain": "retains", "recover": "recoveries"}
-    others = ("align", "calibration", "num_windows", "window", "seed", "recovery", "measures")
+    others = (
+        "align",
+        "calibration",
+        "num_windows",
+        "window",
+        "seed",
+        "bos",
+        "recovery",
+        "measures",
+    )
     return Grid(
         **{field: tuple(asked[name]) for name, field in lists.items()},
         **{name: asked[name] for name in others},
@@ -55,7 +64,7 @@ def test_compress_resolves_to_the_papers_method(path, asked):
     assert run("compress", "--config", path).err == "error: enough\n"
     assert asked["method"] == Rap.paper(retain=0.7, align=2)
     assert (asked["calibration"], asked["num_windows"], asked["window"]) == ("paper", 32, 1024)
-    assert asked["evaluate"] == TEST_TEXT
+    assert (asked["evaluate"], asked["bos"]) == (TEST_TEXT, "never")
     assert asked["recover"] == ("none" if path.stem in GENTLE else "paper")
 
 
@@ -63,7 +72,7 @@ def test_compress_resolves_to_the_papers_method(path, asked):
 def test_compare_resolves_to_a_grid_with_the_papers_cells(path, asked, tmp_path):
     assert run("compare", "--config", path, "--seed", 3).err == "error: enough\n"
     grid = grid_of(asked)
-    assert grid.seed == 3
+    assert (grid.seed, grid.bos) == (3, "never")
     assert (grid.calibration, grid.num_windows, grid.window) == ("paper", 32, 1024)
     assert (grid.measures.text, grid.measures.window) == (TEST_TEXT, 2048)
     assert grid.measures.num_windows is None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import assets
 from ..model.errors import CalibrationError
+from .bos import Bos, bos_token, with_bos
 
 # The paper calibrates on the first of these: 32 windows of 1024 tokens, which are the defaults.
 ALIASES = {
@@ -29,25 +30,40 @@ _CHARACTERS_PER_TOKEN = 16
 
 
 def load_windows(
-    source: str | Path, tokenizer: Any, *, num_windows: int = 32, window: int = 1024, seed: int = 0
+    source: str | Path,
+    tokenizer: Any,
+    *,
+    num_windows: int = 32,
+    window: int = 1024,
+    seed: int = 0,
+    bos: Bos = "auto",
 ) -> Tensor:
     """Calibration windows, LongTensor [N, T], from a source that `read_text` knows.
+
+    Each begins with BOS as `bos.bos_token` decides; give it the token for a family's own default.
 
     Raises CalibrationError if the source cannot be read or is too short.
     """
     enough = num_windows * window * _CHARACTERS_PER_TOKEN
     text = read_text(source, max_characters=enough)
-    return windows_from_text(text, tokenizer, num_windows=num_windows, window=window, seed=seed)
+    sizes = {"num_windows": num_windows, "window": window}
+    return windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos)
 
 
 def windows_from_text(
-    text: str, tokenizer: Any, *, num_windows: int = 32, window: int = 1024, seed: int = 0
+    text: str,
+    tokenizer: Any,
+    *,
+    num_windows: int = 32,
+    window: int = 1024,
+    seed: int = 0,
+    bos: Bos = "auto",
 ) -> Tensor:
     """Contiguous, non-overlapping windows of `text`, LongTensor [N, T], in the order of the text.
 
     Which ones is sampled with `seed`. A long text is cut into stretches of 16 T characters, of
     which N are drawn and only those tokenized; a shorter one is tokenized whole and its windows
-    drawn. No special token is added: most windows start inside a document anyway.
+    drawn. With a `bos` a window is that and T - 1 tokens of text; there is no other special token.
 
     Raises CalibrationError for an empty text, one shorter than a window, or fewer windows than N.
     """
@@ -58,8 +74,10 @@ def windows_from_text(
         )
     if not text.strip():
         raise CalibrationError("the calibration text is empty: give a text with some words in it")
-    rows = _from_stretches(text, tokenizer, num_windows, window, seed)
-    return rows if rows is not None else _from_whole(text, tokenizer, num_windows, window, seed)
+    first = bos_token(bos, tokenizer)
+    asked = (num_windows, window if first is None else window - 1, seed)
+    rows = _from_stretches(text, tokenizer, *asked)
+    return with_bos(rows if rows is not None else _from_whole(text, tokenizer, *asked), first)
 
 
 def read_text(source: str | Path, *, max_characters: int | None = None) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..calibration.bos import bos_token
 from ..calibration.run import check_windows
 from ..calibration.text import load_windows
 from ..checkpoint.files import check_output, whole_file, write_json
@@ -22,7 +23,10 @@ from .options import console, print_json, print_table
 ALL = "all"
 FORMATS = ("png", "svg")
 # What decides the numbers, and so belongs into a result.
-SETTINGS = ["model", "calibration", "windows", "window", "evaluate", "max_windows", "dtype", "seed"]
+SETTINGS = [
+    *("model", "calibration", "windows", "window", "evaluate", "max_windows"),
+    *("dtype", "bos", "seed"),
+]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -46,6 +50,7 @@ def analyze_command(
     ] = 24,
     dtype: options.Dtype = "float32",
     device_map: options.DeviceMap = None,
+    bos: options.Bos = "auto",
     seed: options.Seed = 0,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -64,6 +69,7 @@ def analyze_command(
     made = {
         "model": model,
         "fingerprint": fingerprint_model(study.model),
+        "bos": study.bos,
         "provenance": provenance(**settings),
     }
     chosen = ANALYSES.values() if name == ALL else [ANALYSES[name]]
@@ -86,16 +92,19 @@ def _study(
     max_windows: int,
     dtype: str,
     device_map: str | None,
+    bos: str,
     seed: int,
 ) -> Study:
     """The dense model with its texts, all of them checked before the first measurement."""
     source = resolve_source(model)
     placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
     dense, tokenizer = load_dense(source, dtype=dtype, **placement), load_tokenizer(source)
-    read = load_windows(calibration, tokenizer, num_windows=windows, window=window, seed=seed)
+    first = bos_token(bos, tokenizer, dense.config)
+    sizes = {"num_windows": windows, "window": window}
+    read = load_windows(calibration, tokenizer, **sizes, seed=seed, bos=first)
     check_windows(dense, read)
     tokens = evaluation_tokens(evaluate, tokenizer)
-    return Study(dense, read, tokens, window=window, num_windows=max_windows)
+    return Study(dense, read, tokens, window=window, num_windows=max_windows, bos=first)
 
 
 def _answer(

@@ -60,6 +60,7 @@ def cache_command(
     quantize: Quantize = None,
     dtype: options.Dtype = "float32",
     device_map: options.DeviceMap = None,
+    bos: options.Bos = "auto",
     seed: options.Seed = 0,
     output: ResultFile = None,
     as_json: options.Json = False,
@@ -75,7 +76,7 @@ def cache_command(
         raise RapError("say what to do with the cache: --bits hqq4, --press knorm:0.5, or both")
     compression = CacheCompression(bits, parse_press(press) if press else None)
     compression.check()
-    opened = open_checkpoint(model, device_map, [output], quantize, dtype)
+    opened = open_checkpoint(model, device_map, [output], quantize, dtype, bos)
     ids = evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer)
     sizes = {"window": window, "prefix": prefix, "piece": piece, "max_windows": max_windows}
     asked = {"distance": distance, "documents": documents, "seed": seed}
@@ -108,7 +109,9 @@ def _measured(
     seed: int,
 ) -> dict[str, Any]:
     """Perplexity, bytes and, if questions are asked, recall, as JSON-able data."""
-    quality = compressed_perplexity(opened.model, ids, compression, **sizes, dtype=None)
+    quality = compressed_perplexity(
+        opened.model, ids, compression, **sizes, bos=opened.bos, dtype=None
+    )
     recall = compressed_recall(
         opened.model,
         opened.tokenizer,
@@ -117,6 +120,7 @@ def _measured(
         distances=[distance] if documents else [],
         num_documents=documents,
         seed=seed,
+        bos=opened.bos,
     )
     cells = [asdict(cell) for cell in recall]
     return {"compression": str(compression), **asdict(quality), "recall": cells}

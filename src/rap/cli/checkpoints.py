@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..calibration.bos import Bos, bos_token
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import load, load_tokenizer
 from ..checkpoint.source import resolve_source
@@ -28,11 +29,15 @@ HELD_OUT = {
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint to measure, and what every result says of it."""
+    """A checkpoint to measure, and what every result says of it.
+
+    Windows and documents begin with the token `bos`, if any.
+    """
 
     model: Any
     tokenizer: Any
     record: dict[str, Any]
+    bos: int | None = None
 
 
 def open_checkpoint(
@@ -41,6 +46,7 @@ def open_checkpoint(
     outputs: Sequence[Path | None],
     quantize: str | None = None,
     dtype: str = "auto",
+    bos: Bos = "auto",
 ) -> Opened:
     """Load a checkpoint once it is sure that its result can be written.
 
@@ -58,7 +64,7 @@ def open_checkpoint(
     record = {"model": model, "fingerprint": fingerprint_model(loaded), "quantize": quantize}
     if quantize is not None:
         quantize_weights(loaded, quantize)
-    return Opened(loaded, tokenizer, record)
+    return Opened(loaded, tokenizer, record, bos_token(bos, tokenizer, loaded.config))
 
 
 def finish(result: dict[str, Any], output: Path | None, as_json: bool) -> None:

@@ -53,6 +53,7 @@ def compress_command(
     evaluate: options.Evaluate = "bundled",
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
+    bos: options.Bos = "auto",
     seed: options.Seed = 0,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -74,6 +75,7 @@ def compress_command(
         dtype=dtype,
         device_map=device_map,
         recover=recover,
+        bos=bos,
         seed=seed,
         force=force,
         progress=True,
@@ -105,6 +107,7 @@ def plan_command(
     window: options.Window = 1024,
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
+    bos: options.Bos = "auto",
     seed: options.Seed = 0,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -124,6 +127,7 @@ def plan_command(
         window=window,
         dtype=dtype,
         device_map=device_map,
+        bos=bos,
         seed=seed,
         progress=True,
     )
@@ -133,6 +137,7 @@ def plan_command(
         "calibration": calibration,
         "num_windows": windows,
         "window": window,
+        "bos": bos,
         "seed": seed,
     }
     _say_plan(decision.plan, output, as_json, model=model, dtype=dtype, **settings)

@@ -7,6 +7,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from ..calibration.bos import bos_token
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.harness import GROUPS, harness_version, mean_score, run_tasks
@@ -50,6 +51,7 @@ def perplexity_command(
         int | None, typer.Option(help="Stop after so many windows; default the whole text.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 1,
+    bos: options.Bos = "auto",
     quantize: Quantize = None,
     device_map: options.DeviceMap = None,
     output: ResultFile = None,
@@ -57,7 +59,7 @@ def perplexity_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Perplexity in float32 over contiguous non-overlapping windows."""
-    opened = open_checkpoint(model, device_map, [output], quantize, dtype="float32")
+    opened = open_checkpoint(model, device_map, [output], quantize, dtype="float32", bos=bos)
     tokens = evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer)
     found = perplexity(
         opened.model,
@@ -65,6 +67,7 @@ def perplexity_command(
         window=window,
         max_windows=max_windows,
         batch_size=batch_size,
+        bos=opened.bos,
         progress=not as_json,
     )
     made = provenance(batch_size=batch_size, quantize=quantize)
@@ -90,13 +93,14 @@ def recall_command(
     documents: Annotated[int, typer.Option(help="Questions per cell.")] = 32,
     quantize: Quantize = None,
     device_map: options.DeviceMap = None,
+    bos: options.Bos = "auto",
     seed: options.Seed = 0,
     output: ResultFile = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
     """Recall of a number given earlier, over distance and number of facts, and loss on copies."""
-    opened = open_checkpoint(model, device_map, [output], quantize)
+    opened = open_checkpoint(model, device_map, [output], quantize, bos=bos)
     ids = np.asarray(evaluation_tokens(text, opened.tokenizer))
     cells = recall_grid(
         opened.model,
@@ -106,11 +110,14 @@ def recall_command(
         facts=facts,
         num_documents=documents,
         seed=seed,
+        bos=opened.bos,
     )
-    copied = copy_loss(opened.model, ids, num_documents=documents, seed=seed)
+    asked = {"num_documents": documents, "seed": seed}
+    copied = copy_loss(opened.model, ids, **asked, bos=opened.bos)
     result = {
         **opened.record,
         "text": text,
+        "bos": opened.bos,
         "recall": [asdict(cell) for cell in cells],
         "copy": {**asdict(copied), "gain": copied.gain},
         "provenance": provenance(seed=seed, quantize=quantize),
@@ -145,6 +152,7 @@ def needle_command(
     documents: Annotated[int, typer.Option(help="Documents per cell.")] = 16,
     quantize: Quantize = None,
     device_map: options.DeviceMap = None,
+    bos: options.Bos = "auto",
     seed: options.Seed = 0,
     output: ResultFile = None,
     figure: Annotated[
@@ -160,7 +168,7 @@ def needle_command(
     """Needle in a haystack: one fact at every depth of documents of every length."""
     if figure is not None and figure.suffix not in FIGURES:
         raise RapError(f"cannot draw {figure}: a heat map ends in {' or '.join(FIGURES)}")
-    opened = open_checkpoint(model, device_map, [output, figure], quantize)
+    opened = open_checkpoint(model, device_map, [output, figure], quantize, bos=bos)
     cells = needle_grid(
         opened.model,
         opened.tokenizer,
@@ -170,10 +178,16 @@ def needle_command(
         num_facts=facts,
         num_documents=documents,
         seed=seed,
+        bos=opened.bos,
     )
     title = f"Needles found by {label(opened)}, one of {facts} facts"
     table, made = needle_table(title, cells), provenance(seed=seed, documents=documents)
-    grid = {"text": text, "facts": facts, "needle": [asdict(cell) for cell in cells]}
+    grid = {
+        "text": text,
+        "bos": opened.bos,
+        "facts": facts,
+        "needle": [asdict(cell) for cell in cells],
+    }
     shown = {"table": table, "command": made["command"], "provenance": made}
     finish({**opened.record, **grid, **shown}, output, as_json)
     if figure is not None:
@@ -223,6 +237,8 @@ def zero_shot_command(
         "tasks": [asdict(score) for score in scores],
         "mean": mean_score(scores),
         "lm_eval": harness_version(),
+        # lm-eval leaves it to the tokenizer.
+        "bos": bos_token("auto", opened.tokenizer),
         "provenance": provenance(tasks=named, limit=limit, batch_size=batch_size, seed=seed),
     }
     finish(result, output, as_json)

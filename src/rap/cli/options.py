@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..calibration.bos import check_bos
 from ..checkpoint.files import write_json
 from ..checkpoint.load import load_config
 from ..methods import METHODS, Method
@@ -119,6 +120,15 @@ Window = Annotated[int, typer.Option("--window", help="Tokens per window.")]
 Evaluate = Annotated[
     str,
     typer.Option("--evaluate", help="Held-out text for perplexity before and after, or 'none'."),
+]
+Bos = Annotated[
+    str,
+    typer.Option(
+        "--bos",
+        callback=check_bos,
+        help="Begin windows of text with BOS: always, never, or auto, as the tokenizer does and "
+        "the family needs.",
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from ..calibration.bos import bos_token
 from ..checkpoint.files import PLAN_FILE, check_output
 from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
@@ -56,6 +57,7 @@ def recover_command(
     dtype: options.Dtype = "auto",
     teacher_dtype: TeacherDtype = "auto",
     device_map: TeacherMap = None,
+    bos: options.Bos = "auto",
     seed: options.Seed = 0,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -79,28 +81,37 @@ def recover_command(
         config=chosen,
         seed=seed,
         output=output,
+        bos=bos,
         progress=True,
     )
     if not processes().is_main_process:
         return
+    judged: dict[str, Any] = {"tokens": held_out, "bos": bos, "progress": True}
     report = {
         **_described(plan, teacher),
-        **(
-            {}
-            if "dense" in old_report
-            else {"dense": measure(dense, tokenizer, shown, tokens=held_out)}
-        ),
         **old_report,
-        "before_recovery": measure(small, tokenizer, shown, tokens=held_out, progress=True),
-        "pruned": measure(recovered, tokenizer, shown, tokens=held_out, progress=True),
+        "dense": _dense_figures(old_report, dense, tokenizer, shown, judged),
+        "before_recovery": measure(small, tokenizer, shown, **judged),
+        "pruned": measure(recovered, tokenizer, shown, **judged),
         "recovery": recovery,
         "provenance": provenance(
-            pruned=str(pruned), teacher=teacher, evaluate=evaluate, seed=seed, dtype=dtype
+            pruned=str(pruned), teacher=teacher, evaluate=evaluate, seed=seed, dtype=dtype, bos=bos
         ),
     }
     save(recovered, plan, output, tokenizer, report=report, force=force)
     finish(work_folder(output))
     _say(report, output, as_json)
+
+
+def _dense_figures(
+    old_report: dict[str, Any], dense: Any, tokenizer: Any, text: str | None, judged: dict[str, Any]
+) -> dict[str, Any]:
+    """Those of the old report, if their windows began as these do, or measured again."""
+    known: dict[str, Any] | None = old_report.get("dense")
+    first = bos_token(judged["bos"], tokenizer, dense.config)
+    if known is not None and known.get("evaluation", {}).get("bos") == first:
+        return known
+    return measure(dense, tokenizer, text, **judged)
 
 
 def _teacher(source: str, dtype: str, device_map: str | None) -> Any:

@@ -84,7 +84,8 @@ class AttentionSpec:
 
     `fused` is one linear for q, k and v: all of q, then k, then v (`blocks`), or a head's q, k and
     v after each other (`heads`). `gate` multiplies the attention output by the sigmoid of a
-    projection: its own linear, or the second half of every head of q_proj (`query`).
+    projection: its own linear, or the second half of every head of q_proj (`query`). `needs_bos`
+    says that the family goes wrong on a text that does not begin with BOS.
     """
 
     model_type: str
@@ -99,6 +100,7 @@ class AttentionSpec:
     norm: QKNorm | None = None
     fused: Literal["blocks", "heads"] | None = None
     gate: str | None = None
+    needs_bos: bool = False
     attention: str = "self_attn"
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -145,13 +147,16 @@ FAMILIES: dict[str, AttentionSpec] = {
         AttentionSpec("qwen3_next", norm=_ZERO_CENTRED, gate="query"),
         AttentionSpec("qwen3_5_text", norm=_ZERO_CENTRED, gate="query"),
         AttentionSpec("qwen3_5_moe_text", norm=_ZERO_CENTRED, gate="query"),
-        AttentionSpec("gemma"),
+        AttentionSpec("gemma", needs_bos=True),
         AttentionSpec(
             "gemma2",
+            needs_bos=True,
             sliding_window_from="module",
             arguments=(("softcap", "attn_logit_softcapping"),),
         ),
-        AttentionSpec("gemma3_text", norm=_ZERO_CENTRED, sliding_window_from="module"),
+        AttentionSpec(
+            "gemma3_text", needs_bos=True, norm=_ZERO_CENTRED, sliding_window_from="module"
+        ),
         AttentionSpec(
             "gpt_oss", table="half", sliding_window_from="module", arguments=(("s_aux", "sinks"),)
         ),

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import assets
+from ..calibration.bos import Bos, bos_token, with_bos
 from ..calibration.text import ALIASES, read_text, windows_from_text
 from ..model.errors import RapError
 from .config import RecoveryConfig
@@ -34,12 +35,18 @@ class Windows(Dataset):
 
 
 def recovery_windows(
-    sources: Sequence[str], tokenizer: Any, config: RecoveryConfig, *, longest: int | None = None
+    sources: Sequence[str],
+    tokenizer: Any,
+    config: RecoveryConfig,
+    *,
+    longest: int | None = None,
+    bos: Bos = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Training and validation windows, LongTensors [N, T], packed from one or more texts.
 
     Each source that `calibration.text` reads gives an equal share of the windows, so a mixed text
-    is a list of them. Windows are packed: contiguous tokens, across the ends of documents.
+    is a list of them. Windows are packed: contiguous tokens, across the ends of documents, each
+    after a BOS as `bos.bos_token` decides.
     Validation windows come from the validation split of a source that has one (`bundled`, `paper`,
     `c4`), else from windows of the same text that are not trained on; the test split is never
     read. T is `config.window`, or `longest` if the model's positions end before.
@@ -51,7 +58,7 @@ def recovery_windows(
     window = min(config.window, longest or config.window)
     share = None if config.num_windows is None else -(-config.num_windows // len(sources))
     held_out = -(-config.validation_windows // len(sources))
-    train, validation = [], []
+    bos, train, validation = bos_token(bos, tokenizer), [], []
     for source in sources:
         rows = _pack(
             read_text(source, max_characters=_enough(share, window)),
@@ -59,12 +66,13 @@ def recovery_windows(
             window,
             share,
             config.seed,
+            bos,
         )
         other = validation_text(source)
         if other is None:
             rows, held = hold_out(rows, held_out)
         else:
-            held = _pack(other, tokenizer, window, held_out, config.seed)
+            held = _pack(other, tokenizer, window, held_out, config.seed, bos)
         train.append(rows)
         validation.append(held)
     return torch.cat(train), torch.cat(validation)
@@ -99,10 +107,14 @@ def fingerprint_windows(windows_NT: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _pack(text: str, tokenizer: Any, window: int, limit: int | None, seed: int) -> Tensor:
+def _pack(
+    text: str, tokenizer: Any, window: int, limit: int | None, seed: int, bos: int | None
+) -> Tensor:
     """At most `limit` windows of `text`, sampled with `seed` and in the order of the text."""
     if limit is not None and len(text) >= limit * window * _CHARACTERS_PER_TOKEN:
-        return windows_from_text(text, tokenizer, num_windows=limit, window=window, seed=seed)
+        sizes = {"num_windows": limit, "window": window}
+        return windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos)
+    window = window if bos is None else window - 1
     # verbose=False: the text is longer than the model's window on purpose.
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     found = len(ids) // window
@@ -111,7 +123,7 @@ def _pack(text: str, tokenizer: Any, window: int, limit: int | None, seed: int) 
             f"the recovery text has {len(ids)} tokens, one window needs {window}: give a longer "
             "text or a shorter window"
         )
-    rows = ids[: found * window].view(found, window)
+    rows = with_bos(ids[: found * window].view(found, window), bos)
     if limit is None or limit >= found:
         return rows
     generator = torch.Generator().manual_seed(seed)

@@ -247,4 +247,5 @@ def _load_best(trainer: Any, work: Path) -> None:
 
 
 def _held_out(model: Any, validation_NT: Tensor) -> float:
-    return perplexity(model, validation_NT.flatten(), window=validation_NT.shape[1]).value
+    size = validation_NT.shape[1]
+    return perplexity(model, validation_NT.flatten(), window=size, bos=None).value

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..calibration.bos import Bos, bos_token
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.layers import trained_length
@@ -64,6 +65,7 @@ def recover_stage(
     config: RecoveryConfig | None = None,
     seed: int = 0,
     output: str | Path | None = None,
+    bos: Bos = "auto",
     progress: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """The best of: the pruned model, with its outputs refitted, and distilled after that.
@@ -71,9 +73,10 @@ def recover_stage(
     `name` is one of RECOVERIES: `none` does nothing, `closed-form` only refits, `projections` only
     trains the bases of a model of method matryoshka, which alone has some, the others refit and
     distil by that preset, or by `config`. Better means a lower perplexity on held-out windows
-    of `texts`, see `data.recovery_windows`. `small` and `dense` are left untouched. The report has
-    the perplexity after each step and what distillation reports; it is empty for `none`. With an
-    `output`, checkpoints go to its `work_folder`, from which a killed run continues.
+    of `texts`, which begin with `bos`, see `data.recovery_windows`. `small` and `dense` are left
+    untouched. The report has the perplexity after each step and what distillation reports; it is
+    empty for `none`. With an `output`, checkpoints go to its `work_folder`, from which a killed run
+    continues.
     """
     check_recovery(name)
     if name == "none":
@@ -81,11 +84,11 @@ def recover_stage(
     if config is None:
         chosen = preset(name if name in PRESETS else "fast")
         config = replace(SETTINGS if name == "projections" else chosen, seed=seed)
-    windows, validation = recovery_windows(
-        texts, tokenizer, config, longest=trained_length(small.config)
-    )
+    bos, longest = bos_token(bos, tokenizer, small.config), trained_length(small.config)
+    windows, validation = recovery_windows(texts, tokenizer, config, longest=longest, bos=bos)
     before = _held_out(small, validation)
-    report: dict[str, Any] = {"name": name, "texts": list(texts), "perplexity_before": before}
+    report: dict[str, Any] = {"name": name, "texts": list(texts), "bos": bos}
+    report["perplexity_before"] = before
     if name == "projections":
         trained = train_projections(small, dense, windows, config, progress=progress)
         report["perplexity_trained"] = _held_out(trained, validation)
@@ -121,4 +124,5 @@ def _refit(
 
 
 def _held_out(model: Any, validation_NT: Tensor) -> float:
-    return perplexity(model, validation_NT.flatten(), window=validation_NT.shape[1]).value
+    size = validation_NT.shape[1]
+    return perplexity(model, validation_NT.flatten(), window=size, bos=None).value

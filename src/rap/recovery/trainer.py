@@ -138,6 +138,7 @@ class DistillationTrainer(Trainer):
             self.model.get_base_model(),
             self.validation_NT.flatten(),
             window=self.validation_NT.shape[1],
+            bos=None,
             dtype=None,
         )
         metrics = {"eval_perplexity": found.value}

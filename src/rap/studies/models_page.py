@@ -37,6 +37,10 @@ docs/results/quality.md):
 |---|---|---|---|---|
 """
 _FOOTER = """
+Windows of text, to calibrate, recover or evaluate on, begin with BOS where the model's tokenizer
+puts one before a text by itself, and for the families that need it; `--bos always` or `never`
+decides otherwise, and every result says which it was.
+
 Partial rotation, rope scaling (linear, dynamic, yarn, longrope, llama3, proportional), biases,
 softmax scales, grouped queries and mixtures of experts need no row: they are read off the model.
 
@@ -104,6 +108,7 @@ def _features(spec: AttentionSpec) -> str:
         ("sliding windows", spec.sliding_window_from),
         *((_ARGUMENTS[name], True) for name, _ in spec.arguments),
         ("query scale", spec.query_scale),
+        ("needs BOS", spec.needs_bos),
     ]
     return ", ".join(name for name, there in found if there) or "-"
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
 
+from ...calibration.bos import Bos, bos_token
 from ...model.errors import RapError
 from ..quality.documents import ANSWER, Document, FactWriter
 from ..quality.logits import decoder_of
@@ -59,6 +60,7 @@ class CompressedQuality:
 
     `prefix_bytes_per_token` right after the compression, `kv_bytes_per_token` at the end of the
     window, with the newest tokens as the cache keeps them. Scales, zero points and padding count.
+    Each window begins with the token `bos`, if any.
     """
 
     perplexity: float
@@ -70,6 +72,7 @@ class CompressedQuality:
     piece: int
     prefix_bytes_per_token: float
     kv_bytes_per_token: float
+    bos: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,15 @@ def compressed_perplexity(
     piece: int = 32,
     max_windows: int | None = None,
     batch_size: int = 4,
+    bos: Bos = "auto",
     dtype: torch.dtype | None = torch.float32,
 ) -> CompressedQuality:
     """Perplexity of the T - 1 - L last tokens of every window, read through a compressed cache.
 
     The first `prefix` tokens of a window are read at once and their cache is compressed; the rest
     is read `piece` tokens at a time. Inside a piece tokens see each other as they are: pieces of 1
-    are what decoding does. Weights are cast to `dtype` as in `perplexity`, None leaves them.
+    are what decoding does. Windows begin with `bos` and weights are cast to `dtype` (None leaves
+    them) as in `perplexity`.
 
     Raises RapError as `perplexity` and the compressions do, and for a prefix or piece that leaves
     nothing to score.
@@ -109,7 +114,8 @@ def compressed_perplexity(
             f"a prefix of {prefix} tokens and pieces of {piece} cannot score windows of {window}:"
             " give a prefix from 1 to the window less 2, and pieces of 1 or more"
         )
-    windows_NT, _ = whole_windows(model, token_ids, window, max_windows)
+    bos = bos_token(bos, config=model.config)
+    windows_NT, _ = whole_windows(model, token_ids, window, max_windows, bos)
     model = in_precision(model, dtype)
     total, at_prefix, at_end = torch.zeros((), dtype=torch.float64), 0.0, 0.0
     with evaluating(model):
@@ -123,7 +129,7 @@ def compressed_perplexity(
         raise RapError(f"the loss is {nats}: the weights or the compressed cache hold NaN or inf")
     value = math.exp(nats) if nats < 700 else math.inf
     sizes = (len(windows_NT), num_tokens, window, prefix, piece)
-    return CompressedQuality(value, nats, *sizes, at_prefix, at_end)
+    return CompressedQuality(value, nats, *sizes, at_prefix, at_end, bos)
 
 
 @torch.no_grad()
@@ -137,16 +143,17 @@ def compressed_recall(
     facts: Sequence[int] = (4,),
     num_documents: int = 16,
     seed: int = 0,
+    bos: Bos = "auto",
 ) -> list[RecallCell]:
     """`recall_grid` on the same documents, their question asked after the compression."""
     text, writer = np.asarray(text_ids), FactWriter(tokenizer)
+    first = bos_token(bos, tokenizer, model.config)
+    asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
     cells = []
     with evaluating(model):
         for distance in distances:
             for num_facts in facts:
-                documents = recall_documents(
-                    writer, text, distance, num_facts, num_documents=num_documents, seed=seed
-                )
+                documents = recall_documents(writer, text, distance, num_facts, **asked)
                 right = [_answered(model, one, writer, compression) for one in documents]
                 whole = float(np.mean([answer.all() for answer in right]))
                 token = float(np.mean(np.concatenate(right)))

@@ -127,6 +127,17 @@ def recall_document(
     return Document(document.ids[:end], document.kinds[:end])
 
 
+def opened(document: Document, bos: int | None) -> Document:
+    """The document after a BOS, if there is one."""
+    if bos is None:
+        return document
+    start = [np.array([value], np.int64) for value in (bos, TEXT)]
+    ids, kinds = (
+        np.concatenate(pair) for pair in zip(start, (document.ids, document.kinds), strict=True)
+    )
+    return Document(ids, kinds)
+
+
 def copy_document(passage: np.ndarray, filler: np.ndarray) -> Document:
     """A passage, other text, the same passage again; its second reading is marked ANSWER."""
     ids = np.concatenate([passage, filler, passage]).astype(np.int64)

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import PercentFormatter
 
+from ...calibration.bos import Bos, bos_token
 from ...model.errors import RapError
-from .documents import ANSWER, Document, FactWriter, draw_facts, evaluation_rng, interleave
+from .documents import ANSWER, Document, FactWriter, draw_facts, evaluation_rng, interleave, opened
 from .recall import token_losses
 
 
@@ -77,11 +78,13 @@ def needle_grid(
     num_documents: int = 16,
     batch_size: int = 4,
     seed: int = 0,
+    bos: Bos = "auto",
 ) -> list[NeedleCell]:
     """Needles found over length (tokens) x depth, in documents made of `text_ids` [N].
 
     A needle is found if every token of its number is the greedy choice given those before it. The
-    same call gives the same digits. Raises RapError for a depth outside [0, 1], or documents that
+    same call gives the same digits. Documents begin with BOS as `bos.bos_token` decides, and it
+    counts as one of their tokens. Raises RapError for a depth outside [0, 1], or documents that
     cannot be made.
     """
     for depth in depths:
@@ -90,13 +93,16 @@ def needle_grid(
     if num_documents < 1:
         raise RapError(f"cannot judge by {num_documents} documents: ask for at least one")
     text, writer, cells = np.asarray(text_ids), FactWriter(tokenizer), []
+    first = bos_token(bos, tokenizer, getattr(model, "config", None))
     for length in lengths:
         for number, depth in enumerate(depths):
             rng = evaluation_rng(seed, length, number)
+            size = length if first is None else length - 1
             documents = [
-                needle_document(writer, _stretch(text, rng, length), rng, length, depth, num_facts)
+                needle_document(writer, _stretch(text, rng, size), rng, size, depth, num_facts)
                 for _ in range(num_documents)
             ]
+            documents = [opened(document, first) for document in documents]
             right = [
                 right[document.kinds[1:] == ANSWER]
                 for document, _, right in token_losses(model, documents, batch_size)

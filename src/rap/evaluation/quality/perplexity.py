@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...calibration.bos import Bos, bos_token, with_bos
 from ...calibration.progress import Progress
 from ...model.errors import RapError
 from ...model.layers import trained_length
@@ -28,9 +29,9 @@ CHUNK_LOGITS = 2**25  # logits held at once, tokens x vocabulary: 128 MiB of flo
 class Perplexity:
     """`value` is exp of `nats_per_token`, the mean loss of `num_tokens` predicted tokens.
 
-    It covers `num_windows` whole windows of `window` tokens; the `num_left_out` tokens of the text
-    after the last of them were not read. `float()` gives the value, `dataclasses.asdict` a
-    dictionary for JSON.
+    It covers `num_windows` whole windows of `window` tokens, the first of each the token `bos`, if
+    any; the `num_left_out` tokens of the text after the last of them were not read. `float()` gives
+    the value, `dataclasses.asdict` a dictionary for JSON.
     """
 
     value: float
@@ -39,6 +40,7 @@ class Perplexity:
     num_tokens: int
     window: int
     num_left_out: int = 0
+    bos: int | None = None
 
     def __float__(self) -> float:
         return self.value
@@ -52,6 +54,7 @@ def perplexity(
     window: int | None = None,
     max_windows: int | None = None,
     batch_size: int = 1,
+    bos: Bos = "auto",
     dtype: torch.dtype | None = torch.float32,
     progress: bool = False,
 ) -> Perplexity:
@@ -63,6 +66,11 @@ def perplexity(
     their sum float64. Logits are made for a chunk of tokens at a time, at most 2^25 numbers.
     The same call gives the same digits; another `batch_size` may differ in the last ones.
 
+    With a `bos` a window is that, which is read but not predicted, and T - 1 tokens of the text. By
+    default it is there only for families that need it: token ids do not say what their tokenizer
+    does, so give `bos.bos_token("auto", tokenizer, model.config)`. Windows of T tokens that all
+    begin with it already, and one before the text, are taken as they are.
+
     A model of another precision than `dtype` is evaluated as a copy in it, which for float32 takes
     4 more bytes a parameter on the model's device, and is freed at the end; None evaluates the
     model as it is. Weights and training mode of `model` are left as they were.
@@ -71,7 +79,8 @@ def perplexity(
     with a `dtype`, or a loss that is not finite.
     """
     window = _window(model, window)
-    windows_NT, num_left_out = whole_windows(model, token_ids, window, max_windows)
+    bos = bos_token(bos, config=model.config)
+    windows_NT, num_left_out = whole_windows(model, token_ids, window, max_windows, bos)
     if batch_size < 1:
         raise RapError(f"batch_size must be at least 1, not {batch_size}")
     total = torch.zeros((), dtype=torch.float64)
@@ -92,7 +101,7 @@ def perplexity(
     num_tokens = len(windows_NT) * (window - 1)
     nats = float(total / num_tokens)
     value = math.exp(nats) if nats < 700 else math.inf
-    return Perplexity(value, nats, len(windows_NT), num_tokens, window, num_left_out)
+    return Perplexity(value, nats, len(windows_NT), num_tokens, window, num_left_out, bos)
 
 
 @contextmanager
@@ -116,14 +125,23 @@ def _window(model: Any, window: int | None) -> int:
 
 
 def whole_windows(
-    model: Any, token_ids: Tensor | Sequence[int], window: int, max_windows: int | None
+    model: Any,
+    token_ids: Tensor | Sequence[int],
+    window: int,
+    max_windows: int | None,
+    bos: int | None,
 ) -> tuple[Tensor, int]:
     """Windows, LongTensor [num_windows, T] on the CPU, and the number of tokens left over.
 
-    Raises RapError for a text shorter than a window, or ids outside the vocabulary.
+    With a `bos` each begins with it, once. Raises RapError for a text shorter than a window, or ids
+    outside the vocabulary.
     """
     ids = torch.as_tensor(token_ids, dtype=torch.long, device="cpu").flatten()
-    if len(ids) < window:
+    made = bos is None or (len(ids) >= window and bool((_rows(ids, window)[:, 0] == bos).all()))
+    if not made and ids[:1].tolist() == [bos]:
+        ids = ids[1:]
+    size = window if made else window - 1
+    if len(ids) < size:
         raise RapError(
             f"the text has {len(ids)} tokens, less than one window of {window}: give a longer text"
             " or a smaller window"
@@ -131,14 +149,19 @@ def whole_windows(
     if max_windows is not None and max_windows < 1:
         raise RapError(f"max_windows must be at least 1, not {max_windows}")
     vocab = model.get_input_embeddings().weight.shape[0]
-    low, high = int(ids.min()), int(ids.max())
+    known = [int(ids.min()), int(ids.max()), bos or 0]
+    low, high = min(known), max(known)
     if low < 0 or high >= vocab:
         raise RapError(
             f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab}:"
             " encode the text with this model's tokenizer"
         )
-    count = min(len(ids) // window, max_windows or len(ids))
-    return ids[: count * window].view(count, window), len(ids) - count * window
+    rows = _rows(ids, size)[:max_windows]
+    return rows if made else with_bos(rows, bos), len(ids) - rows.numel()
+
+
+def _rows(ids_N: Tensor, size: int) -> Tensor:
+    return ids_N[: len(ids_N) // size * size].view(-1, size)
 
 
 def in_precision(model: Any, dtype: torch.dtype | None) -> Any:

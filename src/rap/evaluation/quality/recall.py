@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from .documents import ANSWER, Document, FactWriter, copy_document, evaluation_rng, recall_document
+from ...calibration.bos import Bos, bos_token
+from .documents import (
+    ANSWER,
+    Document,
+    FactWriter,
+    copy_document,
+    evaluation_rng,
+    opened,
+    recall_document,
+)
 
 
 @dataclass(frozen=True)
@@ -77,20 +86,22 @@ def recall_grid(
     num_documents: int = 64,
     batch_size: int = 8,
     seed: int = 0,
+    bos: Bos = "auto",
 ) -> list[RecallCell]:
     """Recall accuracy over distance (tokens) x number of facts, questions set in `text_ids` [N].
 
     `accuracy` is the share of answers whose every token is the greedy choice given the tokens
-    before it, which is when greedy decoding writes the answer; `token_accuracy` is by token.
+    before it, which is when greedy decoding writes the answer; `token_accuracy` is by token. Every
+    document begins with BOS as `bos.bos_token` decides.
     """
     text = np.asarray(text_ids)
+    first = bos_token(bos, tokenizer, getattr(model, "config", None))
+    asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
     writer = FactWriter(tokenizer)
     cells = []
     for distance in distances:
         for num_facts in facts:
-            documents = recall_documents(
-                writer, text, distance, num_facts, num_documents=num_documents, seed=seed
-            )
+            documents = recall_documents(writer, text, distance, num_facts, **asked)
             right = [
                 right[document.kinds[1:] == ANSWER]
                 for document, _, right in token_losses(model, documents, batch_size)
@@ -109,6 +120,7 @@ def recall_documents(
     *,
     num_documents: int,
     seed: int,
+    bos: int | None = None,
 ) -> list[Document]:
     """The documents of one cell of `recall_grid`, the same for every model."""
     rng = evaluation_rng(seed, distance, num_facts)
@@ -117,7 +129,8 @@ def recall_documents(
     for _ in range(num_documents):
         start = _random_start(rng, text, need)
         filler = text[start : start + need]
-        documents.append(recall_document(writer, filler, rng, distance, num_facts))
+        document = recall_document(writer, filler, rng, distance, num_facts)
+        documents.append(opened(document, bos))
     return documents
 
 
@@ -130,12 +143,14 @@ def copy_loss(
     num_documents: int = 32,
     batch_size: int = 8,
     seed: int = 0,
+    bos: Bos = "auto",
 ) -> CopyLoss:
     """Loss on a passage of text read a second time, `distance` tokens after the first.
 
-    The first token of each reading is left out: nothing announces the repetition.
+    The first token of each reading is left out: nothing announces the repetition. `bos` begins a
+    document as in `perplexity`.
     """
-    text = np.asarray(text_ids)
+    text, bos = np.asarray(text_ids), bos_token(bos, config=getattr(model, "config", None))
     if distance < passage:
         raise ValueError(f"distance {distance} is shorter than the passage, {passage}")
     rng = evaluation_rng(seed, passage, distance)
@@ -143,8 +158,9 @@ def copy_loss(
     for _ in range(num_documents):
         start, other = (_random_start(rng, text, distance) for _ in range(2))
         filler = text[other : other + distance - passage]
-        documents.append(copy_document(text[start : start + passage], filler))
+        documents.append(opened(copy_document(text[start : start + passage], filler), bos))
     losses = np.stack([loss for _, loss, _ in token_losses(model, documents, batch_size)])
+    losses = losses[:, bos is not None :]  # after BOS the first token is predicted as well
     first, second = losses[:, : passage - 1].mean(), losses[:, -(passage - 1) :].mean()
     return CopyLoss(passage, distance, num_documents, float(first), float(second))
 

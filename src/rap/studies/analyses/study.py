@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ...calibration.bos import Bos, describe_bos
 from ...calibration.run import calibrate
 from ...calibration.statistics import Statistics
 from ...evaluation.quality.perplexity import perplexity
@@ -22,7 +23,7 @@ Data = dict[str, Any]
 class Study:
     """A dense model, windows [N, T] to calibrate on, and held-out tokens [N] to judge on.
 
-    Perplexity is over the first `num_windows` windows of `window` tokens.
+    Perplexity is over the first `num_windows` windows of `window` tokens, which begin with `bos`.
     """
 
     model: Any
@@ -30,6 +31,7 @@ class Study:
     tokens_N: Tensor
     window: int = 512
     num_windows: int = 24
+    bos: Bos = "auto"
     _statistics: Statistics | None = field(default=None, repr=False)
 
     def statistics(self, needs: Collection[str]) -> Statistics:
@@ -45,8 +47,8 @@ class Study:
 
     def perplexity(self, model: Any) -> float:
         """Of any model, on the held-out text."""
-        found = perplexity(model, self.tokens_N, window=self.window, max_windows=self.num_windows)
-        return found.value
+        sizes: dict[str, Any] = {"window": self.window, "max_windows": self.num_windows}
+        return perplexity(model, self.tokens_N, **sizes, bos=self.bos).value
 
     def after(self, method: Method, plan: Any = None) -> float:
         """Perplexity of the model cut by `method`, by a plan of its own unless one is given."""
@@ -55,9 +57,11 @@ class Study:
     @property
     def note(self) -> str:
         """How perplexity was measured, for the note of a table."""
+        begins = f", {describe_bos(self.bos)}" if isinstance(self.bos, int) else ""
+        calibrated = f"{len(self.windows_NT)} windows of {self.windows_NT.shape[1]}"
         return (
-            f"Perplexity over {self.num_windows} windows of {self.window} tokens, no training; "
-            f"calibrated on {len(self.windows_NT)} windows of {self.windows_NT.shape[1]}."
+            f"Perplexity over {self.num_windows} windows of {self.window} tokens{begins}, "
+            f"no training; calibrated on {calibrated}."
         )
 
 

@@ -16,6 +16,7 @@ FLAGS = {
     "num_windows": "--windows",
     "window": "--window",
     "seed": "--seed",
+    "bos": "--bos",
 }
 DTYPE = "float32"  # the default of `rap compare`
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...calibration.bos import check_bos
 from ...model.errors import RapError
 from ...recovery.config import PRESETS, RecoveryConfig, preset
 from ...recovery.stages import check_recovery
@@ -18,6 +19,7 @@ class Grid:
 
     `align` and `seed` reach the methods that have such a setting, so that all spend the same
     budget: by default single pairs, for widths in multiples of 8 miss most ratios by some percent.
+    All windows of text begin as `bos` says, one of `bos.BOS_CHOICES`.
     `recovery` changes settings of every recovery that distils (`recovery.config.RecoveryConfig`).
     """
 
@@ -29,10 +31,12 @@ class Grid:
     num_windows: int = 64
     window: int = 512
     seed: int = 0
+    bos: str = "auto"
     recovery: Mapping[str, Any] = field(default_factory=dict)
     measures: Measures = field(default_factory=Measures)
 
     def __post_init__(self) -> None:
+        check_bos(self.bos)
         for name in ("methods", "retains", "recoveries"):
             if not getattr(self, name):
                 raise RapError(f"a comparison needs {name}: give at least one")
@@ -54,13 +58,17 @@ class Grid:
         """The settings of a recovery that distils."""
         return preset(name, **{"seed": self.seed, **self.recovery})
 
-    def cells(self, dense_fingerprint: str, dtype: str) -> list[Cell]:
-        """The dense cell first, then all without recovery, then recovery by recovery."""
+    def cells(self, dense_fingerprint: str, dtype: str, bos: int | None = None) -> list[Cell]:
+        """The dense cell first, then all without recovery, then recovery by recovery.
+
+        `bos` is the token that windows begin with, which makes other cells of them than without.
+        """
         shared = {
             "dense_fingerprint": dense_fingerprint,
             "dtype": dtype,
             "measures": asdict(self.measures),
             "seed": self.seed,
+            **({} if bos is None else {"bos": bos}),
         }
         cells = [Cell(DENSE, 1.0, "none", None, {**shared, "spec": DENSE})]
         for recover in self.recoveries:

@@ -83,14 +83,23 @@ def changed_measures(measures: Measures, changes: Sequence[str]) -> Measures:
 
 
 def measure(
-    model: Any, dense: Any, tokenizer: Any, tokens: Tensor, measures: Measures, seed: int = 0
+    model: Any,
+    dense: Any,
+    tokenizer: Any,
+    tokens: Tensor,
+    measures: Measures,
+    *,
+    seed: int = 0,
+    bos: int | None = None,
 ) -> dict[str, Any]:
     """Cost and quality of `model` as JSON-able data; `tokens` [N] are those of the held-out text.
 
+    Windows and documents of it begin with the token `bos`, if any.
     The dense model is timed in turn with it, so that a busy machine slows both alike.
     """
     cost = footprint(model)
-    quality = perplexity(model, tokens, window=measures.window, max_windows=measures.num_windows)
+    sizes: dict[str, Any] = {"window": measures.window, "max_windows": measures.num_windows}
+    quality = perplexity(model, tokens, **sizes, bos=bos)
     result: dict[str, Any] = {
         **asdict(cost),
         "attention_flops": {
@@ -104,14 +113,14 @@ def measure(
         "evaluation": asdict(quality),
     }
     if measures.recall_documents:
-        result |= _context_use(model, tokenizer, tokens, measures, seed)
+        result |= _context_use(model, tokenizer, tokens, measures, seed, bos)
     if measures.decode_steps:
         result |= _decode_seconds(model, dense, measures)
     return result
 
 
 def _context_use(
-    model: Any, tokenizer: Any, tokens: Tensor, measures: Measures, seed: int
+    model: Any, tokenizer: Any, tokens: Tensor, measures: Measures, seed: int, bos: int | None
 ) -> dict[str, Any]:
     text = np.asarray(tokens)
     recall = recall_grid(
@@ -122,8 +131,9 @@ def _context_use(
         facts=(measures.recall_facts,),
         num_documents=measures.recall_documents,
         seed=seed,
+        bos=bos,
     )
-    copied = copy_loss(model, text, num_documents=measures.copy_documents, seed=seed)
+    copied = copy_loss(model, text, num_documents=measures.copy_documents, seed=seed, bos=bos)
     return {"recall": [asdict(cell) for cell in recall], "copy_gain": copied.gain}
 
 

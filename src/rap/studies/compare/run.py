@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...calibration.bos import bos_token
 from ...calibration.run import calibrate, check_windows
 from ...calibration.statistics import Statistics
 from ...calibration.text import load_windows
@@ -56,8 +57,8 @@ def compare(
     """Measure `methods` (default: all there are) side by side, cell by cell, into `output`.
 
     A killed or repeated call continues where it stopped. `settings` are the other fields of
-    `grid.Grid` (calibration, num_windows, window, align, seed, recovery). `paper` are
-    published figures to show beside the cells of the same method, retain and recovery. A live
+    `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery). `paper`
+    are published figures to show beside the cells of the same method, retain and recovery. A live
     model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.
     `say` is given a line for every cell.
 
@@ -116,7 +117,9 @@ class Bench:
             self.model, self.tokenizer = source, tokenizer
         self.fingerprint = fingerprint_model(self.model)
         self.tokens: Tensor = evaluation_tokens(grid.measures.text, self.tokenizer)
-        self.cells = grid.cells(self.fingerprint, str(self.model.dtype).removeprefix("torch."))
+        self.bos = bos_token(grid.bos, self.tokenizer, self.model.config)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        self.cells = grid.cells(self.fingerprint, dtype, self.bos)
         self._statistics: Statistics | None = None
 
     def folder(self, cell: Cell) -> Path:
@@ -162,13 +165,15 @@ class Bench:
                 config=self.grid.distillation(cell.recover) if cell.recover in PRESETS else None,
                 seed=self.grid.seed,
                 output=self.folder(cell),
+                bos=self.bos,
                 progress=self.progress,
             )
             # The loss curve is long, and nobody reads it here.
             recovery.get("distillation", {}).pop("history", None)
             made = {"kept_fraction": plan.kept_fraction, "recovery": recovery}
-        seed, measures = self.grid.seed, self.grid.measures
-        found = measure(model, self.model, self.tokenizer, self.tokens, measures, seed)
+        asked: dict[str, Any] = {"seed": self.grid.seed, "bos": self.bos}
+        measures = self.grid.measures
+        found = measure(model, self.model, self.tokenizer, self.tokens, measures, **asked)
         return {**made, **found, "provenance": provenance(**cell.config)}
 
     def statistics(self) -> Statistics:
@@ -188,7 +193,8 @@ class Bench:
     def _statistics_path(self) -> Path:
         """Named by the weights and the text they read."""
         grid = self.grid
-        read = (self.fingerprint, grid.calibration, grid.num_windows, grid.window, grid.seed)
+        read: tuple[Any, ...] = (self.fingerprint, grid.calibration, grid.num_windows, grid.window)
+        read += (grid.seed,) if self.bos is None else (grid.seed, self.bos)
         digest = hashlib.sha256(repr(read).encode()).hexdigest()[:8]
         return self.output / f"statistics-{digest}.safetensors"
 
@@ -199,6 +205,7 @@ class Bench:
             num_windows=self.grid.num_windows,
             window=self.grid.window,
             seed=self.grid.seed,
+            bos=self.bos,
         )
         check_windows(self.model, windows)
         return calibrate(self.model, windows, needs, progress=self.progress)
