@@ -127,6 +127,33 @@ def test_soft_caps_and_sinks_are_obeyed(monkeypatch, model_type, fields, taken):
     assert difference < 1e-5
 
 
+def test_dropout_zeroes_weights_and_scales_the_others():
+    """With unit vectors for values the output is the weights themselves."""
+    generator = torch.Generator().manual_seed(0)
+    q, keys = (torch.randn(2, n, 50, 8, generator=generator).double() for n in (6, 2))
+    values = torch.eye(50, dtype=torch.float64).expand(2, 2, -1, -1)
+    settings = {"scale": 0.3, "softcap": 2.0, "sinks_H": torch.ones(6)}
+    weights = decode_attention.reference.attend(q, keys, values, **settings)
+    torch.manual_seed(0)
+    found = decode_attention.reference.attend(q, keys, values, **settings, dropout=0.25)
+    torch.testing.assert_close(found, torch.where(found == 0, 0, weights / 0.75))
+    # 30,000 draws: the standard deviation of the share is 0.0025.
+    assert abs(float((found == 0).double().mean()) - 0.25) < 0.01
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_fused_step_leaves_dropout_to_others(monkeypatch, dropout):
+    small = _pruned(attention_dropout=dropout).train()
+    cache = StaticCache(config=small.config, max_cache_len=20)
+    with torch.no_grad():
+        small(random_tokens(2, 7), past_key_values=cache)
+    _run_kernels(monkeypatch)
+    states = torch.randn(3, 2, 2, 1, 6).unbind()
+    attention = small.model.layers[0].self_attn
+    fuses = interface.RapAttentionInterface().fuses(attention, states, cache, None)
+    assert fuses == (dropout == 0)
+
+
 def _run_kernels(monkeypatch, taken=True):
     """Let the Triton kernels take CPU tensors: they run in the interpreter."""
     for module in (interface, decode_attention):

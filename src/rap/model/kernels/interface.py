@@ -66,8 +66,9 @@ class RapAttentionInterface:
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
             )
             return found[0], None
-        if attention_mask is None:
-            # The mask is left out where each token sees those up to its own, from slot 0.
+        if attention_mask is None and query.shape[2] > 1:
+            # The mask is left out where each token sees those up to its own, from slot 0, and where
+            # a single token sees all slots.
             attention_mask = _causal(query.shape[2], key.shape[2], query.device)
         output = attend(
             query,
@@ -77,6 +78,7 @@ class RapAttentionInterface:
             keep_B1TS=attention_mask,
             softcap=softcap,
             sinks_H=s_aux,
+            dropout=dropout,
         )
         return output.transpose(1, 2), None
 
@@ -89,7 +91,7 @@ class RapAttentionInterface:
     ) -> bool:
         """Whether `decode_step` runs here.
 
-        It does for one token per sequence on CUDA, without a gradient, on an initialised
+        It does for one token per sequence on CUDA, without a gradient or dropout, on an initialised
         `StaticLayer` of full length.
         """
         return (
@@ -98,6 +100,7 @@ class RapAttentionInterface:
             and _static_layer(cache, module.layer_idx) is not None
             and _is_shared(attention_mask)
             and not _needs_grad(*states)
+            and not (module.training and module.attention_dropout)
         )
 
     def decode_step(

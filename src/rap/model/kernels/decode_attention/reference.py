@@ -18,11 +18,13 @@ def attend(
     keep_B1TS: Tensor | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """softmax(cap(scale q k)) v over kept slots, [B, H, T, C]; a sink takes its share of the sum.
 
     Scores and softmax in float32 or wider, as in the families' eager attention. A query that keeps
-    no slot gets zeros. Memory grows with T x S.
+    no slot gets zeros. Of the weights a share `dropout` is zeroed at random, and the others grow by
+    1 / (1 - dropout). Memory grows with T x S.
     """
     groups, wide = keys_BGSW.shape[1], torch.promote_types(q_BHTW.dtype, torch.float32)
     q = q_BHTW.unflatten(1, (groups, -1))
@@ -41,6 +43,8 @@ def attend(
     if sink is not None:
         total = total + torch.exp(sink - top)
     weight = (weight / total.clamp_min(torch.finfo(wide).tiny)).to(values_BGSC.dtype)
+    if dropout:
+        weight = torch.dropout(weight, dropout, train=True)
     return torch.matmul(weight, values_BGSC[:, :, None]).flatten(1, 2)
 
 
