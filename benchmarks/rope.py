@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rap.evaluation.cost.latency import captured, interleaved, synchronize
 from rap.model.kernels.rope_pairs import rope_pairs
-from rap.model.rope import gather_pairs, rotate_pairs, rotate_step, step_index
+from rap.model.rope import gather_pairs, rotate_pairs, rotate_step
 
 LENGTHS = {"cpu": [1, 64, 512, 2048], "cuda": [1, 512, 2048, 8192, 32768]}
 HEADS = {"cpu": (8, 2), "cuda": (32, 8)}
@@ -55,11 +55,9 @@ def tasks(length: int, retain: float, arguments: Any) -> dict[str, Any]:
     index = torch.stack(rows).to(arguments.device, torch.int32)
     dense, kept = states(2 * PAIRS), states(2 * slots)
 
-    factors = step_index(index, PAIRS)
-
     def indexed() -> None:
         if length == 1:  # as a model does it
-            rotate_step(*kept, *pairs, factors)
+            rotate_step(*kept, *pairs, index)
             return
         tables = [gather_pairs(table, index) for table in pairs]
         for x in kept:

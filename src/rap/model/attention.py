@@ -18,7 +18,7 @@ from .errors import UnsupportedModelError
 from .families import AttentionSpec, QKNorm
 from .layers import sliding_window
 from .norms import KeptNorm, normalise_dense, select_channels
-from .rope import gather_pairs, pair_table, rotate_pairs, rotate_step, step_index
+from .rope import gather_pairs, pair_table, rotate_pairs, rotate_step
 
 # What some families, in some releases of transformers, call the cache.
 CACHE_ARGUMENTS = ("layer_past", "past_key_value")
@@ -70,7 +70,6 @@ class RapAttention(nn.Module):
         # Kept here, because a decode step feels what is looked up in every layer.
         self.inputs = [item for item in spec.linears().items() if item[1] != ("o",)]
         self.clip_bound = getattr(self.config, "clip_qkv", None)
-        self.kept_step_index: tuple[tuple, Tensor] | None = None
         _take_norms(self, dense)
         device = getattr(dense, spec.projections[3]).weight.device
         slots = torch.arange(self.num_slots, dtype=torch.int32, device=device)
@@ -227,22 +226,13 @@ class RapAttention(nn.Module):
         # Tables may be wider than the states (float32 beside bfloat16): cast back, as the families.
         q_in, k_in = (q.float(), k.float()) if self.spec.rope_in_float32 else (q, k)
         if own and q.shape[2] == 1 and not torch.compiler.is_compiling():
-            q_out, k_out = rotate_step(q_in, k_in, cos, sin, self._step_index(index))
+            clockwise = self.spec.clockwise
+            q_out, k_out = rotate_step(q_in, k_in, cos, sin, index, clockwise=clockwise)
         else:
             cos, sin = (gather_pairs(table, index) for table in (cos, sin))
             sin = -sin if self.spec.clockwise else sin
             q_out, k_out = rotate_pairs(q_in, cos, sin), rotate_pairs(k_in, cos, sin)
         return q_out.to(q.dtype), k_out.to(k.dtype)
-
-    def _step_index(self, index: Tensor) -> Tensor:
-        """`step_index` of the frequency index, kept until that is another tensor or written to."""
-        version = 0 if index.is_inference() else index._version
-        state = (index.data_ptr(), index.device, version)
-        if self.kept_step_index is None or self.kept_step_index[0] != state:
-            pairs = self.dense_shape.geometry.num_pairs
-            made = step_index(index, pairs, clockwise=self.spec.clockwise)
-            self.kept_step_index = (state, made)
-        return self.kept_step_index[1]
 
     def _pair_tables(self, tables: Any) -> tuple[Tensor, Tensor]:
         """cos and sin [1|B, T, P] of the dense pairs, views of the model's own."""

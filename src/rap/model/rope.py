@@ -122,38 +122,32 @@ def rotate_pairs(x_BHTW: Tensor, cos_BGTM: Tensor, sin_BGTM: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1).reshape(batch, heads, tokens, width)
 
 
-def step_index(index_GM: Tensor, num_pairs: int, *, clockwise: bool = False) -> Tensor:
-    """Where a token's factors stand in (cos, sin, -sin) of all pairs: int64 [2, G, 2M].
-
-    Row 0 is what multiplies a channel, row 1 what multiplies its partner.
-    """
-    index = index_GM.long()
-    plus, minus = index + num_pairs, index + 2 * num_pairs
-    first, second = (plus, minus) if clockwise else (minus, plus)
-    return torch.stack([torch.cat([index, index], -1), torch.cat([first, second], -1)])
-
-
 def rotate_step(
-    q_BHTW: Tensor, k_BGTW: Tensor, cos_BTP: Tensor, sin_BTP: Tensor, factors_2GW: Tensor
+    q_BHTW: Tensor,
+    k_BGTW: Tensor,
+    cos_BTP: Tensor,
+    sin_BTP: Tensor,
+    index_GM: Tensor,
+    *,
+    clockwise: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`rotate_pairs` of one token's queries and keys, bit for bit, in half the operations.
 
-    For so few numbers the count of operations is what a rotation costs. `factors` is `step_index`.
+    For so few numbers the count of operations is what a rotation costs. Nothing that follows from
+    the index is kept for the next step: torch cannot tell every way in which a tensor changes.
     """
-    (batch, heads, _, width), num_kv = q_BHTW.shape, k_BGTW.shape[1]
-    turning = factors_2GW.shape[-1]
-    table = torch.cat([cos_BTP, sin_BTP, -sin_BTP], dim=-1)
-    flat = factors_2GW.view(-1)
-    if table.shape[0] == 1:
-        found = table.view(-1).index_select(0, flat)
-    else:
-        found = table[:, 0].index_select(1, flat)
-    cos, sin = found.view(-1, 2, num_kv, 1, 1, turning).unbind(1)
-    states = q_BHTW.reshape(batch, num_kv, heads // num_kv, 1, width)
-    x = whole = torch.cat([states, k_BGTW.unsqueeze(2)], dim=2)
-    if turning < width:
-        x = whole[..., :turning]
-    turned = x * cos + x.roll(turning // 2, -1) * sin
-    if turning < width:
-        turned = torch.cat([turned, whole[..., turning:]], dim=-1)
-    return turned[:, :, :-1].reshape(batch, heads, 1, width), turned[:, :, -1]
+    (batch, heads, _, width), (num_kv, num_slots) = q_BHTW.shape, index_GM.shape
+    table = torch.cat([cos_BTP, sin_BTP], dim=1).index_select(2, index_GM.flatten())
+    cos, sin = table.view(-1, 2, num_kv, 1, num_slots).unbind(1)
+    # The key is one more row beside the queries of its group.
+    x = torch.cat([q_BHTW.reshape(batch, num_kv, -1, width), k_BGTW], dim=2)
+    x1, x2 = x[..., :num_slots], x[..., num_slots : 2 * num_slots]
+    if clockwise:
+        x1, x2 = x2, x1
+    parts = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    if clockwise:
+        parts.reverse()
+    if width > 2 * num_slots:
+        parts.append(x[..., 2 * num_slots :])
+    turned = torch.cat(parts, dim=-1)
+    return turned[:, :, :-1].reshape(batch, heads, 1, width), turned[:, :, -1:]

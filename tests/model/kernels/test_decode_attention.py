@@ -12,7 +12,7 @@ from cases.models import ROPES, random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import GrowingCache
 from rap.model.kernels import decode_attention, interface
-from rap.model.rope import gather_pairs, rotate_pairs, rotate_step, step_index
+from rap.model.rope import gather_pairs, rotate_pairs, rotate_step
 from rap.surgery.apply import apply
 
 WIDTHS = [(3, 5), None, (5, 9)]
@@ -244,7 +244,7 @@ def test_one_token_is_rotated_as_many_are(tables, free, clockwise, dtype):
     k = torch.randn(3, 2, 1, 6 + free, generator=generator).to(dtype)
     angle = torch.randn(tables, 1, 12, generator=generator)
     cos, sin = (table.to(dtype)[..., ::2] for table in (angle.cos(), angle.sin()))
-    found = rotate_step(q, k, cos, sin, step_index(index, 6, clockwise=clockwise))
+    found = rotate_step(q, k, cos, sin, index, clockwise=clockwise)
     picked = gather_pairs(cos, index), gather_pairs(-sin if clockwise else sin, index)
     for one, states in zip(found, (q, k), strict=True):
         assert torch.equal(one, rotate_pairs(states, *picked))
@@ -252,7 +252,7 @@ def test_one_token_is_rotated_as_many_are(tables, free, clockwise, dtype):
 
 @torch.no_grad()
 def test_a_step_follows_a_frequency_index_that_changes():
-    """What a layer keeps for its steps must not outlive the index it was made from."""
+    """Whatever a layer kept for its steps must not outlive the index it was made from."""
     small, dense = _pruned(), tiny_model(dtype=torch.float64, **SHAPE)
     tables = small.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.tensor([[9]]))
     pair = tuple(torch.cat([table, table], dim=1) for table in tables)
@@ -273,3 +273,28 @@ def test_a_step_follows_a_frequency_index_that_changes():
     attention = copied.model.layers[0].self_attn
     attention.frequency_index = (attention.frequency_index + 1) % 8
     check(copied)
+
+
+@pytest.mark.parametrize("way", ["inference tensor", "data", "address"])
+def test_a_step_follows_an_index_that_torch_does_not_version(way):
+    """Written to under inference mode or through `data`, or another one at the address of the last.
+
+    The rotation of one token may in nothing differ from that of many.
+    """
+    with torch.inference_mode(way == "inference tensor"):
+        small = _pruned()
+        attention = small.model.layers[0].self_attn
+        tables = small.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.tensor([[9]]))
+        pair = tuple(torch.cat([table, table], dim=1) for table in tables)
+        states = [torch.randn(2, heads, 1, 6, dtype=torch.float64) for heads in (6, 2)]
+        place = attention.frequency_index.numpy().copy()
+        for _ in range(3):
+            one = attention.rotate(*states, tables)
+            two = attention.rotate(*(torch.cat([x, x], dim=2) for x in states), pair)
+            difference = max((a - b[:, :, :1]).abs().max() for a, b in zip(one, two, strict=True))
+            assert difference == 0
+            place[:] = (attention.frequency_index.numpy() + 1) % 8
+            if way == "address":
+                attention.frequency_index = torch.from_numpy(place)
+            else:
+                attention.frequency_index.data.copy_(torch.tensor(place))
