@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import rap
-from cases.models import random_tokens, tiny_model
+from cases.models import ROPES, random_tokens, tiny_model
 from rap.assets import reference_tokenizer
 from rap.calibration.forward import SAMPLES_PER_WINDOW
 from rap.calibration.memory import estimate_memory
@@ -33,13 +33,16 @@ def calibrated() -> tuple[Any, Tensor, rap.Statistics]:
     return model, windows, rap.calibrate(model, windows, NEEDS, batch_size=2)
 
 
-def rotated(x: Tensor, position: int, inv_freq: Tensor) -> Tensor:
-    """One head's state [D] at a position, by rotating every pair (j, j + D/2) on its own."""
-    out = x.clone()
+def rotated(x: Tensor, position: int, inv_freq: Tensor, factor: float = 1.0) -> Tensor:
+    """One head's state [D] at a position, by rotating every pair (j, j + P) on its own.
+
+    `factor` is YaRN's, which is on cos and sin, so on channels that rotate and on no others.
+    """
+    out, pairs = x.clone(), len(inv_freq)
     for j, theta in enumerate(inv_freq.tolist()):
-        cos, sin = math.cos(position * theta), math.sin(position * theta)
-        out[j] = x[j] * cos - x[j + PAIRS] * sin
-        out[j + PAIRS] = x[j + PAIRS] * cos + x[j] * sin
+        cos, sin = factor * math.cos(position * theta), factor * math.sin(position * theta)
+        out[j] = x[j] * cos - x[j + pairs] * sin
+        out[j + pairs] = x[j + pairs] * cos + x[j] * sin
     return out
 
 
@@ -112,9 +115,25 @@ def rap_shape(model: Any) -> Any:
     return rap.model.layers.attention_layers(model)[0].shape
 
 
-def test_elite_pairs_rotate_and_the_rest_does_not(calibrated: tuple) -> None:
+_YARN = ROPES["yarn"] | {"attention_factor": 2.0}
+_PARTIAL = {"partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen2", {}),
+        ("qwen2", {"rope_parameters": _YARN}),
+        # Channels that never rotated have no factor in the dense model either.
+        ("nemotron", {"rope_parameters": _YARN | _PARTIAL, "attention_bias": True, **_PARTIAL}),
+    ],
+    ids=["default", "yarn", "yarn of half the channels"],
+)
+def test_elite_pairs_rotate_and_the_rest_does_not(model_type: str, fields: dict) -> None:
     """With a whole latent, attention is that of a dense head whose other pairs stand still."""
-    model, _, statistics = calibrated
+    sizes = {"heads": HEADS, "kv_heads": GROUPS, "head_dim": DIM, "hidden": 48}
+    model = tiny_model(model_type, dtype=torch.float64, **sizes, **fields)
+    statistics = rap.calibrate(model, random_tokens(4, 48), {"logits"}, batch_size=2)
     method = METHODS["elitekv"](retain=1.0, pairs=3)
     small = method.apply(model, method.plan(model, statistics))
     attention = small.model.layers[0].self_attn
@@ -122,8 +141,10 @@ def test_elite_pairs_rotate_and_the_rest_does_not(calibrated: tuple) -> None:
     assert attention.v_proj.out_features == 48
     dense, index = model.model.layers[0].self_attn, attention.frequency_index
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    inv_freq = model.model.rotary_emb.inv_freq.double()
-    still = torch.zeros(GROUPS, PAIRS, dtype=torch.float64)
+    rotary = model.model.rotary_emb
+    inv_freq, factor = rotary.inv_freq.double(), rotary.attention_scaling
+    assert factor == fields.get("rope_parameters", {}).get("attention_factor", 1.0)
+    still = torch.zeros(GROUPS, len(inv_freq), dtype=torch.float64)
     still.scatter_(1, index.long(), 1.0)
     with torch.no_grad():
         q = dense.q_proj(x).unflatten(-1, (HEADS, DIM))
@@ -133,8 +154,8 @@ def test_elite_pairs_rotate_and_the_rest_does_not(calibrated: tuple) -> None:
             frequencies = inv_freq * still[head // 2]
             for t in range(9):
                 for s in range(t + 1):
-                    turned = rotated(k[s, head // 2], s, frequencies)
-                    logits[head, t, s] = rotated(q[t, head], t, frequencies) @ turned
+                    turned = rotated(k[s, head // 2], s, frequencies, factor)
+                    logits[head, t, s] = rotated(q[t, head], t, frequencies, factor) @ turned
         mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)
         weights = (logits * dense.scaling + mask).softmax(-1)
         values = dense.v_proj(x).unflatten(-1, (GROUPS, DIM)).repeat_interleave(2, 1)

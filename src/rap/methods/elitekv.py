@@ -102,6 +102,7 @@ class EliteKv(Replacing):
         chosen_GR = elite_pairs(layer, elite)
         order_GD = _order(chosen_GR, layer.shape)
         query, key = (_reordered(layer, role, order_GD) for role in "qk")
+        query = _with_rotary_factor(layer, query, order_GD, 2 * elite)
         # [first 2r channels of every head | the others], of the weight and of the bias.
         first, rest = zip(*(_split(part, len(chosen_GR), 2 * elite) for part in key), strict=True)
         key_up, value_up, down = self._joint(layer, rest[0], rank)
@@ -177,6 +178,23 @@ def _reordered(layer: DenseLayer, role: str, order_GD: Tensor) -> tuple[Tensor, 
     rows = (order + torch.arange(heads)[:, None] * layer.shape.head_dim).flatten()
     bias = layer.bias(role)
     return layer.weight(role)[rows], None if bias is None else bias[rows]
+
+
+def _with_rotary_factor(
+    layer: DenseLayer, query: tuple[Tensor, Tensor | None], order_GD: Tensor, cut: int
+) -> tuple[Tensor, Tensor | None]:
+    """Reordered weight and bias of q, with what cos and sin give the dense logits of still pairs.
+
+    The family's factor is on cos of queries and of keys, also where the angle is zero: here it is
+    squared on the queries, for the keys share their latent with the values.
+    """
+    stilled_GD = order_GD < layer.shape.geometry.rotary_dim
+    stilled_GD[:, :cut] = False
+    squared = torch.tensor(layer.rotary_factor, dtype=torch.float64) ** 2
+    factor_GD = torch.where(stilled_GD, squared, 1.0)
+    weight, bias = query
+    factor = factor_GD.repeat_interleave(layer.shape.group_size, 0).flatten()
+    return weight * factor[:, None], None if bias is None else bias * factor
 
 
 def _split(rows: Tensor | None, heads: int, cut: int) -> tuple[Any, Any]:

@@ -4,13 +4,19 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..calibration.statistics import Statistics
-from ..model.layers import attention_layers, attention_spec, base_model_type, projections
+from ..model.layers import (
+    attention_layers,
+    attention_spec,
+    base_model_type,
+    projections,
+    rotary_module,
+)
 from ..model.rope import AttentionShape
 from ..planning.scores import Named
 from ..surgery.replace import ReplacedLayer, Replacement, check_plain, replace
@@ -21,7 +27,8 @@ from .base import Method, dense_layers
 class DenseLayer:
     """One layer as such a method sees it: its sizes, and names and linears by role.
 
-    Rows of q and k are in canonical order. `found` are the layer's statistics, `frequencies` [P].
+    Rows of q and k are in canonical order. `found` are the layer's statistics, `frequencies` [P],
+    `rotary_factor` is what the family multiplies cos and sin by (YaRN's attention factor).
     """
 
     index: int
@@ -30,6 +37,7 @@ class DenseLayer:
     linears: dict[str, Any]
     found: Named
     frequencies: Tensor
+    rotary_factor: float = 1.0
 
     def weight(self, role: str) -> Tensor:
         """A projection [out, in], float64 on the CPU."""
@@ -123,11 +131,13 @@ def as_stored(layer: DenseLayer, new: ReplacedLayer) -> ReplacedLayer:
 def _layers(model: Any, statistics: Statistics) -> list[DenseLayer]:
     dense, spec = dense_layers(model), attention_spec(model.config)
     names, found = spec.projection_names(), []
+    factor = float(cast(Any, rotary_module(model)).attention_scaling)
     for layer, frequencies in zip(attention_layers(model), dense.frequencies, strict=True):
         if layer.shape is None:
             continue
         assert frequencies is not None
         linears = projections(layer, spec)
         statistic = statistics.layers[layer.index] or {}
-        found.append(DenseLayer(layer.index, layer.shape, names, linears, statistic, frequencies))
+        sizes = (layer.index, layer.shape, names)
+        found.append(DenseLayer(*sizes, linears, statistic, frequencies, factor))
     return found
