@@ -127,20 +127,6 @@ def test_soft_caps_and_sinks_are_obeyed(monkeypatch, model_type, fields, taken):
     assert difference < 1e-5
 
 
-def test_dropout_zeroes_weights_and_scales_the_others():
-    """With unit vectors for values the output is the weights themselves."""
-    generator = torch.Generator().manual_seed(0)
-    q, keys = (torch.randn(2, n, 50, 8, generator=generator).double() for n in (6, 2))
-    values = torch.eye(50, dtype=torch.float64).expand(2, 2, -1, -1)
-    settings = {"scale": 0.3, "softcap": 2.0, "sinks_H": torch.ones(6)}
-    weights = decode_attention.reference.attend(q, keys, values, **settings)
-    torch.manual_seed(0)
-    found = decode_attention.reference.attend(q, keys, values, **settings, dropout=0.25)
-    torch.testing.assert_close(found, torch.where(found == 0, 0, weights / 0.75))
-    # 30,000 draws: the standard deviation of the share is 0.0025.
-    assert abs(float((found == 0).double().mean()) - 0.25) < 0.01
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_fused_step_leaves_dropout_to_others(monkeypatch, dropout):
     small = _pruned(attention_dropout=dropout).train()
@@ -250,13 +236,20 @@ def test_one_token_is_rotated_as_many_are(tables, free, clockwise, dtype):
         assert torch.equal(one, rotate_pairs(states, *picked))
 
 
+def _states_of_a_step(small):
+    """Tables of one position and of two alike, queries and keys of one token."""
+    tables = small.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.tensor([[9]]))
+    pair = tuple(torch.cat([table, table], dim=1) for table in tables)
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"dtype": torch.float64, "generator": generator}
+    return tables, pair, [torch.randn(2, heads, 1, 6, **sizes) for heads in (6, 2)]
+
+
 @torch.no_grad()
 def test_a_step_follows_a_frequency_index_that_changes():
     """Whatever a layer kept for its steps must not outlive the index it was made from."""
     small, dense = _pruned(), tiny_model(dtype=torch.float64, **SHAPE)
-    tables = small.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.tensor([[9]]))
-    pair = tuple(torch.cat([table, table], dim=1) for table in tables)
-    states = [torch.randn(2, heads, 1, 6, dtype=torch.float64) for heads in (6, 2)]
+    tables, pair, states = _states_of_a_step(small)
 
     def check(model, seen=[]):  # noqa: B006 - all results so far, which must differ
         attention = model.model.layers[0].self_attn
@@ -284,9 +277,7 @@ def test_a_step_follows_an_index_that_torch_does_not_version(way):
     with torch.inference_mode(way == "inference tensor"):
         small = _pruned()
         attention = small.model.layers[0].self_attn
-        tables = small.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.tensor([[9]]))
-        pair = tuple(torch.cat([table, table], dim=1) for table in tables)
-        states = [torch.randn(2, heads, 1, 6, dtype=torch.float64) for heads in (6, 2)]
+        tables, pair, states = _states_of_a_step(small)
         place = attention.frequency_index.numpy().copy()
         for _ in range(3):
             one = attention.rotate(*states, tables)
