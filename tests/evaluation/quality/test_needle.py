@@ -1,5 +1,6 @@
 """Needles in haystacks: documents of exact length and depth, readers of known sight, the map."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -40,13 +41,14 @@ class Reader(torch.nn.Module):
 
     def __init__(self, sight: int):
         super().__init__()
-        self.sight = sight
+        self.sight, self.read = sight, []
         self.unused = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, input_ids, use_cache):
         logits = torch.zeros(*input_ids.shape, VOCABULARY)
         for row, ids in enumerate(input_ids):
             text = "".join(map(chr, ids))
+            self.read.append(text)
             for position in range(len(text)):
                 logits[row, position, self._next(text[: position + 1])] = 9.0
         return SimpleNamespace(logits=logits)
@@ -95,6 +97,17 @@ def test_perfect_and_blind_readers(text):
     assert all(cell.accuracy == cell.token_accuracy == 0.0 for cell in nothing)
 
 
+def test_a_part_of_the_number_is_not_the_number(text):
+    """Of the blank and four digits only the first is right, which the question mark announces."""
+
+    class Blank(Reader):
+        def _next(self, prefix: str) -> int:
+            return ord(" ") if prefix.endswith("?") else ord("x")
+
+    cells = needle_grid(Blank(0), Characters(), text, **GRID)
+    assert {(cell.accuracy, cell.token_accuracy) for cell in cells} == {(0.0, 0.2)}
+
+
 def test_a_short_sighted_reader_finds_what_is_near(text):
     # Fact and question take 60 to 70 characters: at depth 0 the fact is over 80 before the end.
     cells = needle_grid(Reader(70), Characters(), text, **GRID | {"lengths": (200,)})
@@ -102,12 +115,35 @@ def test_a_short_sighted_reader_finds_what_is_near(text):
 
 
 def test_same_call_same_cells_and_the_seed_counts(text):
-    calls = [needle_grid(Reader(60), Characters(), text, **GRID, seed=s) for s in (3, 3, 4)]
+    readers = [Reader(60) for _ in range(3)]
+    calls = [
+        needle_grid(reader, Characters(), text, **GRID, seed=seed)
+        for reader, seed in zip(readers, (3, 3, 4), strict=True)
+    ]
     assert calls[0] == calls[1]
-    rng = [evaluation_rng(seed, 100, 0) for seed in (3, 4)]
-    writer = FactWriter(Characters())
-    made = [needle_document(writer, text, one, 100, 0.0).ids.tolist() for one in rng]
-    assert made[0] != made[1]
+    assert readers[0].read == readers[1].read
+    assert not set(readers[0].read) & set(readers[2].read)
+    # Every document is another one, at every length and depth.
+    assert len(set(readers[0].read)) == len(readers[0].read) == 5 * 2 * 3
+
+
+def test_documents_begin_anywhere_in_the_text(text):
+    """Also where but one token can be left out; at depth 1 a document begins with its text."""
+    reader = Reader(0)
+    grid = {"lengths": (100,), "depths": (1.0,), "num_documents": 16}
+    needle_grid(reader, Characters(), text[:101], **grid)
+    first, second = ("".join(map(chr, text[start : start + 20])) for start in (0, 1))
+    assert {words[:20] for words in reader.read} == {first, second}
+
+
+def test_the_shortest_document_has_a_token_of_text(text):
+    writer, made = FactWriter(Characters()), []
+    for length in range(40, 100):
+        with contextlib.suppress(RapError):
+            document = needle_document(writer, text, evaluation_rng(2), length, 0.0)
+            made.append("".join(map(chr, document.ids)))
+    shortest = re.sub(r" The number of \w+ is \d{4}\.| What is .*", "", made[0])
+    assert (len(shortest), len(made)) == (1, 100 - len(made[0]))
 
 
 def test_heat_map_shows_every_cell(text, tmp_path):

@@ -85,6 +85,13 @@ def test_guessing_scores_chance(text):
     assert all(abs(cell.token_accuracy - 0.08) < 0.085 for cell in cells)
 
 
+def test_a_part_of_the_answer_is_not_the_answer(text):
+    """Of the blank and four digits only the first is right, which the question mark announces."""
+    blank = Stub(lambda prefix: ord(" ") if prefix.endswith("?") else None)
+    cells = recall.recall_grid(blank, Characters(), text, **GRID)
+    assert {(cell.accuracy, cell.token_accuracy) for cell in cells} == {(0.0, 0.2)}
+
+
 @pytest.mark.parametrize("distance", [45, 63, 100, 257])
 @pytest.mark.parametrize("num_facts", [1, 2, 7])
 def test_recall_document_keeps_its_distance(text, distance, num_facts):
@@ -116,6 +123,35 @@ def test_copy_loss_of_a_copier(text, passage, distance):
     # Six characters are needed to recognise the passage, the rest cost nothing (logit 20).
     assert copier.second <= 6 / passage * math.log(VOCAB) + 1e-3
     assert copier.gain > 3.0
+
+
+def test_copy_loss_leaves_out_what_nothing_announces(text):
+    """Token by token: which predictions the two readings of 20 in 20 + 13 + 20 are made of."""
+    options = {"passage": 20, "distance": 33, "num_documents": 2}
+    uniform = math.log(VOCAB)
+    # By the length of the prefix: the first tokens of filler and second reading, then both ends.
+    for wrong, first, second in (
+        (20, 0, 0),
+        (33, 0, 0),
+        (1, 1, 0),
+        (19, 1, 0),
+        (34, 0, 1),
+        (52, 0, 1),
+    ):
+        stub = Stub(lambda prefix, wrong=wrong: 0 if len(prefix) == wrong else None)
+        found = recall.copy_loss(stub, text, **options)
+        assert (found.first > uniform + 0.1, found.second > uniform + 0.1) == (first, second)
+
+
+def test_copy_loss_follows_its_seed(text):
+    stub = Stub(lambda prefix: ord(prefix[-1]))
+    runs = [recall.copy_loss(stub, text, passage=20, distance=33, seed=s) for s in (5, 5, 6)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_text_of_just_the_length_will_do(text):
+    found = recall.copy_loss(Stub(lambda prefix: None), text[:40], passage=20, distance=40)
+    assert found.num_documents == 32
 
 
 def test_loss_by_position_counts_every_token_once():
