@@ -43,6 +43,12 @@ def test_widths_of_a_layer():
     assert LayerPlan.of_indices(PAIRS.tolist(), CHANNELS.tolist(), FREE.tolist()) == LAYER
 
 
+def test_kept_channels_are_those_of_the_dense_head():
+    assert LAYER.kept_channels(SHAPE).tolist() == [[0, 2, 3, 5, 7], [1, 2, 4, 5, 6]]
+    interleaved = dataclasses.replace(SHAPE, geometry=HeadGeometry(8, 6, "interleaved"))
+    assert LAYER.kept_channels(interleaved).tolist() == [[0, 4, 1, 5, 7], [2, 4, 3, 5, 6]]
+
+
 def test_kept_fraction_counts_channels_of_every_layer_with_attention():
     plan = dataclasses.replace(
         _plan(LAYER, None, None), shapes=(SHAPE, SHAPE, None), layers=(LAYER, None, None)
@@ -56,7 +62,8 @@ def plans(draw):
     kinds = draw(st.lists(st.sampled_from([LAYER, MIXED, None]), min_size=1, max_size=3))
     retain = draw(st.floats(0, 1, exclude_min=True))
     method = draw(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5)))
-    return dataclasses.replace(_plan(*kinds), retain=retain, method=method)
+    mode = draw(st.sampled_from(["constant", "exact", "rows"]))
+    return dataclasses.replace(_plan(*kinds), retain=retain, method=method, qk_norm=mode)
 
 
 @settings(max_examples=30, derandomize=True)
@@ -80,9 +87,11 @@ def test_equality_sees_every_field():
         dataclasses.replace(_plan(LAYER), retain=0.6),
         dataclasses.replace(_plan(LAYER), dense_fingerprint="b" * 64),
         dataclasses.replace(_plan(LAYER), method={}),
+        dataclasses.replace(_plan(LAYER), qk_norm="exact"),
+        _plan(dataclasses.replace(LAYER, query_mix_GMP2=MIX, key_mix_GMP2=MIX)),
     ]
     assert _plan(LAYER) == _plan(LAYER)
-    assert all(other != _plan(LAYER) for other in changed)
+    assert all(other != _plan(LAYER) != other for other in changed)
     assert _plan(LAYER) != "a plan"
     assert LAYER != "a layer"
 
@@ -135,6 +144,9 @@ def test_equality_sees_every_field():
             "pair indices must ascend",
         ),
         ({"frequency_GM": PAIRS.float()}, "pair indices must be integers"),
+        ({"query_ratio_H": torch.ones(2)}, r"query_ratio_H is \[2\], expected \[4\]"),
+        ({"key_ratio_G": torch.ones(4)}, "key_ratio_G has 4 KV heads, the model has 2"),
+        ({"key_ratio_G": torch.ones(2, 1)}, r"key_ratio_G is \[2, 1\], expected \[2\]"),
         ({"frequency_GM": PAIRS[0]}, r"frequency_GM is \[2\], expected \[2, -1\]"),
     ],
 )
@@ -165,6 +177,8 @@ def test_layers_and_shapes_must_agree():
         Plan((LAYER,), (SHAPE, SHAPE), "llama", 0.5)
     with pytest.raises(PlanError, match="layer 0 has no attention to prune"):
         Plan((LAYER,), (None,), "llama", 0.5)
+    with pytest.raises(PlanError, match="unknown QK-norm mode 'ratio'"):
+        Plan((LAYER,), (SHAPE,), "llama", 0.5, qk_norm="ratio")
 
 
 def _write(path, about: str, **metadata: str) -> None:

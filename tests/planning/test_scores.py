@@ -145,6 +145,10 @@ def test_random_scores_depend_on_seed_and_layer_only(shape):
     assert all(torch.equal(a.channels_GD, b.channels_GD) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0].channels_GD, first[1].channels_GD)
     assert not torch.equal(first[0].channels_GD, other[0].channels_GD)
+    # The next layer of one seed is not the same layer of the next seed, nor are keys values.
+    assert not torch.equal(first[1].channels_GD, other[0].channels_GD)
+    keys = first[0].pairs_GP.sum() + first[0].free_GF.sum()
+    assert abs(float(keys - first[0].channels_GD.sum())) > 1e-3
 
 
 def test_weights_in_bfloat16_give_float32_scores(shape):

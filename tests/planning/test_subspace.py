@@ -6,8 +6,9 @@ import torch
 import rap
 from cases.models import random_tokens, tiny_model
 from rap.model.layers import attention_layers
+from rap.model.rope import AttentionShape, HeadGeometry
 from rap.planning.folding import EDGES, fold_head, frequency_groups, logit_error, spectrum
-from rap.planning.subspace import hermitian_root, weighted_subspace
+from rap.planning.subspace import hermitian_root, output_gram, weighted_subspace
 
 SIZE = 8
 
@@ -71,6 +72,16 @@ def test_directions_without_energy_do_not_break_the_factors() -> None:
     assert torch.isfinite(factors.up).all()
     assert torch.isfinite(factors.down).all()
     assert float((factors.up @ factors.down)[0, 0]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_what_reads_the_values_is_summed_over_their_query_heads() -> None:
+    shape = AttentionShape(6, 2, 5, HeadGeometry(4, 4))
+    w_o = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
+    for group, found in enumerate(output_gram(w_o, shape)):
+        heads = [
+            w_o[:, 4 * head : 4 * head + 4].double() for head in range(3 * group, 3 * group + 3)
+        ]
+        torch.testing.assert_close(found, sum(columns.mT @ columns for columns in heads))
 
 
 def test_groups_follow_the_turn_over_the_context() -> None:
