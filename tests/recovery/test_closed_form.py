@@ -1,7 +1,10 @@
 """The output refit: what it solves, that it keeps the better, and that it changes nothing else."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import rap
 from cases.models import random_tokens, tiny_model
@@ -29,28 +32,54 @@ def test_the_output_error_falls_in_every_layer(pair: tuple) -> None:
     assert changed == {f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(3)}
 
 
-def test_first_layer_is_the_least_squares_solution(pair: tuple) -> None:
-    """Against torch.linalg.lstsq on the stacked tokens, an independent route."""
-    dense, small = pair
-    windows = random_tokens(8, 64)
-    caught: dict[str, torch.Tensor] = {}
-    hooks = [
-        model.model.layers[0].self_attn.o_proj.register_forward_hook(
+def _first_layer(dense: Any, small: Any, windows: Tensor) -> tuple[Tensor, Tensor]:
+    """What the pruned layer 0 hands to o_proj, and what the dense one makes of its own."""
+    caught: dict[str, Tensor] = {}
+    for name, model in (("dense", dense), ("small", small)):
+        handle = model.model.layers[0].self_attn.o_proj.register_forward_hook(
             lambda _, inputs, output, name=name: caught.update(
-                {name: (inputs[0].flatten(0, -2), output.flatten(0, -2))}
+                {f"{name} in": inputs[0].flatten(0, -2), f"{name} out": output.flatten(0, -2)}
             )
         )
-        for name, model in (("dense", dense), ("small", small))
-    ]
-    with torch.no_grad():
-        dense(windows[:6])
-        small(windows[:6])
-    for hook in hooks:
-        hook.remove()
-    expected = torch.linalg.lstsq(caught["small"][0], caught["dense"][1]).solution.T
-    refit_outputs(small, dense, windows, ridge=1e-14)
+        with torch.no_grad():
+            model(windows)
+        handle.remove()
+    return caught["small in"], caught["dense out"]
+
+
+def test_first_layer_is_the_least_squares_solution(pair: tuple) -> None:
+    """Against torch.linalg.lstsq on the tokens of all batches stacked, an independent route."""
+    dense, small = pair
+    windows = random_tokens(8, 64)
+    expected = torch.linalg.lstsq(*_first_layer(dense, small, windows[:6])).solution.T
+    refit_outputs(small, dense, windows, ridge=1e-14, batch_size=4)
     found = small.model.layers[0].self_attn.o_proj.weight
     torch.testing.assert_close(found.data, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_ridge_and_errors_are_those_of_their_definitions(pair: tuple) -> None:
+    dense, small = pair
+    windows = random_tokens(8, 64)
+    old = small.model.layers[0].self_attn.o_proj.weight.detach().clone()
+    fit_Z, fit_Y = _first_layer(dense, small, windows[:6])
+    judge_Z, judge_Y = _first_layer(dense, small, windows[6:])
+    first = refit_outputs(small, dense, windows, ridge=0.3)[0]
+    gram = fit_Z.mT @ fit_Z
+    ridge = 0.3 * gram.diagonal().mean() * torch.eye(len(gram)).double()
+    # The minimum of |Z W - Y|^2 + ridge |W - W_o|^2, solved for W and not for the change.
+    new = torch.linalg.solve(gram + ridge, fit_Z.mT @ fit_Y + ridge @ old.mT).mT
+    torch.testing.assert_close(small.model.layers[0].self_attn.o_proj.weight.data, new)
+    for found, weight in ((first.before, old), (first.after, new)):
+        lost = (judge_Y - judge_Z @ weight.mT).square().sum() / judge_Y.square().sum()
+        assert found == pytest.approx(float(lost), rel=1e-9)
+
+
+def test_activations_that_are_not_finite_are_refused(pair: tuple) -> None:
+    dense, small = pair
+    with torch.no_grad():
+        small.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.inf
+    with pytest.raises(rap.RapError, match="layer 1: activations are not finite"):
+        refit_outputs(small, dense, random_tokens(8, 16))
 
 
 def test_a_refit_that_does_not_help_is_not_kept(pair: tuple) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from cases.models import random_tokens, tiny_model
 from rap.model.errors import RapError
+from rap.recovery import loss as module
 from rap.recovery.config import PRESETS, RecoveryConfig, preset
 from rap.recovery.loss import distillation_loss, token_loss
 from rap.recovery.trainer import logits_head
@@ -52,7 +53,7 @@ def test_chunks_change_neither_loss_nor_gradient(name, chunk):
     assert (gradient - expected).abs().max() < 1e-13 * expected.abs().max()
 
 
-def test_chunks_bound_what_exists_at_once():
+def test_chunks_bound_what_exists_at_once(monkeypatch):
     hidden, teacher, targets, heads = _case()
     seen = []
 
@@ -63,6 +64,11 @@ def test_chunks_bound_what_exists_at_once():
     distillation_loss(hidden, teacher, targets, (head, head), RecoveryConfig(), chunk=8)
     assert max(seen) == 8
     assert sum(seen) == 2 * NUM
+    # Left to itself it takes as many tokens as the bound on their logits allows.
+    seen.clear()
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 5 * VOCABULARY + 3)
+    distillation_loss(hidden, teacher, targets, (head, head), RecoveryConfig())
+    assert max(seen) == 5
 
 
 def test_a_model_that_is_its_own_teacher_has_no_divergence():
@@ -93,15 +99,20 @@ def test_top_k_lumps_the_rest_and_is_exact_with_every_token():
     student, teacher = torch.randn(2, 11, 7, dtype=torch.float64, generator=torch.manual_seed(0))
     targets = torch.zeros(11, dtype=torch.long)
 
-    def loss(k):
+    def found(k):
         return token_loss(student, teacher, targets, RecoveryConfig(ce_weight=0.0, top_k=k))
 
-    assert torch.equal(loss(7), loss(None))
+    assert torch.equal(found(7), found(None))
     # Six kept tokens and one left are the same seven outcomes.
-    assert (loss(6) - loss(None)).abs().max() < 1e-13
+    assert (found(6) - found(None)).abs().max() < 1e-13
     # Lumping outcomes together cannot raise a divergence.
-    assert bool((loss(2) <= loss(None) + 1e-15).all())
-    assert float((loss(None) - loss(2)).max()) > 1e-3
+    assert bool((found(2) <= found(None) + 1e-15).all())
+    assert float((found(None) - found(2)).max()) > 1e-3
+    # The kept ones are the teacher's: at its best token alone, two outcomes a row.
+    best = teacher.argmax(-1, keepdim=True)
+    p, q = ((x / 2).softmax(-1).gather(-1, best)[:, 0] for x in (student, teacher))
+    expected = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    assert (found(1) - 4 * expected).abs().max() < 1e-13
 
 
 def test_a_low_precision_head_is_scored_in_float32():
