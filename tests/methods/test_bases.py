@@ -50,6 +50,8 @@ def test_sampled_products_hold_the_dense_logits(calibrated: tuple) -> None:
     """Every sampled product is of some query and an earlier key of one window, at that distance."""
     model, windows, statistics = calibrated
     attention, found = model.model.layers[0].self_attn, statistics.layers[0]
+    assert found["logit_distances"].min() == 0
+    assert 24 < found["logit_distances"].max() < 48
     angle = found["logit_distances"].double()[:, None] * model.model.rotary_emb.inv_freq.double()
     products = torch.view_as_complex(found["logit_products"].double().contiguous())
     logits_HN = (products * torch.polar(torch.ones_like(angle), angle)).real.sum(-1)
@@ -194,6 +196,20 @@ def test_rotated_statistics_are_of_the_dense_cache(calibrated: tuple) -> None:
                 torch.testing.assert_close(
                     found[name][head].double(), covariance, rtol=1e-4, atol=1e-3
                 )
+
+
+def test_rotated_statistics_of_heads_that_rotate_in_part() -> None:
+    """Interleaved pairs, then channels that stand still: canonical order of the cached keys."""
+    model, windows = tiny_model("glm", dtype=torch.float64), random_tokens(3, 16)
+    shape = rap_shape(model)
+    assert 0 < shape.geometry.num_free < shape.head_dim
+    found = rap.calibrate(model, windows, {"rotated"}).layers[0]["rotated_key_moment"]
+    with torch.no_grad():
+        keys = model(windows, use_cache=True).past_key_values.layers[0].keys
+    for head, own in enumerate(found):
+        states = keys[:, head, :, shape.geometry.canonical_order()].flatten(0, 1)
+        covariance = states.mT.cov(correction=0)
+        torch.testing.assert_close(own.double(), covariance, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("retain", [0.75, 0.5])

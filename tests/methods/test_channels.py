@@ -97,6 +97,15 @@ def test_indexed_channels_in_other_layouts(model_type: str) -> None:
         torch.testing.assert_close(rest, small(ids).logits[:, 9:], rtol=0, atol=1e-5)
 
 
+def test_indexed_channels_turn_in_the_precision_of_the_family() -> None:
+    """ernie4_5 casts queries and keys to float32 to rotate them, and no further."""
+    model = tiny_model("ernie4_5", dtype=torch.bfloat16)
+    statistics = rap.calibrate(model, random_tokens(2, 16), {"fisher"})
+    whole, ids = made(model, statistics, "kvpruner-indexed", retain=1.0), random_tokens(1, 24)
+    with torch.no_grad():
+        assert torch.equal(whole(ids).logits, model(ids).logits)
+
+
 def test_partners_are_found_by_hand() -> None:
     kept = torch.tensor([[0, 3, 8, 10], [1, 2, 9, 10]])  # of 8 pairs (c, c + 8)
     position, sign = partners(kept, PAIRS)

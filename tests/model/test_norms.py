@@ -16,9 +16,11 @@ from rap.checkpoint.load import load
 from rap.methods import Rap
 from rap.methods.base import dense_layers
 from rap.model.errors import RapError
+from rap.model.families import QKNorm
 from rap.model.layers import attention_layers
 from rap.model.norms import normalise_dense
-from rap.planning.norms import with_denominators
+from rap.model.rope import AttentionShape, HeadGeometry
+from rap.planning.norms import row_sizes, with_denominators
 from rap.planning.plan import LayerPlan, Plan
 from rap.planning.scores import score_layers
 from rap.surgery.apply import apply
@@ -59,7 +61,12 @@ def test_a_row_for_every_dropped_channel_is_exact(name: str):
     plan = random_case_plan(model, case)
     dense = masked_by_hooks(model, plan, case)
     # Energies and rows are float32: their ratio is one up to its rounding.
-    full = _error(apply(model, _with_rows(model, plan, HEAD_DIM)), dense)
+    rows = _with_rows(model, plan, HEAD_DIM)
+    # More rows than channels were dropped carry nothing.
+    kept = [layer for layer in rows.layers if layer is not None and layer.norm_rows]
+    assert kept
+    assert all(layer.norm_rows == HEAD_DIM - layer.key_width for layer in kept)
+    full = _error(apply(model, rows), dense)
     assert full < 1e-5
     few = _error(apply(model, _with_rows(model, plan, 3)), dense)
     constant = _error(apply(model, _with_rows(model, plan, 0)), dense)
@@ -199,3 +206,22 @@ def test_magnitude_is_that_of_normalised_keys(name: str):
     expected = before.clone()
     expected[:, 2] = 0
     torch.testing.assert_close(score(), expected)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("over", ["head", "all"])
+def test_sizes_of_rows_are_root_mean_squares_for_white_inputs(over: str, centred: bool):
+    """Of the keys that unit vectors give, each head's mean taken away, and of their norm."""
+    shape = AttentionShape(4, 2, 12, HeadGeometry(6, 6))
+    generator = torch.Generator().manual_seed(0)
+    w_k, weight = (torch.randn(12, size, generator=generator) for size in (12, 1))
+    weight = weight.view(2, 6)
+    found = row_sizes(w_k, shape, QKNorm(over=over, centred=centred), weight)
+    keys = [w_k[6 * head : 6 * head + 6] for head in range(2)]
+    keys = [rows - rows.mean(0) if centred else rows for rows in keys]
+    means = [float(rows.square().sum()) / 6 for rows in keys]
+    for head, rows in enumerate(keys):
+        mean = sum(means) / 2 if over == "all" else means[head]
+        for channel in range(6):
+            expected = abs(float(weight[head, channel])) * float(rows[channel].norm()) / mean**0.5
+            assert float(found[head, channel]) == pytest.approx(expected, rel=1e-5)

@@ -199,6 +199,7 @@ def test_a_plain_factorisation_is_the_svd_and_full_rank_is_the_weight() -> None:
     up, down = whitened_factors(weight, None, 5)
     tail = torch.linalg.svdvals(weight)[5:].square().sum()
     torch.testing.assert_close((weight - up @ down).square().sum(), tail)
+    torch.testing.assert_close(up.norm(dim=0), down.norm(dim=1))
     up, down = whitened_factors(weight, torch.eye(20), 12)
     torch.testing.assert_close(up @ down, weight)
     # A direction that is never read, or rows that are the same, leave nothing infinite.
@@ -207,6 +208,30 @@ def test_a_plain_factorisation_is_the_svd_and_full_rank_is_the_weight() -> None:
     assert torch.isfinite(up).all()
     assert torch.isfinite(down).all()
     torch.testing.assert_close(up @ down, weight, rtol=0, atol=1e-9)
+
+
+def test_the_moment_is_of_what_the_projections_read(calibrated: tuple) -> None:
+    _, statistics, x_NE = calibrated
+    expected = x_NE.mT @ x_NE / len(x_NE)
+    torch.testing.assert_close(
+        statistics.layers[0]["input_moment"].double(), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("model_type", ["llama", "ernie4_5"])
+def test_queries_turn_as_in_whole_pairs(model_type: str) -> None:
+    """To the last bit in bfloat16, also where the family rotates in float32."""
+    model = tiny_model(model_type, dtype=torch.bfloat16, kv_heads=HEADS)
+    turned = []
+    for name, settings in (("palu", {"ranks": "uniform"}), ("magnitude", {})):
+        method = METHODS[name](retain=1.0, **settings)
+        statistics = rap.calibrate(model, random_tokens(2, 16), method.needs)
+        attention = method.apply(model, method.plan(model, statistics)).model.layers[0].self_attn
+        q = torch.randn(1, 4, 9, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+        k = q if name == "magnitude" else q.new_zeros(1, 1, 9, 8)
+        tables = model.model.rotary_emb(q, torch.arange(9)[None])
+        turned.append(attention.position(q, k, tables)[0])
+    assert torch.equal(*turned)
 
 
 def test_fisher_ranks_share_one_budget_by_score(calibrated: tuple) -> None:
