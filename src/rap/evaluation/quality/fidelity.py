@@ -55,12 +55,14 @@ def fidelity(
     *,
     window: int,
     max_windows: int | None = None,
+    bos: int | None = None,
     dtype: torch.dtype | None = torch.float32,
 ) -> Fidelity:
     """Compare the next-token distributions of `model` and `dense` on whole windows of a text.
 
     Both models run in `dtype` (None: as they are); distributions are float32, sums float64. The
-    first token of a window predicts from nothing but itself and counts like any other. Raises
+    first token of a window predicts from nothing but itself and counts like any other; it is `bos`
+    where one is given (`calibration.bos.bos_token` says which a model wants). Raises
     RapError for a text shorter than a window, models of different vocabularies, or a divergence
     that is not finite.
     """
@@ -70,7 +72,7 @@ def fidelity(
             f"the models have vocabularies of {sizes[0]} and {sizes[1]}: give the dense model that "
             "this one was cut from"
         )
-    windows_WT, _ = whole_windows(model, token_ids, window, max_windows)
+    windows_WT, _ = whole_windows(model, token_ids, window, max_windows, bos)
     model, dense = in_precision(model, dtype), in_precision(dense, dtype)
     kl_WT, same_WT = torch.empty(windows_WT.shape), torch.empty(windows_WT.shape)
     with evaluating(model), evaluating(dense):
