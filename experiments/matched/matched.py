@@ -18,11 +18,12 @@ from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.cost.cost import Sizes, dense, low_rank, sizes_of
 from rap.evaluation.cost.footprint import footprint
+from rap.methods import parse_method
 from rap.studies.compare.grid import Grid
 from rap.studies.compare.matched import NEAR, REFERENCE, matched, parameters
 from rap.studies.compare.run import Bench, compare
 from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED
-from rap.studies.compare.variants import DENSE, Variant
+from rap.studies.compare.variants import DENSE
 from rap.studies.report.report import markdown_table
 
 # How each is written in a grid, and its groups of KV heads (0: all together), and whether values
@@ -62,7 +63,7 @@ class Counts:
     def share(self, spec: str, step: int) -> float:
         """Of the model cut at step / STEPS, as a part of dense."""
         if (spec, step) not in self.known:
-            method = Variant(spec).build(step / STEPS, **self.grid.common)
+            method = parse_method(spec, step / STEPS, **self.grid.common)
             small = method.apply(self.model, method.plan(self.model, self.statistics))
             found = footprint(small).attention_parameters / self.whole
             self.known[spec, step] = found

@@ -20,9 +20,10 @@ from rap import assets
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.needle import NeedleCell, heat_maps, needle_grid, needle_table
+from rap.methods import parse_method
 from rap.pipeline import evaluation_tokens
 from rap.studies.compare.grid import Grid
-from rap.studies.compare.variants import DENSE, Variant
+from rap.studies.compare.variants import DENSE
 from rap.studies.report.report import markdown_table
 
 LENGTHS, DEPTHS, FACTS = (256, 512, 1024, 2048), (0.0, 0.25, 0.5, 0.75, 1.0), 4
@@ -34,7 +35,7 @@ def models() -> Any:
     model, tokenizer = assets.reference_model(torch.float32), assets.reference_tokenizer()
     yield DENSE, model
     grid = Grid(methods=tuple(spec for spec, _ in CUTS))
-    methods = {(spec, r): Variant(spec).build(r, **grid.common) for spec, r in CUTS}
+    methods = {(spec, r): parse_method(spec, r, **grid.common) for spec, r in CUTS}
     windows = rap.load_windows(
         grid.calibration, tokenizer, num_windows=grid.num_windows, window=grid.window
     )

@@ -12,7 +12,7 @@ from .checkpoint.load import load
 from .checkpoint.version import __version__
 from .evaluation.cost.footprint import footprint
 from .evaluation.quality.perplexity import perplexity
-from .methods import METHODS, Method, Rap
+from .methods import METHODS, Method, Rap, parse_method
 from .model.errors import RapError
 from .model.fingerprint import fingerprint_model
 from .model.kernels.growing_cache import GrowingCache
@@ -47,6 +47,7 @@ __all__ = [
     "footprint",
     "load",
     "load_windows",
+    "parse_method",
     "perplexity",
     "recover",
 ]

@@ -20,7 +20,7 @@ from .checkpoint.provenance import provenance
 from .checkpoint.source import resolve_source
 from .evaluation.cost.footprint import footprint
 from .evaluation.quality.perplexity import DEFAULT_WINDOW, perplexity
-from .methods import Method, Rap
+from .methods import Method, parse_method
 from .model.errors import CheckpointError, RapError
 from .model.families import WRAPPERS
 from .model.fingerprint import fingerprint_model
@@ -59,7 +59,7 @@ def compress(
     retain: float = 0.7,
     output: str | Path | None = None,
     *,
-    method: Method | None = None,
+    method: Method | str = "rap",
     tokenizer: Any = None,
     calibration: str = "bundled",
     num_windows: int = 32,
@@ -78,11 +78,13 @@ def compress(
     Calibrates, plans, cuts, recovers (`recover` is one of `recovery.stages.RECOVERIES`), measures
     perplexity and footprint before and after (`evaluate` names the held-out text, None skips it),
     and writes the checkpoint to `output` if one is given. A live model needs its `tokenizer`.
-    `method` replaces the default Rap(retain=retain). All windows of text begin as `bos.bos_token`
-    decides. Raises a RapError for any input that cannot work, before the work it would waste.
+    `method` is a method, which knows its own `retain`, or the text of one,
+    `name[:recipe][:setting=value]...`. All windows of text begin as `bos.bos_token` decides.
+    Raises a RapError for any input that cannot work, before the work it would waste.
     """
     check_recovery(recover)
-    method = method if method is not None else Rap(retain=retain, seed=seed)
+    if isinstance(method, str):
+        method = parse_method(method, retain, seed=seed)
     if output is not None:
         check_output(output, force=force)
     text: dict[str, Any] = {

@@ -13,13 +13,12 @@ import rap
 from cases.models import random_tokens, tiny_model
 from rap.calibration.run import KEPT_WINDOWS
 from rap.calibration.statistics import FILE, Statistics
-from rap.methods import METHODS
+from rap.methods import METHODS, parse_method
 from rap.methods.kvpruner import sensitivities
 from rap.methods.matryoshka import searched_widths
 from rap.methods.trials import Trials
 from rap.model.errors import CalibrationError
 from rap.planning.budgets import allocate
-from rap.studies.compare.variants import Variant
 
 LAYERS, GROUPS, DIM = 4, 2, 16
 NEEDS = {"windows", "fisher", "rotated", "logits", "inputs"}
@@ -226,7 +225,7 @@ def test_adaptive_widths_move_the_output_less(calibrated: tuple, retain: float) 
 def test_the_sweep_takes_the_best_number_of_pairs(calibrated: tuple, retain: float) -> None:
     """Each number planned, built and evaluated apart."""
     model, statistics = calibrated
-    best = Variant("elitekv:plus").build(retain)
+    best = parse_method("elitekv:plus", retain)
     assert (best.pairs, best.whiten) == ("sweep", True)
     figures = {}
     for pairs in range(1, DIM // 2 + 1):

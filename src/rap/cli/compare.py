@@ -1,22 +1,26 @@
 """`rap compare`: methods side by side on one model, cell by cell, with a report at the end."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..checkpoint.files import whole_file
+from ..methods.naming import GRAMMAR
+from ..methods.settings import read_settings
 from ..recovery.stages import RECOVERIES
 from ..studies.compare.measurement import Measures, changed_measures
 from ..studies.compare.run import compare
-from ..studies.compare.variants import all_variants, parse_names, parse_retains, parse_settings
+from ..studies.compare.variants import all_variants, parse_names, parse_retains
 from ..studies.report.page import html_report
 from . import options
+from .groups import Reading, grouped
 from .options import console, print_json, print_table
 from .sections import read_figures
 
 REPORT_FILE = "report.html"
+GRID_READING = Reading(windows=64, window=512, dtype="float32")
 DEMO_METHODS = ("rap", "rap:paper", "kvpruner", "kvpruner-indexed", "palu", "a3", "random")
 DEMO_RETAINS, DEMO_WINDOWS = "0.8,0.7,0.5", 32
 DEMO_MEASURES = Measures(
@@ -27,8 +31,7 @@ Methods = Annotated[
     str | None,
     typer.Option(
         "--methods",
-        help="Comma list of name[:recipe][:setting=value], such as rap,rap:paper,palu; default "
-        "every method.",
+        help=f"Comma list of {GRAMMAR}, such as rap,rap:paper,palu; default every method.",
     ),
 ]
 Retains = Annotated[
@@ -60,6 +63,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("compare")(compare_command)
 
 
+@grouped
 def compare_command(
     model: Annotated[str, typer.Argument(help="Checkpoint directory or hub name.")] = "bundled",
     output: options.Output = Path("runs/compare"),
@@ -69,15 +73,9 @@ def compare_command(
     demo: Demo = False,
     title: Annotated[str, typer.Option(help="What to call it in the report.")] = "",
     align: Align = 2,
-    calibration: options.Calibration = "bundled",
-    windows: options.NumWindows = 64,
-    window: options.Window = 512,
+    read: Reading = GRID_READING,
     measure: Measured = None,
     changes: Changed = None,
-    dtype: options.Dtype = "float32",
-    device_map: options.DeviceMap = None,
-    bos: options.Bos = "auto",
-    seed: options.Seed = 0,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
@@ -88,7 +86,7 @@ def compare_command(
     chosen = parse_names(methods) if methods else ()
     if demo:
         chosen = chosen or tuple(spec for spec in DEMO_METHODS if spec in all_variants())
-        retain, windows = DEMO_RETAINS, DEMO_WINDOWS
+        retain, read = DEMO_RETAINS, replace(read, windows=DEMO_WINDOWS)
     result = compare(
         model,
         output=output,
@@ -97,14 +95,14 @@ def compare_command(
         recover=parse_names(recover),
         measures=changed_measures(DEMO_MEASURES if demo else Measures(), measure or ()),
         align=align or None,
-        calibration=calibration,
-        num_windows=windows,
-        window=window,
-        dtype=dtype,
-        device_map=device_map,
-        bos=bos,
-        seed=seed,
-        recovery=parse_settings(changes or ()),
+        calibration=read.calibration,
+        num_windows=read.windows,
+        window=read.window,
+        dtype=read.dtype,
+        device_map=read.device_map,
+        bos=read.bos,
+        seed=read.seed,
+        recovery=read_settings(changes or ()),
         paper=read_figures(config),
         title=title,
         say=console.print,

@@ -19,7 +19,8 @@ from ..recovery.stages import RECOVERIES
 from ..surgery.replace import Replacement, load_plan
 from ..surgery.stream import apply_streamed
 from . import options
-from .options import build_method, console, for_target, print_json, print_table
+from .groups import Cut, Reading, grouped
+from .options import console, print_json, print_table
 
 Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
 
@@ -31,116 +32,77 @@ def add_commands(app: typer.Typer) -> None:
     app.command("apply")(apply_command)
 
 
+@grouped
 def compress_command(
     model: options.Model,
     output: options.Output,
-    retain: options.Retain = 0.7,
-    method: options.MethodName = "rap",
-    score: options.Score = None,
-    budget: options.Budget = None,
-    metric: options.Metric = None,
-    keys: options.Keys = None,
-    values: options.Values = None,
-    key_share: options.KeyShare = None,
-    align: options.Align = None,
-    context: options.Context = None,
-    profile: options.Profile = None,
-    target: options.Target = None,
-    calibration: options.Calibration = "bundled",
-    windows: options.NumWindows = 32,
-    window: options.Window = 1024,
+    cut: Cut,
+    read: Reading,
     recover: Recover = "none",
     evaluate: options.Evaluate = "bundled",
-    dtype: options.Dtype = "auto",
-    device_map: options.DeviceMap = None,
-    bos: options.Bos = "auto",
-    seed: options.Seed = 0,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
     """Compress MODEL to a fraction of its KV cache and write a checkpoint that loads anywhere."""
-    wanted: dict[str, Any] = {"retain": retain, "seed": seed, "score": score, "metric": metric}
-    wanted |= {"budget": budget, "keys": keys, "values": values, "key_share": key_share}
-    wanted |= {"align": align, "context": context, "profile": profile}
-    wanted = for_target(target, resolve_source(model), wanted)
     result = compress(
         model,
         output=output,
-        method=build_method(method, **wanted),
-        calibration=calibration,
-        num_windows=windows,
-        window=window,
+        method=cut.build(resolve_source(model), read.seed),
+        calibration=read.calibration,
+        num_windows=read.windows,
+        window=read.window,
         evaluate=None if evaluate == "none" else evaluate,
-        dtype=dtype,
-        device_map=device_map,
+        dtype=read.dtype,
+        device_map=read.device_map,
         recover=recover,
-        bos=bos,
-        seed=seed,
+        bos=read.bos,
+        seed=read.seed,
         force=force,
         progress=True,
     )
     if as_json:
         return print_json(result.report)
     table = comparison(result.report)
-    print_table(f"{model} at retain {retain}", ["", "dense", "pruned"], table)
+    print_table(f"{model} at retain {cut.retain}", ["", "dense", "pruned"], table)
     console.print(f"wrote {output}; `rap inspect {output}` shows every layer")
 
 
+@grouped
 def plan_command(
     model: options.Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Plan file to write.")],
-    retain: options.Retain = 0.7,
-    method: options.MethodName = "rap",
-    score: options.Score = None,
-    budget: options.Budget = None,
-    metric: options.Metric = None,
-    keys: options.Keys = None,
-    values: options.Values = None,
-    key_share: options.KeyShare = None,
-    align: options.Align = None,
-    context: options.Context = None,
-    profile: options.Profile = None,
-    target: options.Target = None,
-    calibration: options.Calibration = "bundled",
-    windows: options.NumWindows = 32,
-    window: options.Window = 1024,
-    dtype: options.Dtype = "auto",
-    device_map: options.DeviceMap = None,
-    bos: options.Bos = "auto",
-    seed: options.Seed = 0,
+    cut: Cut,
+    read: Reading,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
     """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
     check_output_file(output, force=force)
-    wanted: dict[str, Any] = {"retain": retain, "seed": seed, "score": score, "metric": metric}
-    wanted |= {"budget": budget, "keys": keys, "values": values, "key_share": key_share}
-    wanted |= {"align": align, "context": context, "profile": profile}
-    chosen = build_method(method, **for_target(target, resolve_source(model), wanted))
+    chosen = cut.build(resolve_source(model), read.seed)
     decision = decide(
         model,
         chosen,
-        calibration=calibration,
-        num_windows=windows,
-        window=window,
-        dtype=dtype,
-        device_map=device_map,
-        bos=bos,
-        seed=seed,
+        calibration=read.calibration,
+        num_windows=read.windows,
+        window=read.window,
+        dtype=read.dtype,
+        device_map=read.device_map,
+        bos=read.bos,
+        seed=read.seed,
         progress=True,
     )
     with whole_file(output, force=force) as partial:
         decision.plan.save(partial)
     settings: dict[str, Any] = {
-        "calibration": calibration,
-        "num_windows": windows,
-        "window": window,
-        "bos": bos,
-        "seed": seed,
+        "calibration": read.calibration,
+        "num_windows": read.windows,
+        "window": read.window,
+        "bos": read.bos,
+        "seed": read.seed,
     }
-    _say_plan(decision.plan, output, as_json, model=model, dtype=dtype, **settings)
+    _say_plan(decision.plan, output, as_json, model=model, dtype=read.dtype, **settings)
 
 
 def apply_command(

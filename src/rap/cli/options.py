@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +13,10 @@ from rich.text import Text
 
 from ..calibration.bos import check_bos
 from ..checkpoint.files import write_json
-from ..checkpoint.load import load_config
-from ..methods import METHODS, Method
+from ..methods import METHODS
+from ..methods.naming import GRAMMAR
 from ..model.errors import RapError
-from ..model.layers import text_config
-from ..planning.shared import TARGETS, target_settings
+from ..planning.shared import TARGETS
 from .sections import own_entries
 
 # Plain text in, plain text out: messages name extras with brackets, and paths stay in one piece.
@@ -80,7 +78,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothi
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")]
 Model = Annotated[str, typer.Argument(help="Checkpoint directory or hub name; 'bundled' works.")]
-MethodName = Annotated[str, typer.Option("--method", help=f"One of: {', '.join(METHODS)}.")]
+MethodName = Annotated[
+    str,
+    typer.Option("--method", help=f"{GRAMMAR}; names: {', '.join(METHODS)}."),
+]
 Retain = Annotated[float, typer.Option("--retain", help="Fraction of the KV cache to keep.")]
 Score = Annotated[str | None, typer.Option("--score", help="How pairs are scored.")]
 Budget = Annotated[str | None, typer.Option("--budget", help="How layers share the budget.")]
@@ -135,47 +136,6 @@ Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or 
 DeviceMap = Annotated[
     str | None, typer.Option("--device-map", help="Placement of a large model, such as auto.")
 ]
-
-
-def for_target(target: str | None, source: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with what a target asks for; RapError where one was also given by hand."""
-    if target is None:
-        return settings
-    config = text_config(load_config(source))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    wanted = target_settings(target, head_dim, settings.get("budget") or _default_budget(target))
-    for name in wanted:
-        if settings.get(name) is not None:
-            raise RapError(f"--target {target} decides {name}: leave --{name} out, or the target")
-    return settings | wanted
-
-
-def _default_budget(target: str) -> str:
-    return "uniform" if target == "stock" else "error"
-
-
-def build_method(name: str, **settings: Any) -> Method:
-    """The method with the settings that were given; RapError for one it does not have."""
-    if name not in METHODS:
-        raise RapError(f"unknown method {name!r}: use one of {', '.join(METHODS)}")
-    method = METHODS[name]
-    given = {key: value for key, value in settings.items() if value is not None}
-    if "key_share" in given:
-        given["key_share"] = _key_share(given["key_share"])
-    known = [item.name for item in fields(method)]
-    for key in given:
-        if key not in known:
-            raise RapError(
-                f"method {name!r} has no setting {key!r}; it has: {', '.join(sorted(known))}"
-            )
-    return method(**given)
-
-
-def _key_share(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def print_json(data: Any) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from ..calibration.bos import bos_token
 from ..checkpoint.files import PLAN_FILE, check_output
@@ -13,6 +12,7 @@ from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tok
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..evaluation.quantization import KINDS, quantize_weights
+from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..pipeline import REPORT_FILE, evaluation_tokens, measure, save
 from ..planning.plan import Plan
@@ -130,23 +130,12 @@ def _placement(device_map: str | None) -> dict[str, Any]:
 
 def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | None:
     """The preset with `name=value` changes; None for the closed form, which has no settings."""
-    pairs = dict(change.partition("=")[::2] for change in changes)
-    values = {name.strip().replace("-", "_"): yaml.safe_load(text) for name, text in pairs.items()}
-    # YAML reads 1e-4 as text.
-    values = {n: float(v) if isinstance(v, str) and _is_number(v) else v for n, v in values.items()}
+    values = read_settings(changes)
     if recipe != "closed-form":
         return preset(recipe, **{"seed": seed, **values})
     if values:
         raise RapError(f"closed-form has no setting {', '.join(values)}: leave it out")
     return None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _read(pruned: Path) -> tuple[Plan | Replacement, dict[str, Any]]:

@@ -29,6 +29,7 @@ from ..planning.norms import NORM_ROWS, row_sizes, with_denominators
 from ..planning.plan import LayerPlan, Plan
 from ..planning.scores import LayerScores, Named, score_layers
 from ..surgery.apply import apply
+from .settings import check_fields
 
 # Kernels of attention and matrix products lose their fast paths at widths that are no multiple of
 # 8 channels; heads narrower than this keep any number of pairs, or little would be left to choose.
@@ -67,6 +68,7 @@ class Method(ABC):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 < self.retain <= 1:
             raise RapError(
                 f"retain {self.retain} is outside (0, 1]: give the fraction of the cache to keep"

@@ -43,8 +43,6 @@ class EliteKv(Replacing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.pairs, str) and self.pairs != "sweep":
-            raise RapError(f"unknown pairs {self.pairs!r}: give a number, or sweep")
         if isinstance(self.pairs, int) and self.pairs < 1:
             raise RapError(f"{self.pairs} elite pairs cannot tell positions apart: give 1 or more")
 

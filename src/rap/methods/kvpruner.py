@@ -43,8 +43,6 @@ class _Channels(Replacing):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self.key_share, 1 if self.align is None else self.align)
-        if self.budget not in ("uniform", "adaptive", "sensitivity"):
-            raise RapError(f"unknown budget {self.budget!r}: use uniform, adaptive or sensitivity")
         if self.budget == "sensitivity" and self.key_share == "pooled":
             raise RapError("budget sensitivity has no scores of K and V to pool: give key_share")
 
@@ -104,11 +102,6 @@ class KvPruner(_Channels):
     name: ClassVar[str] = "kvpruner"
 
     rotation: Literal["narrow", "first"] = "narrow"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rotation not in ("narrow", "first"):
-            raise RapError(f"unknown rotation {self.rotation!r}: use narrow or first")
 
     def _layer(
         self, layer: DenseLayer, model: Any, keys_GW: Tensor, values_GC: Tensor

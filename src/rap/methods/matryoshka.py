@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..calibration.registry import WINDOWS
 from ..calibration.statistics import Statistics
-from ..model.errors import RapError
 from ..model.kinds.projected import ProjectedAttention, projected_tensors
 from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, as_stored, every_pair, nearest_rank
@@ -40,11 +39,6 @@ class Matryoshka(Replacing):
     name: ClassVar[str] = "matryoshka"
 
     widths: Literal["uniform", "adaptive"] = "uniform"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.widths not in ("uniform", "adaptive"):
-            raise RapError(f"unknown widths {self.widths!r}: use uniform or adaptive")
 
     @property
     def needs(self) -> frozenset[str]:

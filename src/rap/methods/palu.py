@@ -41,8 +41,6 @@ class Palu(Replacing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ranks not in ("fisher", "uniform"):
-            raise RapError(f"unknown ranks {self.ranks!r}: use fisher or uniform")
         if self.group_size < 1 or self.multiple < 1:
             raise RapError(
                 f"group_size {self.group_size} and multiple {self.multiple} must be at least 1"

@@ -32,7 +32,7 @@ def cell_command(cell: Cell, grid: Grid, model: str, dtype: str = DTYPE) -> str:
             parts += [FLAGS[name], "0" if value is None else str(value)]
     if cell.recover != "none":
         for name, value in grid.recovery.items():
-            parts += ["--set", f"{name}={value}"]
+            parts += ["--set", f"{name}={_text(value)}"]
     for name, value in _changed(grid.measures):
         parts += ["--measure", f"{name}={_text(value)}"]
     if dtype != DTYPE:

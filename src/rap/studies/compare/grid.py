@@ -5,12 +5,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...calibration.bos import check_bos
+from ...methods import parse_method
 from ...model.errors import RapError
 from ...recovery.config import PRESETS, RecoveryConfig, preset
 from ...recovery.stages import check_recovery
 from .cells import Cell
 from .measurement import Measures
-from .variants import DENSE, Variant
+from .variants import DENSE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Grid:
         # Every method is made once here, so that a bad setting is refused before any work.
         for spec in self.methods:
             for retain in self.retains:
-                Variant(spec).build(retain, **self.common)
+                parse_method(spec, retain, **self.common)
 
     @property
     def common(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Grid:
         return cells
 
     def _cell(self, spec: str, retain: float, recover: str, shared: dict[str, Any]) -> Cell:
-        method = Variant(spec).build(retain, **self.common)
+        method = parse_method(spec, retain, **self.common)
         distilled = asdict(self.distillation(recover)) if recover in PRESETS else None
         calibration = {
             "text": self.calibration,

@@ -13,6 +13,7 @@ from ...evaluation.cost.latency import PLAIN, measure_point
 from ...evaluation.quality.perplexity import evaluating, perplexity
 from ...evaluation.quality.recall import copy_loss, recall_grid
 from ...evaluation.quality.reconstruction import reconstructs
+from ...methods.settings import read_value, split_setting
 from ...model.errors import RapError
 from ...model.fingerprint import fingerprint_model
 
@@ -66,19 +67,15 @@ def changed_measures(measures: Measures, changes: Sequence[str]) -> Measures:
     known = {field.name: field.default for field in fields(Measures)}
     given: dict[str, Any] = {}
     for change in changes:
-        name, equals, text = change.partition("=")
-        if not equals or name not in known:
+        name, text = split_setting(change)
+        if name not in known:
             raise RapError(f"cannot measure {change!r}: write name=value, of {', '.join(known)}")
-        default = known[name]
-        try:
-            if isinstance(default, str):
-                given[name] = text
-            elif isinstance(default, tuple):
-                given[name] = tuple(int(part) for part in text.split(","))
-            else:
-                given[name] = None if text == "null" else int(text)
-        except ValueError as error:
-            raise RapError(f"measure {name} cannot be {text!r}: give whole numbers") from error
+        if isinstance(known[name], str):
+            given[name] = text
+        elif isinstance(known[name], tuple):
+            given[name] = tuple(read_value(part) for part in text.split(","))
+        else:
+            given[name] = read_value(text)
     return replace(measures, **given)
 
 

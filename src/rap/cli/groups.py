@@ -1,0 +1,115 @@
+"""Options that commands share as one parameter: a dataclass, spelled out an option a field."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Any
+
+from ..checkpoint.load import load_config
+from ..methods import Method, parse_method
+from ..methods.naming import read_method
+from ..methods.settings import read_value
+from ..model.errors import RapError
+from ..model.layers import text_config
+from ..planning.shared import target_settings
+from . import options
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with every parameter that is a dataclass replaced by that one's fields.
+
+    Flags, `--config` and help see the fields alone; the command gets the dataclass, made of them.
+    Defaults are the fields' own, or those of the instance that the parameter has as its default.
+    """
+    written = inspect.signature(command).parameters
+    groups = {
+        name: [one.name for one in fields(parameter.annotation)]
+        for name, parameter in written.items()
+        if is_dataclass(parameter.annotation)
+    }
+    spelled = [part for one in written.values() for part in _spelled(one)]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, members in groups.items():
+            given[name] = written[name].annotation(**{one: given.pop(one) for one in members})
+        command(**given)
+
+    found: Any = run
+    found.__signature__ = inspect.Signature(spelled)
+    found.__annotations__ = {one.name: one.annotation for one in spelled}
+    return run
+
+
+def _spelled(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """The parameter, or the fields of the dataclass that it is."""
+    if not is_dataclass(parameter.annotation):
+        return [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+    chosen = parameter.default
+    return [
+        inspect.Parameter(
+            one.name,
+            parameter.KEYWORD_ONLY,
+            annotation=one.type,
+            default=one.default if chosen is parameter.empty else getattr(chosen, one.name),
+        )
+        for one in fields(parameter.annotation)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How much is cut and by what: a method's text, and shorthands for the settings used most."""
+
+    retain: options.Retain = 0.7
+    method: options.MethodName = "rap"
+    score: options.Score = None
+    budget: options.Budget = None
+    metric: options.Metric = None
+    keys: options.Keys = None
+    values: options.Values = None
+    key_share: options.KeyShare = None
+    align: options.Align = None
+    context: options.Context = None
+    profile: options.Profile = None
+    target: options.Target = None
+
+    def build(self, source: str, seed: int) -> Method:
+        """The method for a checkpoint; RapError for a setting it has not, or that is said twice."""
+        others = ("retain", "method", "target")
+        given = {
+            name: read_value(value) if isinstance(value, str) else value
+            for name, value in vars(self).items()
+            if name not in others and value is not None
+        }
+        if self.target is not None:
+            given |= self._for_target(source, dict(read_method(self.method).settings) | given)
+        return parse_method(self.method, self.retain, given, seed=seed)
+
+    def _for_target(self, source: str, given: dict[str, Any]) -> dict[str, Any]:
+        """What the target asks for; RapError where some of it was given by hand."""
+        target = str(self.target)
+        config = text_config(load_config(source))
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        budget = given.get("budget") or ("uniform" if target == "stock" else "error")
+        wanted = target_settings(target, dim, budget)
+        for name in wanted:
+            if name in given:
+                raise RapError(
+                    f"--target {target} decides {name}: leave --{name} out, or the target"
+                )
+        return wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a model is loaded, and the text that it is calibrated on."""
+
+    calibration: options.Calibration = "bundled"
+    windows: options.NumWindows = 32
+    window: options.Window = 1024
+    dtype: options.Dtype = "auto"
+    device_map: options.DeviceMap = None
+    bos: options.Bos = "auto"
+    seed: options.Seed = 0

@@ -1,0 +1,45 @@
+"""The methods there are, by name: one line each."""
+
+from typing import Any
+
+from ..planning.plan import Plan
+from ..surgery.apply import apply
+from ..surgery.replace import Replacement
+from .a3 import A3
+from .base import Method
+from .elitekv import EliteKv
+from .heads import Heads
+from .kvpruner import IndexedKvPruner, KvPruner
+from .magnitude import Magnitude
+from .matryoshka import Matryoshka
+from .palu import Palu
+from .random import Random
+from .rap import Rap
+from .svdllm import SvdLlm
+from .svdllm2 import SvdLlm2
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (
+        Rap,
+        KvPruner,
+        IndexedKvPruner,
+        Palu,
+        SvdLlm,
+        SvdLlm2,
+        EliteKv,
+        Matryoshka,
+        Heads,
+        A3,
+        Random,
+        Magnitude,
+    )
+}
+
+
+def apply_plan(model: Any, plan: Plan | Replacement) -> Any:
+    """The model that a plan of any method makes of the dense one."""
+    if isinstance(plan, Plan):
+        return apply(model, plan)
+    settings = dict(plan.method)
+    return METHODS[settings.pop("name")](**settings).apply(model, plan)

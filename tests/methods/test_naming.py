@@ -1,0 +1,116 @@
+"""One way to write a method and its settings; what is wrong is refused in tests/cli/test_errors."""
+
+from typing import Any
+
+import pytest
+
+import rap
+from rap.methods import METHODS, Method, Rap, parse_method
+from rap.methods.naming import read_method, recipes
+from rap.methods.settings import read_settings, read_value
+from rap.model.errors import RapError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-1", -1),
+        ("0.5", 0.5),
+        ("1e-4", 1e-4),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("no", "no"),
+        ("none", "none"),
+        ("a,b", "a,b"),
+        ("wikitext:train=1", "wikitext:train=1"),
+    ],
+)
+def test_a_value_is_a_number_a_word_or_null(text: str, value: Any) -> None:
+    assert read_value(text) == value
+    assert type(read_value(text)) is type(value)
+
+
+def test_settings_are_a_dictionary() -> None:
+    assert read_settings(["learning-rate=2e-5", "steps = 3", "schedule=cosine", "top_k=null"]) == {
+        "learning_rate": 2e-5,
+        "steps": 3,
+        "schedule": "cosine",
+        "top_k": None,
+    }
+
+
+@pytest.mark.parametrize("texts", [["steps"], ["=3"], ["steps="], ["a=1", "a=2"]])
+def test_settings_that_say_nothing_or_say_it_twice_are_refused(texts: list[str]) -> None:
+    with pytest.raises(RapError, match=r"write name=value|say it once"):
+        read_settings(texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ("rap", Rap(retain=0.6)),
+        ("rap:paper", Rap.paper(retain=0.6)),
+        ("rap:paper:budget=uniform:align=4", Rap.paper(retain=0.6, budget="uniform", align=4)),
+        ("rap:budget=uniform:paper", Rap.paper(retain=0.6, budget="uniform")),
+        ("rap:qk-norm=rows:norm_rows=16", Rap(retain=0.6, qk_norm="rows", norm_rows=16)),
+        ("palu:group_size=1", METHODS["palu"](retain=0.6, group_size=1)),
+        ("elitekv:plus", METHODS["elitekv"].plus(retain=0.6)),
+        ("kvpruner:rotation=first", METHODS["kvpruner"](retain=0.6, rotation="first")),
+    ],
+)
+def test_a_text_is_the_method_with_its_settings(text: str, method: Method) -> None:
+    assert parse_method(text, 0.6) == method
+
+
+def test_the_retain_ratio_and_shared_settings_come_beside_the_text() -> None:
+    assert parse_method("rap", 0.6, align=2, rank=4) == Rap(retain=0.6, align=2)
+    assert parse_method("rap", 0.6, align=None) == Rap(retain=0.6)
+    assert parse_method("rap:align=4", 0.6, align=2) == Rap(retain=0.6, align=4)
+    assert parse_method("rap:paper", 0.6, {"budget": "uniform"}, seed=3) == Rap.paper(
+        retain=0.6, budget="uniform", seed=3
+    )
+    with pytest.raises(RapError, match="align is set by 'rap:align=4' and once more beside it"):
+        parse_method("rap:align=4", 0.6, {"align": 4})
+    with pytest.raises(RapError, match="has no setting 'rank'"):
+        parse_method("rap", 0.6, {"rank": 4})
+
+
+def test_recipes_are_the_public_class_methods() -> None:
+    assert recipes(Rap) == ["paper"]
+    assert recipes(METHODS["elitekv"]) == ["plus"]
+    assert recipes(METHODS["heads"]) == []
+    assert read_method("rap:paper:align=2").settings == {"align": 2}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_record_of_a_run_makes_the_method_again(name: str) -> None:
+    method = parse_method(name, 0.6)
+    settings = dict(method.describe())
+    assert METHODS[settings.pop("name")](**settings) == method
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"retain": "0.5"}, "retain '0.5' is not possible: give a number"),
+        ({"retain": True}, "retain True is not possible"),
+        ({"align": 2.5}, "align 2.5 is not possible: give a whole number"),
+        ({"key_share": "all"}, "key_share 'all' is not possible: give a number or pooled"),
+        ({"keys": "whole"}, "unknown keys 'whole': use one of fold, pairs"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_in_python_too(settings: Any, reason: str) -> None:
+    with pytest.raises(RapError, match=reason):
+        Rap(**settings)
+
+
+def test_compress_takes_the_text_in_python() -> None:
+    with pytest.raises(RapError, match="unknown method 'rapp'"):
+        rap.compress("bundled", method="rapp:paper")
+    found = rap.compress(
+        "bundled", 0.5, method="rap:paper:align=2", num_windows=1, window=32, evaluate=None, seed=4
+    )
+    assert found.report["method"] == Rap.paper(retain=0.5, align=2, seed=4).describe()
+    assert found.plan.retain == found.report["retain"] == 0.5
