@@ -20,7 +20,8 @@ from .checkpoint.provenance import provenance
 from .checkpoint.source import resolve_source
 from .evaluation.cost.footprint import footprint
 from .evaluation.quality.perplexity import DEFAULT_WINDOW, perplexity
-from .methods import Method, parse_method
+from .methods import Method, parse_method, traits_of
+from .methods.base import traits
 from .model.errors import CheckpointError, RapError
 from .model.families import WRAPPERS
 from .model.fingerprint import fingerprint_model
@@ -107,6 +108,7 @@ def compress(
         "retain": method.retain,
         "kept_fraction": decision.plan.kept_fraction,
         "method": method.describe(),
+        "traits": traits(method),
         "dense": measure(model, tokenizer, evaluate, **judged),
         "pruned": measure(small, tokenizer, evaluate, **judged),
         "recovery": recovery,
@@ -221,7 +223,8 @@ def save(
         if report is not None:
             write_json(folder / REPORT_FILE, report)
         elif dense is not None:
-            report = unmeasured(plan, str(source or dense.name_or_path), dense, small)
+            named = str(source or dense.name_or_path)
+            report = unmeasured(plan, named, dense, small, traits_of(plan))
         if report is not None:
             card = model_card(report, Path(output).resolve().name)
             (folder / CARD_FILE).write_text(card, encoding="utf-8")

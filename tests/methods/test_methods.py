@@ -18,6 +18,7 @@ from rap.checkpoint.card import model_card
 from rap.cli.inspect import describe_plan
 from rap.evaluation.quality.reconstruction import reconstructs
 from rap.methods import METHODS, apply_plan
+from rap.methods.base import traits
 from rap.model.errors import PlanError, UnsupportedModelError
 from rap.model.modeling import model_class
 from rap.planning.plan import Plan
@@ -46,6 +47,29 @@ def small(case: MethodCase, calibrated: tuple, retain: float = 0.6, **more: Any)
 
 def test_every_method_has_a_case() -> None:
     assert {case.name for case in CASES} == set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_says_what_it_is(name: str) -> None:
+    method = METHODS[name]
+    assert method.name == name
+    assert method.family
+    assert "\n" not in method.summary
+    assert 0 < len(method.summary) < 150
+    assert method.rebuilds in ("", "keys", "keys and values")
+
+
+@every_case
+def test_a_checkpoint_ships_what_its_method_says(case: MethodCase, calibrated: tuple) -> None:
+    model, _ = calibrated
+    plan, pruned = small(case, calibrated)
+    ships = METHODS[case.name].ships
+    assert (ships == "stock") == (type(pruned) is type(model)) == case.stock
+    if not isinstance(plan, Replacement):
+        assert ships == "code"
+    elif case.settings.get("rotation") != "first":  # kvpruner's one way to a plain checkpoint
+        kinds = ["kind" in layer.widths for layer in plan.layers]
+        assert kinds == [ships == "package"] * len(kinds)
 
 
 @every_case
@@ -87,7 +111,7 @@ def test_cache_holds_what_is_claimed(case: MethodCase, retain: float, calibrated
         cache = pruned(random_tokens(3, 7), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert held == 3 * 7 * found.kv_bytes_per_token
-    assert reconstructs(pruned) == METHODS[case.name].reconstructs
+    assert reconstructs(pruned) == bool(METHODS[case.name].rebuilds)
 
 
 @every_case
@@ -167,18 +191,33 @@ def test_the_output_can_be_refitted(name: str, calibrated: tuple) -> None:
 @pytest.mark.parametrize(
     ("name", "says", "not_so"),
     [
-        ("rap", "Nothing is reconstructed", "method `"),
+        ("rap", "Nothing is reconstructed", "rebuilt"),
+        ("rap", "import rap # or pass trust_remote_code=True", "rebuilt"),
         ("palu", "Keys are rebuilt from the cache", "trust_remote_code"),
+        ("svdllm", "Keys and values are rebuilt from the cache", "trust_remote_code"),
         ("heads", "made by method `heads`", "RoPE-Aligned"),
+        ("heads", "It keeps whole KV heads", "import rap"),
     ],
 )
 def test_the_card_says_what_the_method_did(name: str, says: str, not_so: str) -> None:
+    card = card_of(name, traits=traits(METHODS[name]))
+    assert says in card
+    assert not_so not in card
+
+
+@pytest.mark.parametrize("name", ["rap", "palu", "taken-out-since"])
+def test_the_card_of_a_report_without_traits_says_no_more_than_it_knows(name: str) -> None:
+    card = card_of(name)
+    assert f"made by method `{name}` of the rap package. |" in card
+    assert "import rap from" in card
+
+
+def card_of(name: str, **more: Any) -> str:
+    """The card of a report, on one line."""
     figures = {"kv_bytes_per_token": 4, "attention_parameters": 2, "parameters": 3}
     report = {"source": "a/b", "model_type": "llama", "kept_fraction": 0.5, "calibration": "text"}
     report |= {"method": {"name": name}, "dense": figures, "pruned": figures}
-    card = " ".join(model_card(report, "title").split())
-    assert says in card
-    assert not_so not in card
+    return " ".join(model_card(report | more, "title").split())
 
 
 def test_a_plan_of_another_model_is_refused(calibrated: tuple, tmp_path: Path) -> None:

@@ -1,12 +1,9 @@
 """The model card written beside a pruned checkpoint, every figure taken from its report or plan."""
 
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from ..methods import METHODS, Method, PairPruning, Rap
-from ..planning.plan import Plan
-from ..surgery.replace import Replacement
+from typing import Any, Protocol
 
 CARD_FILE = "README.md"
 
@@ -28,8 +25,7 @@ tags:
 {rows}
 
 ```python
-import rap{without}
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{imported}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{path}")
 tokenizer = AutoTokenizer.from_pretrained("{path}")
@@ -44,11 +40,21 @@ The licence is that of the dense model.
 _MEASURED = ", the measurements and\nversions in `rap_report.json`"
 
 
-_WITHOUT = "  # or pass trust_remote_code=True without the package"
+# What loading takes, by what the checkpoint ships; one that does not say needs the package.
+_IMPORT = "import rap"
+_IMPORTS = {
+    "code": f"{_IMPORT}  # or pass trust_remote_code=True without the package\n",
+    "stock": "",
+}
 
 
 def model_card(report: dict[str, Any], title: str) -> str:
-    """The README.md of a checkpoint, from the report that is saved beside it, or `unmeasured`."""
+    """The README.md of a checkpoint, from the report saved beside it, or `unmeasured`.
+
+    `traits` of the report is what the method says of itself (`methods.base.traits`); reports of
+    earlier releases have none, and their card says only which method it was.
+    """
+    about = report.get("traits") or {}
     source = str(report["source"])
     # Only a hub name is a link that others can follow; a local path stays out of the card.
     is_local = source.startswith((".", "/", "~")) or Path(source).exists()
@@ -56,8 +62,8 @@ def model_card(report: dict[str, Any], title: str) -> str:
     return _TEMPLATE.format(
         base=f"base_model: {source}\n" if is_hub_name else "",
         title=title,
-        what=_what(report),
-        without=_WITHOUT if _prunes(report) else "",
+        what=_what(report, about),
+        imported=_IMPORTS.get(about.get("ships", ""), f"{_IMPORT}\n"),
         rows="\n".join(_row(name, dense, small) for name, dense, small in comparison(report)),
         path=title,
         method=report["method"],
@@ -66,7 +72,22 @@ def model_card(report: dict[str, Any], title: str) -> str:
     )
 
 
-def unmeasured(plan: Plan | Replacement, source: str, dense: Any, small: Any) -> dict[str, Any]:
+class Planned(Protocol):
+    """What a card reads of a plan, of whatever kind."""
+
+    @property
+    def shapes(self) -> Sequence[Any]: ...
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def kept_fraction(self) -> float: ...
+    @property
+    def method(self) -> dict[str, Any]: ...
+
+
+def unmeasured(
+    plan: Planned, source: str, dense: Any, small: Any, traits: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """What a card says by plan and sizes alone; both models may be on the meta device."""
     shapes = [shape for shape in plan.shapes if shape is not None]
     elements = sum(2 * shape.num_kv_heads * shape.head_dim for shape in shapes)
@@ -75,6 +96,7 @@ def unmeasured(plan: Plan | Replacement, source: str, dense: Any, small: Any) ->
         "model_type": plan.model_type,
         "kept_fraction": plan.kept_fraction,
         "method": plan.method,
+        "traits": dict(traits or {}),
         "dense": _sizes(dense, elements),
         "pruned": _sizes(small, round(elements * plan.kept_fraction)),
     }
@@ -85,34 +107,19 @@ def _sizes(model: Any, cached: int) -> dict[str, int]:
     return {"kv_bytes_per_token": cached * model.dtype.itemsize, "parameters": parameters}
 
 
-def _method(report: dict[str, Any]) -> type[Method] | None:
-    return METHODS.get(report["method"].get("name", ""))
-
-
-def _prunes(report: dict[str, Any]) -> bool:
-    """Whether the checkpoint is RapAttention throughout, whose code it carries along."""
-    method = _method(report)
-    return method is None or issubclass(method, PairPruning)
-
-
-def _what(report: dict[str, Any]) -> str:
+def _what(report: dict[str, Any], about: dict[str, str]) -> str:
     """What the model is and how it was made, as a paragraph."""
-    method = _method(report)
+    name = report["method"].get("name", "rap")
     text = (
         f"A {report['model_type']} model whose KV cache is {report['kept_fraction']:.1%} of the "
-        "dense model's, "
+        f"dense model's, made by method `{name}` of the rap package. "
     )
-    if method is None or method is Rap:
-        text += (
-            "made by cutting the weights of attention (RoPE-Aligned Pruning): whole RoPE pairs of "
-            "keys and queries, channels or directions of values. "
-        )
-    else:
-        summary = " ".join((method.__doc__ or "").split("\n\n")[0].split())
-        text += f"made by method `{method.name}` of the rap package. {summary} "
-    rebuilt = method is not None and method.reconstructs
-    text += "Keys are rebuilt from the cache" if rebuilt else "Nothing is reconstructed"
-    return textwrap.fill(text + " when it decodes.", 100)
+    if about:
+        rebuilt = about["rebuilds"].capitalize()
+        text += f"It keeps {about['summary']}. "
+        text += f"{rebuilt} are rebuilt from the cache" if rebuilt else "Nothing is reconstructed"
+        text += " when it decodes."
+    return textwrap.fill(text.strip(), 100)
 
 
 def comparison(report: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -11,7 +11,7 @@ from ..checkpoint.files import check_output, check_output_file, whole_file
 from ..checkpoint.load import load_config, load_dense
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
-from ..methods import apply_plan
+from ..methods import apply_plan, traits_of
 from ..model.errors import RapError
 from ..pipeline import compress, decide, save
 from ..planning.plan import Plan
@@ -127,7 +127,8 @@ def apply_command(
         small = apply_plan(dense, decision)
         save(small, decision, output, source=source, dense=dense, force=force)
     elif isinstance(decision, Plan):
-        apply_streamed(source, decision, output, force=force, progress=True)
+        about = traits_of(decision)
+        apply_streamed(source, decision, output, traits=about, force=force, progress=True)
     else:
         raise RapError("only plans that cut weights stream: apply this one without --stream")
     # Whole heads leave a stock checkpoint, which has no such section.

@@ -12,6 +12,8 @@ from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tok
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..evaluation.quantization import KINDS, quantize_weights
+from ..methods import METHODS
+from ..methods.base import traits
 from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..pipeline import REPORT_FILE, evaluation_tokens, measure, save
@@ -149,6 +151,7 @@ def _read(pruned: Path) -> tuple[Plan | Replacement, dict[str, Any]]:
 
 def _described(plan: Plan | Replacement, teacher: str) -> dict[str, Any]:
     """What `rap compress` would have written of a checkpoint that `rap apply` made."""
+    name = plan.method.get("name")
     return {
         "source": teacher,
         "model_type": plan.model_type,
@@ -156,6 +159,7 @@ def _described(plan: Plan | Replacement, teacher: str) -> dict[str, Any]:
         "retain": plan.retain,
         "kept_fraction": plan.kept_fraction,
         "method": plan.method,
+        "traits": traits(METHODS[name]) if name in METHODS else {},
     }
 
 

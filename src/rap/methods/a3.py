@@ -23,6 +23,7 @@ class A3(PairPruning):
     """Pair energies for keys, the optimal subspace for values, every layer alike."""
 
     name: ClassVar[str] = "a3"
+    summary: ClassVar[str] = "whole pairs by their energy, and the best subspace of values"
 
     budget: Budget = "uniform"
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -37,6 +37,8 @@ ALIGNED_WIDTH = 8
 ALIGN_FROM_HEAD_DIM = 64
 UNKNOWN_CONTEXT = 8192
 
+Ships = Literal["code", "package", "stock"]
+
 
 @dataclass(frozen=True, eq=False)
 class DenseLayers:
@@ -58,11 +60,20 @@ class DenseLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A way to spend the budget `retain`, the fraction of the dense KV cache that is kept."""
+    """A way to spend the budget `retain`, the fraction of the dense KV cache that is kept.
+
+    A method says of itself, as class variables: its `name`; its `family`, a word for what it takes
+    away, which comparisons group by; in one line what it keeps (`summary`); what its model rebuilds
+    from the cache at every step (`rebuilds`: keys, keys and values, or nothing); and what loading
+    its checkpoint takes (`ships`): the `code` that is beside it, this `package`, or, of a plain one
+    of the family (`stock`), neither.
+    """
 
     name: ClassVar[str]
-    # Whether the model rebuilds keys (or values) from its cache at every step.
-    reconstructs: ClassVar[bool] = False
+    family: ClassVar[str]
+    summary: ClassVar[str]
+    rebuilds: ClassVar[str] = ""
+    ships: ClassVar[Ships] = "code"
 
     retain: float = 0.7
     seed: int = 0
@@ -113,6 +124,16 @@ class Method(ABC):
         return {"name": self.name, **asdict(self)}
 
 
+def traits(method: Method | type[Method]) -> dict[str, str]:
+    """What a method says of itself beside its settings, for reports and model cards."""
+    return {
+        "family": method.family,
+        "summary": method.summary,
+        "rebuilds": method.rebuilds,
+        "ships": method.ships,
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairPruning(Method):
     """A method that scores pairs and value channels and keeps the best of each head.
@@ -124,6 +145,8 @@ class PairPruning(Method):
         `constant` cuts them too, with a constant for what the norm then misses, and `rows` keeps
         `norm_rows` rows of every head for the norm alone (rap.model.norms).
     """
+
+    family: ClassVar[str] = "pair pruning"
 
     budget: Budget = "adaptive"
     key_share: KeyShare = 0.5

@@ -17,6 +17,7 @@ from ..model.errors import UnsupportedModelError
 from ..model.layers import attention_layers, attention_spec, projections
 from ..surgery.apply import assemble
 from ..surgery.replace import ReplacedLayer, Replacement, check_made_for
+from .base import Ships
 from .replacing import DenseLayer, Replacing, nearest_rank
 
 
@@ -25,6 +26,9 @@ class Heads(Replacing):
     """The KV heads with the largest sum of root-Fisher of K and V, as many in every layer."""
 
     name: ClassVar[str] = "heads"
+    family: ClassVar[str] = "head pruning"
+    summary: ClassVar[str] = "whole KV heads with the query heads that read them"
+    ships: ClassVar[Ships] = "stock"
 
     @property
     def needs(self) -> frozenset[str]:

@@ -36,6 +36,8 @@ class _Channels(Replacing):
     key_share, align: as of pair pruning; `sensitivity` knows layers only, so it cannot be pooled.
     """
 
+    family: ClassVar[str] = "channel pruning"
+
     budget: Literal["uniform", "adaptive", "sensitivity"] = "uniform"
     key_share: KeyShare = 0.5
     align: int | None = None
@@ -100,6 +102,7 @@ class KvPruner(_Channels):
     """
 
     name: ClassVar[str] = "kvpruner"
+    summary: ClassVar[str] = "single channels of keys, rotated as a narrower head, and of values"
 
     rotation: Literal["narrow", "first"] = "narrow"
 
@@ -131,6 +134,7 @@ class IndexedKvPruner(_Channels):
     """Every kept channel at its own frequency; the part of a missing partner is zero."""
 
     name: ClassVar[str] = "kvpruner-indexed"
+    summary: ClassVar[str] = "single channels of keys at their own frequencies, and of values"
 
     def _layer(
         self, layer: DenseLayer, model: Any, keys_GW: Tensor, values_GC: Tensor

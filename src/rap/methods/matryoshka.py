@@ -37,6 +37,8 @@ class Matryoshka(Replacing):
     """
 
     name: ClassVar[str] = "matryoshka"
+    family: ClassVar[str] = "activation side"
+    summary: ClassVar[str] = "rotated keys and values in the leading directions of every head's PCA"
 
     widths: Literal["uniform", "adaptive"] = "uniform"
 

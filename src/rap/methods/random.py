@@ -11,3 +11,4 @@ class Random(Control):
     """Whole pairs and value channels at random, the same for the same `seed`."""
 
     name: ClassVar[str] = "random"
+    summary: ClassVar[str] = "whole pairs and value channels, by chance"

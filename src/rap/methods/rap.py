@@ -52,6 +52,10 @@ class Rap(PairPruning):
     """
 
     name: ClassVar[str] = "rap"
+    summary: ClassVar[str] = (
+        "whole RoPE pairs of keys and queries (RoPE-Aligned Pruning) or slots folded of several, "
+        "and channels or directions of values"
+    )
 
     budget: Budget = "auto"
     score: str = "fisher"

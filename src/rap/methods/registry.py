@@ -6,7 +6,7 @@ from ..planning.plan import Plan
 from ..surgery.apply import apply
 from ..surgery.replace import Replacement
 from .a3 import A3
-from .base import Method
+from .base import Method, traits
 from .elitekv import EliteKv
 from .heads import Heads
 from .kvpruner import IndexedKvPruner, KvPruner
@@ -35,6 +35,12 @@ METHODS: dict[str, type[Method]] = {
         Magnitude,
     )
 }
+
+
+def traits_of(plan: Plan | Replacement) -> dict[str, str]:
+    """What the method of a plan says of itself; empty for a method this release does not know."""
+    method = METHODS.get(plan.method.get("name", ""))
+    return traits(method) if method is not None else {}
 
 
 def apply_plan(model: Any, plan: Plan | Replacement) -> Any:

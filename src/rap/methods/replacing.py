@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..model.layers import (
 from ..model.rope import AttentionShape
 from ..planning.scores import Named
 from ..surgery.replace import ReplacedLayer, Replacement, check_plain, replace
-from .base import Method, dense_layers
+from .base import Method, Ships, dense_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +87,8 @@ def nearest_rank(retain: float, size: int, multiple: int = 1) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Replacing(Method):
     """A method that says, layer by layer, which attention takes the dense one's place."""
+
+    ships: ClassVar[Ships] = "package"
 
     @abstractmethod
     def replaced(

@@ -25,7 +25,9 @@ class SvdLlm(Replacing):
     """
 
     name: ClassVar[str] = "svdllm"
-    reconstructs: ClassVar[bool] = True
+    family: ClassVar[str] = "low rank"
+    summary: ClassVar[str] = "one latent of all heads of a layer for keys, and one for values"
+    rebuilds: ClassVar[str] = "keys and values"
 
     multiple: int = 1
 

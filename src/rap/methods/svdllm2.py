@@ -25,6 +25,7 @@ class SvdLlm2(SvdLlm):
     """SVD-LLM with ranks of its own for each W_k and each W_v; each type keeps `retain` in all."""
 
     name: ClassVar[str] = "svdllm2"
+    summary: ClassVar[str] = "as svdllm, with ranks of their own for every layer's keys and values"
 
     def ranks(
         self, layers: Sequence[DenseLayer], statistics: Statistics

@@ -6,7 +6,7 @@ Experts that the model joins are copied one by one, and joined once more for the
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,13 +176,14 @@ def apply_streamed(
     plan: Plan,
     output: str | Path,
     *,
+    traits: Mapping[str, str] | None = None,
     force: bool = False,
     progress: bool = False,
 ) -> None:
     """Write the pruned checkpoint of `source` (directory or hub name) to the directory `output`.
 
-    Byte for byte the tensors that `construction.apply` and `save_pretrained` would write, with one
-    tensor in memory at a time. Raises PlanError (also when the weights turn out to be other ones
+    Byte for byte the tensors that `apply` and `save_pretrained` would write, with one tensor in
+    memory at a time. `traits` are what the plan's method says of itself, for the card. Raises PlanError (also when the weights turn out to be other ones
     than were planned for, in which case nothing is written) or CheckpointError.
     """
     config = load_config(source)
@@ -214,7 +215,7 @@ def apply_streamed(
         _carry(folder, partial)
         small = _write_config(partial, model, rewriter)
         title = Path(output).resolve().name
-        card = model_card(unmeasured(plan, str(source), model, small), title)
+        card = model_card(unmeasured(plan, str(source), model, small, traits), title)
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
 
 

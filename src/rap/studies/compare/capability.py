@@ -3,26 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ...methods import METHODS
 from .variants import DENSE
 
 Record = dict[str, Any]
 Table = dict[str, Any]
 
-# What a method takes away, by its name; the rows of the paper's table.
-FAMILIES = {
-    "rap": "pair pruning",
-    "a3": "pair pruning",
-    "random": "pair pruning",
-    "magnitude": "pair pruning",
-    "kvpruner": "channel pruning",
-    "kvpruner-indexed": "channel pruning",
-    "heads": "head pruning",
-    "palu": "low rank",
-    "svdllm": "low rank",
-    "svdllm2": "low rank",
-    "elitekv": "low rank",
-    "matryoshka": "activation side",
-}
+# The rows of the paper's table, in its order; a family that it does not know comes after them.
+ORDER = ("pair pruning", "channel pruning", "head pruning", "low rank", "activation side")
 CLOSE = 1.05  # of dense perplexity: what counts as staying near it
 ROOM = 0.01  # a cost shrinks with the cache if it is at most so much more of dense than the cache
 SAVINGS = {
@@ -33,9 +21,9 @@ SAVINGS = {
 
 
 def family(method: str) -> str:
-    """The family of a method as the grid names it; its own name if it is in none."""
+    """The family of a method as the grid names it; its own name if nobody knows it any more."""
     name = method.split(":")[0]
-    return FAMILIES.get(name, name)
+    return METHODS[name].family if name in METHODS else name
 
 
 def capability(name: str, dense: Record, cut: Sequence[Record], recovered: dict[str, str]) -> Table:
@@ -45,8 +33,7 @@ def capability(name: str, dense: Record, cut: Sequence[Record], recovered: dict[
     one family: there is nothing to tell apart.
     """
     methods = list(dict.fromkeys(record["method"] for record in cut))
-    order = list(dict.fromkeys(FAMILIES.values()))
-    methods.sort(key=lambda method: _place(family(method), order))
+    methods.sort(key=lambda method: _place(family(method)))
     recoveries = list(dict.fromkeys(record["recover"] for record in cut))
     rows = []
     for method in methods:
@@ -101,8 +88,8 @@ def _kept(record: Record, dense: Record) -> float:
     return float(record["kv_bytes_per_token"] / dense["kv_bytes_per_token"])
 
 
-def _place(name: str, order: Sequence[str]) -> int:
-    return order.index(name) if name in order else len(order)
+def _place(name: str) -> tuple[int, str]:
+    return (ORDER.index(name), "") if name in ORDER else (len(ORDER), name)
 
 
 def _note(dense: Record) -> str:
