@@ -13,7 +13,7 @@ import rap
 from cases.family_cases import CASES as FAMILIES
 from cases.method_cases import CASES, MethodCase
 from cases.models import random_tokens, tiny_model
-from rap.calibration.registry import BACKWARD, FORWARD, WINDOWS
+from rap.calibration.registry import STATISTICS, WINDOWS
 from rap.checkpoint.card import model_card
 from rap.cli.inspect import describe_plan
 from rap.evaluation.quality.reconstruction import reconstructs
@@ -34,7 +34,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def calibrated() -> tuple[Any, rap.Statistics]:
     """A tiny biased model in float64 and every statistic there is."""
     model = tiny_model("qwen2", dtype=torch.float64, **SIZES)
-    return model, rap.calibrate(model, random_tokens(4, 48), {*FORWARD, *BACKWARD, WINDOWS})
+    return model, rap.calibrate(model, random_tokens(4, 48), {*STATISTICS, WINDOWS})
 
 
 def small(case: MethodCase, calibrated: tuple, retain: float = 0.6, **more: Any) -> tuple[Any, Any]:

@@ -12,7 +12,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..model.errors import CalibrationError
 from ..model.layers import split_heads
-from .observers import GradientStatistic, WatchedLayer, by_kv_head, complex_pairs, free_channels
+from .observers import (
+    COMPLEX,
+    FLOAT,
+    GradientStatistic,
+    WatchedLayer,
+    by_kv_head,
+    complex_pairs,
+    free_channels,
+)
 
 
 class GradientMoment(GradientStatistic):
@@ -22,6 +30,8 @@ class GradientMoment(GradientStatistic):
     frame of PairMoment's keys.
     """
 
+    need = "gradients"
+    names = ("key_gradient", "free_gradient", "value_gradient")
     roles = ("k", "o")
 
     def __init__(self, layer: WatchedLayer):
@@ -31,6 +41,12 @@ class GradientMoment(GradientStatistic):
         self.pairs = self.pairs.to(torch.complex64)
         self.free = layer.zeros("k", heads, geometry.num_free, geometry.num_free)
         self.values = layer.zeros("o", heads, width, width)
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        geometry, width = layer.shape.geometry, layer.shape.head_dim
+        keys = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
+        return layer.shape.num_kv_heads * (keys + FLOAT * width**2)
 
     def see(self, role: str, gradient: Tensor) -> None:
         heads_GND = by_kv_head(split_heads(gradient, self.shape.head_dim), self.shape)

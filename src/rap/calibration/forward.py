@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..model.layers import split_heads
-from .observers import ForwardStatistic, WatchedLayer
+from .observers import COMPLEX, FLOAT, LONG, ForwardStatistic, WatchedLayer
 
 # Query and key positions sampled from every window of a batch, for distances between logits.
 SAMPLES_PER_WINDOW = 64
@@ -16,11 +16,17 @@ SAMPLES_PER_WINDOW = 64
 class InputMoment(ForwardStatistic):
     """Second moment of the input that q, k and v share, [E, E]: what low-rank methods whiten by."""
 
+    need = "inputs"
+    names = ("input_moment",)
     roles = ("k",)
 
     def __init__(self, layer: WatchedLayer):
         width = layer.linears["k"].weight.shape[1]
         self.sum = layer.zeros("k", width, width)
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        return FLOAT * layer.shape.hidden_size**2
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         x_NE = inputs.float().flatten(0, -2)
@@ -33,6 +39,8 @@ class InputMoment(ForwardStatistic):
 class RotatedMoment(ForwardStatistic):
     """Covariance of every head's rotated keys (canonical order), mean and covariance of values."""
 
+    need = "rotated"
+    names = ("rotated_key_moment", "value_moment_about_mean", "value_mean")
     roles = ("k", "v")
 
     def __init__(self, layer: WatchedLayer):
@@ -40,6 +48,11 @@ class RotatedMoment(ForwardStatistic):
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
         self.moments = {role: layer.zeros(role, heads, width, width) for role in self.roles}
         self.means = {role: layer.zeros(role, heads, width) for role in self.roles}
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        width = layer.shape.head_dim
+        return FLOAT * 2 * layer.shape.num_kv_heads * (width**2 + width)
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTGD = split_heads(outputs.float(), self.layer.shape.head_dim)
@@ -69,6 +82,8 @@ class LogitSamples(ForwardStatistic):
     rotation, and Re(z exp(i theta d)) with it at distance d.
     """
 
+    need = "logits"
+    names = ("logit_products", "logit_distances")
     roles = ("q", "k")
 
     def __init__(self, layer: WatchedLayer):
@@ -77,6 +92,11 @@ class LogitSamples(ForwardStatistic):
         self.query = torch.empty(0)
         self.products: list[Tensor] = []
         self.distances: list[Tensor] = []
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        products = COMPLEX * layer.shape.num_heads * layer.shape.geometry.num_pairs
+        return num_windows * SAMPLES_PER_WINDOW * (products + LONG)
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         pairs_BTHP = _complex_pairs(outputs.float(), self.layer)

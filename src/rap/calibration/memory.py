@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from ..model.layers import text_config
-from ..model.rope import AttentionShape
-from .forward import SAMPLES_PER_WINDOW
-from .registry import BACKWARD, FORWARD, GRADIENT, check_needs, watched_layers
+from .observers import ForwardStatistic
+from .registry import STATISTICS, WINDOWS, check_needs, watched_layers
 
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 
@@ -28,39 +27,21 @@ def estimate_memory(
     config, (_, tokens) = text_config(model.config), windows.shape
     weights = [layer.linears[role].weight for layer in layers for role in "kv"]
     size = weights[0].element_size() if weights else 0
-    backward = bool(needs & {*BACKWARD, *GRADIENT})
+    wanted = [STATISTICS[need] for need in needs - {WINDOWS}]
+    forward = any(issubclass(statistic, ForwardStatistic) for statistic in wanted)
+    backward = any(not issubclass(statistic, ForwardStatistic) for statistic in wanted)
     inner = 6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 0)
     inner += max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
     kept = config.hidden_size if checkpointing else inner
-    batch = min(FORWARD_BATCH, len(windows)) if needs & {*FORWARD} else 0
+    batch = min(FORWARD_BATCH, len(windows)) if forward else 0
     activations = [tokens * size * (kept * len(layers) + inner)] if backward else [0]
     estimate = {
-        "accumulators": 4 * sum(weight.numel() for weight in weights) * ("fisher" in needs)
-        + sum(_moments(layer.shape, needs, len(windows)) for layer in layers),
+        "accumulators": sum(one.num_bytes(i, len(windows)) for i in layers for one in wanted),
         "gradients": max((w.numel() * size for w in weights), default=0) if backward else 0,
         "logits": tokens * config.vocab_size * (12 + 2 * size) if backward else 0,
         "activations": max(*activations, batch * tokens * size * inner),
     }
     return estimate | {"total": sum(estimate.values())}
-
-
-def _moments(shape: AttentionShape, needs: Collection[str], num_windows: int) -> int:
-    """Float32 second moments of a layer: real [G, D, D] of values, complex [G, P, P] of q, k.
-
-    Those of q and k also have [G, F, F] of channels that never rotate. Gradients are one of each.
-    The baselines' are [E, E] of inputs, two of [G, D, D] with means, and sampled complex products.
-    """
-    geometry, heads = shape.geometry, shape.num_kv_heads
-    values, pairs = heads * shape.head_dim**2, 2 * heads * geometry.num_pairs**2
-    pairs += heads * geometry.num_free**2
-    forward = values * ("values" in needs) + 2 * pairs * ("pairs" in needs)
-    forward += (heads + shape.num_heads) * shape.head_dim**2 * ("norms" in needs)
-    forward += shape.hidden_size**2 * ("inputs" in needs)
-    forward += 2 * (values + heads * shape.head_dim) * ("rotated" in needs)
-    products = 2 * shape.num_heads * geometry.num_pairs + 2  # and a distance in 8 bytes
-    forward += num_windows * SAMPLES_PER_WINDOW * products * ("logits" in needs)
-    backward = (values + pairs) * ("gradients" in needs)
-    return 4 * (forward + backward)
 
 
 def describe_memory(estimate: dict[str, int]) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..model.families import QKNorm
-from .observers import ForwardStatistic, WatchedLayer
+from .observers import FLOAT, ForwardStatistic, WatchedLayer
 
 
 def centred(states_BTHD: Tensor, norm: QKNorm | None) -> Tensor:
@@ -33,6 +33,8 @@ def shares(states_BTHD: Tensor, norm: QKNorm | None) -> Tensor:
 class NormMoment(ForwardStatistic):
     """Second moments [H, D, D] of what every head's norm divides, for queries and for keys."""
 
+    need = "norms"
+    names = ("norm_moment_q", "norm_moment_k")
     roles = ("q", "k")
 
     def __init__(self, layer: WatchedLayer):
@@ -40,6 +42,11 @@ class NormMoment(ForwardStatistic):
         self.norm, self.head_dim = layer.norm, shape.head_dim
         heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
         self.sums = {r: layer.zeros(r, n, shape.head_dim, shape.head_dim) for r, n in heads.items()}
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        heads = layer.shape.num_heads + layer.shape.num_kv_heads
+        return FLOAT * heads * layer.shape.head_dim**2
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = centred(outputs.float().unflatten(-1, (-1, self.head_dim)), self.norm)

@@ -13,6 +13,9 @@ from torch import Tensor
 from ..model.families import QKNorm
 from ..model.rope import AttentionShape
 
+# Bytes of one element: all that is accumulated is of one of these types.
+FLOAT, COMPLEX, LONG = 4, 8, 8
+
 
 @dataclass(frozen=True)
 class WatchedLayer:
@@ -39,44 +42,54 @@ class WatchedLayer:
         return x_HD[:, self.shape.geometry.canonical_order().to(x_HD.device)]
 
 
-class ForwardStatistic(ABC):
+class Statistic(ABC):
+    """What calibration accumulates of one layer; one of the three kinds below says of what.
+
+    As class variables: `need`, the name that methods ask for it by; `names`, what it leaves in
+    `Statistics`, and `norm_names`, what it adds where queries and keys are normalised.
+    """
+
+    need: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    norm_names: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def __init__(self, layer: WatchedLayer): ...
+
+    @staticmethod
+    @abstractmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        """Bytes that it holds for the layer once it has seen so many windows."""
+
+    @abstractmethod
+    def result(self, count: int) -> dict[str, Tensor]:
+        """The reduced sums by name; `count` tokens were seen, or windows if it sees windows."""
+
+
+class ForwardStatistic(Statistic):
     """Accumulates over activations of the projections named in `roles`."""
 
     roles: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def __init__(self, layer: WatchedLayer): ...
-
-    @abstractmethod
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         """Take in the input and output, [B, T, ...], of one projection."""
 
-    @abstractmethod
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
-        """The reduced sums by name, after all windows."""
 
-
-class BackwardStatistic(ABC):
+class BackwardStatistic(Statistic):
     """Accumulates over gradients of W_k and W_v (and their biases with `biases`), per window."""
 
     biases: ClassVar[bool] = False
 
     @abstractmethod
-    def __init__(self, layer: WatchedLayer): ...
-
-    @abstractmethod
     def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
         """Take in one window's gradient of the weight (2-d) or bias (1-d) of k or v."""
 
-    def end_window(self) -> None:  # noqa: B027 - optional: only sums over parameters need it
+    def end_window(self) -> None:
         """Called when all gradients of a window have been seen."""
 
-    @abstractmethod
-    def result(self, num_windows: int) -> dict[str, Tensor]:
-        """The reduced sums by name, after all windows."""
 
-
-class GradientStatistic(ABC):
+class GradientStatistic(Statistic):
     """Accumulates over the loss gradient of what projections give (k), or read (o).
 
     The loss is the sum of a window's next-token losses, so that a gradient is in nats.
@@ -85,15 +98,8 @@ class GradientStatistic(ABC):
     roles: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def __init__(self, layer: WatchedLayer): ...
-
-    @abstractmethod
     def see(self, role: str, gradient: Tensor) -> None:
         """Take in one window's gradient [B, T, ...], float32."""
-
-    @abstractmethod
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
-        """The reduced sums by name, after all windows."""
 
 
 def by_kv_head(states_BTHD: Tensor, shape: AttentionShape) -> Tensor:

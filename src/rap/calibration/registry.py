@@ -1,7 +1,7 @@
 """What calibration accumulates: one class per statistic, fed activations or gradients of a layer.
 
-A new statistic is a class here and a row of FORWARD, BACKWARD or GRADIENT. Accumulators are float32
-and live on the device of the projection they watch.
+A new statistic is a class and a line of STATISTICS. Accumulators are float32 and live on the device
+of the projection they watch.
 
 Shapes: B batch, T tokens, H query heads, G KV heads, D head dim, E model dim.
 """
@@ -25,9 +25,11 @@ from .backward import GradientMoment
 from .forward import InputMoment, LogitSamples, RotatedMoment
 from .norms import NormMoment, centred, shares
 from .observers import (
+    COMPLEX,
+    FLOAT,
     BackwardStatistic,
     ForwardStatistic,
-    GradientStatistic,
+    Statistic,
     WatchedLayer,
     by_kv_head,
     complex_pairs,
@@ -42,6 +44,9 @@ class Energy(ForwardStatistic):
     divides.
     """
 
+    need = "energy"
+    names = ("energy_q", "energy_k", "energy_v")
+    norm_names = ("raw_energy_q", "raw_energy_k")
     roles = ("q", "k", "v")
 
     def __init__(self, layer: WatchedLayer):
@@ -51,6 +56,13 @@ class Energy(ForwardStatistic):
         self.sums = {role: layer.zeros(role, n, shape.head_dim) for role, n in heads.items()}
         raw = "qk" if layer.norm is not None else ""
         self.raw = {role: torch.zeros_like(self.sums[role]) for role in raw}
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        shape, normalised = layer.shape, layer.norm is not None
+        rows = shape.num_heads + 2 * shape.num_kv_heads
+        rows += (shape.num_heads + shape.num_kv_heads) * normalised
+        return FLOAT * rows * shape.head_dim
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = split_heads(outputs.float(), self.layer.shape.head_dim)
@@ -71,12 +83,18 @@ class Energy(ForwardStatistic):
 class ValueMoment(ForwardStatistic):
     """Second moment of what a KV head's query heads hand to o_proj, summed over the group."""
 
+    need = "values"
+    names = ("value_moment",)
     roles = ("o",)
 
     def __init__(self, layer: WatchedLayer):
         self.shape = layer.shape
         width = layer.shape.head_dim
         self.sum = layer.zeros("o", layer.shape.num_kv_heads, width, width)
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        return FLOAT * layer.shape.num_kv_heads * layer.shape.head_dim**2
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         heads_GND = by_kv_head(split_heads(inputs.float(), self.shape.head_dim), self.shape)
@@ -93,6 +111,8 @@ class PairMoment(ForwardStatistic):
     multiplies it by a unit number. Real ones of the channels that never rotate.
     """
 
+    need = "pairs"
+    names = ("query_moment", "query_free_moment", "key_moment", "key_free_moment")
     roles = ("q", "k")
 
     def __init__(self, layer: WatchedLayer):
@@ -100,6 +120,12 @@ class PairMoment(ForwardStatistic):
         heads, free = layer.shape.num_kv_heads, layer.shape.geometry.num_free
         self.sums = {r: layer.zeros(r, heads, pairs, pairs).to(torch.complex64) for r in "qk"}
         self.free = {role: layer.zeros(role, heads, free, free) for role in "qk"}
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        geometry = layer.shape.geometry
+        matrices = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
+        return 2 * layer.shape.num_kv_heads * matrices
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         heads_GND = by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
@@ -122,9 +148,16 @@ class Fisher(BackwardStatistic):
     Holds [G D, E] float32 for each of W_k and W_v until `result` reduces it over inputs.
     """
 
+    need = "fisher"
+    names = ("root_fisher_k", "root_fisher_v", "weighted_fisher_k", "weighted_fisher_v")
+
     def __init__(self, layer: WatchedLayer):
         self.layer = layer
         self.sums = {role: layer.zeros(role, *layer.linears[role].weight.shape) for role in "kv"}
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        return FLOAT * sum(layer.linears[role].weight.numel() for role in "kv")
 
     def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
         if parameter.ndim == 2:
@@ -151,6 +184,8 @@ class GateFisher(BackwardStatistic):
     W_i . dL/dW_i + b_i dL/db_i, so no activation is needed.
     """
 
+    need = "gate"
+    names = ("gate_fisher_k", "gate_fisher_v")
     biases = True
 
     def __init__(self, layer: WatchedLayer):
@@ -159,6 +194,12 @@ class GateFisher(BackwardStatistic):
         self.window = {role: layer.zeros(role, heads, width) for role in "kv"}
         gates = {"k": layer.shape.geometry.num_pairs + layer.shape.geometry.num_free, "v": width}
         self.sums = {role: layer.zeros(role, heads, count) for role, count in gates.items()}
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        geometry, width = layer.shape.geometry, layer.shape.head_dim
+        gates = geometry.num_pairs + geometry.num_free + width
+        return FLOAT * layer.shape.num_kv_heads * (gates + 2 * width)
 
     def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
         product = parameter.detach().float() * gradient.float()
@@ -178,24 +219,28 @@ class GateFisher(BackwardStatistic):
         return {f"gate_fisher_{role}": total / num_windows for role, total in self.sums.items()}
 
 
-FORWARD: dict[str, type[ForwardStatistic]] = {
-    "energy": Energy,
-    "norms": NormMoment,
-    "values": ValueMoment,
-    "pairs": PairMoment,
-    "inputs": InputMoment,
-    "rotated": RotatedMoment,
-    "logits": LogitSamples,
+STATISTICS: dict[str, type[Statistic]] = {
+    statistic.need: statistic
+    for statistic in (
+        Energy,
+        NormMoment,
+        ValueMoment,
+        PairMoment,
+        InputMoment,
+        RotatedMoment,
+        LogitSamples,
+        Fisher,
+        GateFisher,
+        GradientMoment,
+    )
 }
-BACKWARD: dict[str, type[BackwardStatistic]] = {"fisher": Fisher, "gate": GateFisher}
-GRADIENT: dict[str, type[GradientStatistic]] = {"gradients": GradientMoment}
 # No statistic of a layer: some of the text itself, to try cuts on.
 WINDOWS = "windows"
 
 
 def check_needs(needs: Collection[str]) -> frozenset[str]:
-    """`needs` as a set; CalibrationError if one of them is in no table."""
-    known = {*FORWARD, *BACKWARD, *GRADIENT, WINDOWS}
+    """`needs` as a set; CalibrationError if there is no statistic of that name."""
+    known = {*STATISTICS, WINDOWS}
     unknown = sorted(set(needs) - known)
     if unknown:
         raise CalibrationError(

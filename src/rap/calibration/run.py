@@ -15,19 +15,9 @@ from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, refuse_pruned, trained_length
 from .backward import check_gradient, linear_of, watch_gradients
+from .observers import BackwardStatistic, ForwardStatistic, GradientStatistic, WatchedLayer
 from .progress import Progress
-from .registry import (
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    WINDOWS,
-    BackwardStatistic,
-    ForwardStatistic,
-    GradientStatistic,
-    WatchedLayer,
-    check_needs,
-    watched_layers,
-)
+from .registry import STATISTICS, WINDOWS, check_needs, watched_layers
 from .state import removed, restored
 from .statistics import Statistics
 
@@ -60,13 +50,10 @@ def calibrate(
     needs = check_needs(needs)
     check_windows(model, windows)
     layers = watched_layers(model)
-    forward = [(layer, FORWARD[n](layer)) for layer in layers for n in sorted(needs & {*FORWARD})]
-    backward = [
-        (layer, BACKWARD[n](layer)) for layer in layers for n in sorted(needs & {*BACKWARD})
-    ]
-    gradient = [
-        (layer, GRADIENT[n](layer)) for layer in layers for n in sorted(needs & {*GRADIENT})
-    ]
+    watched = [(layer, STATISTICS[n](layer)) for layer in layers for n in sorted(needs - {WINDOWS})]
+    forward = [(layer, one) for layer, one in watched if isinstance(one, ForwardStatistic)]
+    backward = [(layer, one) for layer, one in watched if isinstance(one, BackwardStatistic)]
+    gradient = [(layer, one) for layer, one in watched if isinstance(one, GradientStatistic)]
     if forward:
         _forward_pass(model, windows, forward, batch_size, progress)
     if backward or gradient:

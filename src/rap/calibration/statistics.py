@@ -35,7 +35,9 @@ class Statistics:
               [G, F, F]: those of the channels that never rotate
     gradients key_gradient [G, P, P, 2], free_gradient [G, F, F], value_gradient [G, D, D]: second
               moments of the loss gradient by keys (pairs, other channels) and o_proj's input
-    energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens
+    energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens;
+              where q and k are normalised also raw_energy_q, raw_energy_k: of what the norm divides
+    norms     norm_moment_q [H, D, D], norm_moment_k [G, D, D]: second moments of the same
     inputs    input_moment [E, E]: second moment of what q, k and v read
     rotated   rotated_key_moment, value_moment_about_mean [G, D, D], value_mean [G, D]: covariances
               of rotated keys (canonical) and of values, before attention mixes them

@@ -183,8 +183,9 @@ def apply_streamed(
     """Write the pruned checkpoint of `source` (directory or hub name) to the directory `output`.
 
     Byte for byte the tensors that `apply` and `save_pretrained` would write, with one tensor in
-    memory at a time. `traits` are what the plan's method says of itself, for the card. Raises PlanError (also when the weights turn out to be other ones
-    than were planned for, in which case nothing is written) or CheckpointError.
+    memory at a time. `traits` are what the plan's method says of itself, for the card. Raises
+    PlanError (also when the weights turn out to be other ones than were planned for, in which case
+    nothing is written) or CheckpointError.
     """
     config = load_config(source)
     refuse_pruned(config)
