@@ -22,6 +22,7 @@ import torch
 
 import rap
 from rap import assets
+from rap.calibration.text import evaluation_tokens
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import installed_version, provenance
 from rap.evaluation.cache.compressed import (
@@ -34,7 +35,6 @@ from rap.evaluation.cache.quantized_cache import CACHE_KINDS
 from rap.evaluation.cost.footprint import compare, footprint
 from rap.evaluation.quality.reconstruction import reconstructs
 from rap.evaluation.quantization import quantize_weights
-from rap.pipeline import evaluation_tokens
 from rap.recovery.config import PRESETS
 from rap.recovery.distillation import distill
 from rap.studies.report.report import markdown_table

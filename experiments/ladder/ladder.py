@@ -20,11 +20,11 @@ import torch
 
 import rap
 from rap import assets
+from rap.calibration.text import evaluation_tokens
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.perplexity import perplexity
 from rap.evaluation.quality.recall import copy_loss, recall_grid
-from rap.pipeline import evaluation_tokens
 from rap.recovery.closed_form import refit_outputs
 from rap.recovery.config import PRESETS
 from rap.recovery.distillation import distill

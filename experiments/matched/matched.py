@@ -56,7 +56,7 @@ class Counts:
         self.grid = Grid(methods=tuple(METHODS))
         # Its statistics are those that the cells are cut by, collected once for both.
         bench = Bench("bundled", None, "float32", None, self.grid, output, True)
-        self.model, self.statistics = bench.model, bench.statistics()
+        self.model, self.statistics = bench.dense.model, bench.statistics()
         self.whole = footprint(self.model).attention_parameters
         self.known: dict[tuple[str, int], float] = {}
 

@@ -17,11 +17,11 @@ import torch
 
 import rap
 from rap import assets
+from rap.calibration.text import evaluation_tokens
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.needle import NeedleCell, heat_maps, needle_grid, needle_table
 from rap.methods import parse_method
-from rap.pipeline import evaluation_tokens
 from rap.studies.compare.grid import Grid
 from rap.studies.compare.variants import DENSE
 from rap.studies.report.report import markdown_table

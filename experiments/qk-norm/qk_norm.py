@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rap
 from rap import assets
+from rap.calibration.text import evaluation_tokens
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.perplexity import perplexity
 from rap.model.layers import attention_layers
 from rap.model.norms import KeptNorm
-from rap.pipeline import evaluation_tokens
 
 RESULT = Path(__file__).with_name("qk-norm.json")
 RETAINS = (0.7, 0.5)

@@ -19,10 +19,10 @@ import torch
 
 import rap
 from rap import assets
+from rap.calibration.text import evaluation_tokens
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.methods import Rap
-from rap.pipeline import evaluation_tokens
 from rap.studies.analyses.channels import best_channels, index_aware, reindexed
 from rap.studies.report.report import markdown_table
 

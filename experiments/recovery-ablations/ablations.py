@@ -17,9 +17,9 @@ import torch
 
 import rap
 from rap import assets
+from rap.calibration.text import evaluation_tokens
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
-from rap.pipeline import evaluation_tokens
 from rap.recovery.config import preset
 from rap.recovery.distillation import distill
 from rap.studies.report.report import markdown_table

@@ -5,19 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from . import assets
-from .calibration.bos import Bos, bos_token, check_bos, describe_bos
-from .calibration.memory import describe_memory, estimate_memory
-from .calibration.run import calibrate, check_windows
-from .calibration.text import load_windows, read_text
+from .calibration.bos import Bos, bos_token
+from .calibration.text import evaluation_tokens
+from .calibration.workbench import CalibrationText, Workbench
 from .checkpoint.card import CARD_FILE, model_card, unmeasured
 from .checkpoint.files import PLAN_FILE, check_output, whole_directory, write_json
-from .checkpoint.load import copy_processor, load_config, load_dense, load_tokenizer
+from .checkpoint.load import copy_processor, load_tokenizer
 from .checkpoint.provenance import provenance
-from .checkpoint.source import resolve_source
 from .evaluation.cost.footprint import footprint
 from .evaluation.quality.perplexity import DEFAULT_WINDOW, perplexity
 from .methods import Method, parse_method, traits_of
@@ -25,7 +21,7 @@ from .methods.base import traits
 from .model.errors import CheckpointError, RapError
 from .model.families import WRAPPERS
 from .model.fingerprint import fingerprint_model
-from .model.layers import attention_spec, base_model_type, refuse_pruned, trained_length
+from .model.layers import base_model_type, trained_length
 from .planning.plan import Plan
 from .recovery.runs import finish
 from .recovery.stages import check_recovery, recover_stage, work_folder
@@ -33,17 +29,6 @@ from .surgery.replace import Replacement
 
 REPORT_FILE = "rap_report.json"
 EVALUATION_WINDOWS = 16
-STREAMED_CHARACTERS = 4_000_000  # about a million tokens, 450 windows of 2048
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A plan, with the dense model and tokenizer it was made for, and how its windows began."""
-
-    plan: Plan | Replacement
-    model: Any
-    tokenizer: Any
-    bos: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,64 +73,50 @@ def compress(
         method = parse_method(method, retain, seed=seed)
     if output is not None:
         check_output(output, force=force)
-    text: dict[str, Any] = {
-        "calibration": calibration,
-        "num_windows": num_windows,
-        "window": window,
-    }
-    common: dict[str, Any] = {"seed": seed, "bos": check_bos(bos), "progress": progress}
-    model, tokenizer = _open(source, tokenizer, dtype, device_map)
-    held_out = _held_out(evaluate, model, tokenizer, bos)
-    judged: dict[str, Any] = {"tokens": held_out, "bos": bos, "progress": progress}
-    decision = decide(model, method, tokenizer=tokenizer, **text, **common)
-    small = method.apply(decision.model, decision.plan)
-    models = (small, model, tokenizer)
-    small, recovery = recover_stage(*models, recover, texts=[calibration], output=output, **common)
+    reading = CalibrationText(calibration, num_windows, window, seed, bos)
+    placed: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
+    bench = Workbench.open(source, tokenizer, **placed, reading=reading, progress=progress)
+    held_out = _held_out(evaluate, bench)
+
+    plan = bench.plan(method)
+    small = method.apply(bench.model, plan)
+    small, recovery = recover_stage(
+        small,
+        bench.model,
+        bench.tokenizer,
+        recover,
+        texts=[calibration],
+        seed=seed,
+        output=output,
+        bos=bench.bos,
+        progress=progress,
+    )
+    judged: dict[str, Any] = {"tokens": held_out, "bos": bench.bos, "progress": progress}
     report = {
-        "source": source if isinstance(source, str) else str(model.name_or_path),
-        "model_type": decision.plan.model_type,
-        "calibration": _calibrated_on(num_windows, window, calibration, decision.bos),
+        "source": bench.name,
+        "model_type": plan.model_type,
+        "calibration": reading.describe(bench.bos),
         "retain": method.retain,
-        "kept_fraction": decision.plan.kept_fraction,
+        "kept_fraction": plan.kept_fraction,
         "method": method.describe(),
         "traits": traits(method),
-        "dense": measure(model, tokenizer, evaluate, **judged),
-        "pruned": measure(small, tokenizer, evaluate, **judged),
+        "dense": measure(bench.model, bench.tokenizer, evaluate, **judged),
+        "pruned": measure(small, bench.tokenizer, evaluate, **judged),
         "recovery": recovery,
-        "provenance": provenance(**text, evaluate=evaluate, dtype=str(dtype), seed=seed, bos=bos),
+        "provenance": provenance(
+            calibration=calibration,
+            num_windows=num_windows,
+            window=window,
+            evaluate=evaluate,
+            dtype=str(dtype),
+            seed=seed,
+            bos=bos,
+        ),
     }
     if output is not None:
-        save(small, decision.plan, output, tokenizer, report=report, force=force)
+        save(small, plan, output, bench.tokenizer, report=report, force=force)
         finish(work_folder(output))
-    return Compression(small, decision.plan, report)
-
-
-def decide(
-    source: Any,
-    method: Method,
-    *,
-    tokenizer: Any = None,
-    calibration: str = "bundled",
-    num_windows: int = 32,
-    window: int = 1024,
-    dtype: str | torch.dtype = "auto",
-    device_map: str | None = None,
-    seed: int = 0,
-    bos: Bos = "auto",
-    progress: bool = False,
-) -> Decision:
-    """Load, calibrate what the method needs, and plan; nothing is cut."""
-    model, tokenizer = _open(source, tokenizer, dtype, device_map)
-    first = bos_token(bos, tokenizer, model.config)
-    sizes = {"num_windows": num_windows, "window": window}
-    windows = load_windows(calibration, tokenizer, **sizes, seed=seed, bos=first)
-    check_windows(model, windows)
-    needs = method.needs_for(model)
-    if progress and needs:
-        estimate = describe_memory(estimate_memory(model, windows, needs))
-        Console(stderr=True).print(estimate, soft_wrap=True)
-    statistics = calibrate(model, windows, needs, progress=progress)
-    return Decision(method.plan(model, statistics), model, tokenizer, first)
+    return Compression(small, plan, report)
 
 
 def measure(
@@ -174,22 +145,6 @@ def measure(
         )
         result |= {"perplexity": found.value, "evaluation": {"text": text, **asdict(found)}}
     return result
-
-
-def evaluation_tokens(text: str, tokenizer: Any) -> Tensor:
-    """Token ids [N] of a held-out text: `bundled` test novels, a file, or a dataset name.
-
-    Of a streamed dataset (C4) the first four million characters are read.
-    """
-    if text == "bundled":
-        found = assets.reference_text("test")
-    else:
-        found = read_text(text, max_characters=STREAMED_CHARACTERS)
-    if not found.strip():
-        raise RapError("the evaluation text is empty: give a text with some words in it")
-    # verbose=False: the text is longer than the model's window on purpose.
-    ids = tokenizer(found, add_special_tokens=False, verbose=False).input_ids
-    return torch.tensor(ids)
 
 
 def save(
@@ -230,28 +185,12 @@ def save(
             (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 
-def _open(source: Any, tokenizer: Any, dtype: Any, device_map: str | None) -> tuple[Any, Any]:
-    if not isinstance(source, (str, Path)):
-        refuse_pruned(source.config)
-        attention_spec(source.config)
-        if tokenizer is None:
-            raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")
-        return source, tokenizer
-    path = resolve_source(source)
-    config = load_config(path)
-    refuse_pruned(config)
-    attention_spec(config)
-    tokenizer = tokenizer or load_tokenizer(path)
-    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
-    return load_dense(path, dtype=dtype, **placement), tokenizer
-
-
-def _held_out(text: str | None, model: Any, tokenizer: Any, bos: Bos) -> Tensor | None:
+def _held_out(text: str | None, bench: Workbench) -> Tensor | None:
     """Tokens of the text to evaluate on, refused before the calibration that would be wasted."""
     if text is None:
         return None
-    tokens, window = evaluation_tokens(text, tokenizer), _evaluation_window(model)
-    if bos_token(bos, tokenizer, model.config) is not None:
+    tokens, window = bench.held_out(text), _evaluation_window(bench.model)
+    if bench.bos is not None:
         window -= 1
     if len(tokens) < window:
         raise RapError(
@@ -264,16 +203,6 @@ def _held_out(text: str | None, model: Any, tokenizer: Any, bos: Bos) -> Tensor 
 def _evaluation_window(model: Any) -> int:
     longest = trained_length(model.config) or DEFAULT_WINDOW
     return min(DEFAULT_WINDOW, int(longest))
-
-
-def _calibrated_on(num_windows: int, window: int, text: str, bos: int | None) -> str:
-    read = f"{num_windows} windows of {window} tokens from {_public_name(text)}"
-    return f"{read}, {describe_bos(bos)}"
-
-
-def _public_name(text: str) -> str:
-    """A file's name without its folder: the model card is for others."""
-    return Path(text).name if Path(text).is_file() else text
 
 
 def _footprint(model: Any) -> dict[str, Any]:

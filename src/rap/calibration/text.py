@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import assets
-from ..model.errors import CalibrationError
+from ..model.errors import CalibrationError, RapError
 from .bos import Bos, bos_token, with_bos
 
 # The paper calibrates on the first of these: 32 windows of 1024 tokens, which are the defaults.
@@ -27,6 +27,7 @@ FILE_TYPES = (".txt", ".jsonl")
 
 # Characters that surely hold one token of running text; English has four to five.
 _CHARACTERS_PER_TOKEN = 16
+STREAMED_CHARACTERS = 4_000_000  # about a million tokens, 450 windows of 2048
 
 
 def load_windows(
@@ -95,6 +96,22 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     if path.suffix in FILE_TYPES or path.is_file():
         return _read_file(path)
     return _read_dataset(ALIASES.get(str(source), str(source)), max_characters)
+
+
+def evaluation_tokens(text: str, tokenizer: Any) -> Tensor:
+    """Token ids [N] of a held-out text: `bundled` test novels, a file, or a dataset name.
+
+    Of a streamed dataset (C4) the first four million characters are read.
+    """
+    if text == "bundled":
+        found = assets.reference_text("test")
+    else:
+        found = read_text(text, max_characters=STREAMED_CHARACTERS)
+    if not found.strip():
+        raise RapError("the evaluation text is empty: give a text with some words in it")
+    # verbose=False: the text is longer than the model's window on purpose.
+    ids = tokenizer(found, add_special_tokens=False, verbose=False).input_ids
+    return torch.tensor(ids)
 
 
 def _from_stretches(

@@ -5,16 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.bos import bos_token
-from ..calibration.run import check_windows
-from ..calibration.text import load_windows
+from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.files import check_output, whole_file, write_json
-from ..checkpoint.load import load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
-from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
-from ..model.fingerprint import fingerprint_model
-from ..pipeline import evaluation_tokens
 from ..studies.analyses.registry import ANALYSES
 from ..studies.analyses.study import Analysis, Study, figure_of
 from . import options
@@ -68,8 +62,8 @@ def analyze_command(
     study = _study(device_map=device_map, **settings)
     made = {
         "model": model,
-        "fingerprint": fingerprint_model(study.model),
-        "bos": study.bos,
+        "fingerprint": study.bench.fingerprint,
+        "bos": study.bench.bos,
         "provenance": provenance(**settings),
     }
     chosen = ANALYSES.values() if name == ALL else [ANALYSES[name]]
@@ -96,15 +90,11 @@ def _study(
     seed: int,
 ) -> Study:
     """The dense model with its texts, all of them checked before the first measurement."""
-    source = resolve_source(model)
-    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
-    dense, tokenizer = load_dense(source, dtype=dtype, **placement), load_tokenizer(source)
-    first = bos_token(bos, tokenizer, dense.config)
-    sizes = {"num_windows": windows, "window": window}
-    read = load_windows(calibration, tokenizer, **sizes, seed=seed, bos=first)
-    check_windows(dense, read)
-    tokens = evaluation_tokens(evaluate, tokenizer)
-    return Study(dense, read, tokens, window=window, num_windows=max_windows, bos=first)
+    reading = CalibrationText(calibration, windows, window, seed, bos)
+    bench = Workbench.open(model, dtype=dtype, device_map=device_map, reading=reading)
+    tokens = bench.held_out(evaluate)
+    assert bench.windows is not None  # read, and checked, before the first measurement
+    return Study(bench, tokens, window=window, num_windows=max_windows)
 
 
 def _answer(

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from ..calibration.text import evaluation_tokens
 from ..checkpoint.provenance import provenance
 from ..evaluation.cache.compressed import CacheCompression, compressed_perplexity, compressed_recall
 from ..evaluation.cache.presses import PRESSES, parse_press
 from ..evaluation.cache.quantized_cache import CACHE_KINDS
 from ..model.errors import RapError
-from ..pipeline import evaluation_tokens
 from . import options
 from .checkpoints import HELD_OUT, Opened, Quantize, ResultFile, finish, label, open_checkpoint
 from .options import print_table

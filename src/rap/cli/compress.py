@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
 from ..checkpoint.files import check_output, check_output_file, whole_file
 from ..checkpoint.load import load_config, load_dense
@@ -13,7 +14,7 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..methods import apply_plan, traits_of
 from ..model.errors import RapError
-from ..pipeline import compress, decide, save
+from ..pipeline import compress, save
 from ..planning.plan import Plan
 from ..recovery.stages import RECOVERIES
 from ..surgery.replace import Replacement, load_plan
@@ -81,20 +82,11 @@ def plan_command(
     """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
     check_output_file(output, force=force)
     chosen = cut.build(resolve_source(model), read.seed)
-    decision = decide(
-        model,
-        chosen,
-        calibration=read.calibration,
-        num_windows=read.windows,
-        window=read.window,
-        dtype=read.dtype,
-        device_map=read.device_map,
-        bos=read.bos,
-        seed=read.seed,
-        progress=True,
-    )
+    placed: dict[str, Any] = {"dtype": read.dtype, "device_map": read.device_map}
+    bench = Workbench.open(model, **placed, reading=read.text, progress=True)
+    decision = bench.plan(chosen)
     with whole_file(output, force=force) as partial:
-        decision.plan.save(partial)
+        decision.save(partial)
     settings: dict[str, Any] = {
         "calibration": read.calibration,
         "num_windows": read.windows,
@@ -102,7 +94,7 @@ def plan_command(
         "bos": read.bos,
         "seed": read.seed,
     }
-    _say_plan(decision.plan, output, as_json, model=model, dtype=read.dtype, **settings)
+    _say_plan(decision, output, as_json, model=model, dtype=read.dtype, **settings)
 
 
 def apply_command(

@@ -7,15 +7,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .. import assets
-from ..calibration.run import calibrate
-from ..calibration.text import load_windows
+from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.files import check_output, write_json
 from ..checkpoint.provenance import provenance
 from ..evaluation.cost.footprint import footprint
 from ..evaluation.quality.perplexity import perplexity
 from ..methods import Rap
-from ..pipeline import evaluation_tokens
 from ..recovery.stages import recover_stage
 from ..studies.report.figures import quality_against_cache
 from . import options
@@ -71,22 +68,18 @@ def demo_command(
 def run_demo(seed: int = 0) -> dict[str, Any]:
     """The demo's figures: dense, per retain ratio the paper's cut and the default, distilled."""
     torch.manual_seed(seed)
-    model = assets.reference_model(dtype=torch.float32)
-    tokenizer = assets.reference_tokenizer()
-    tokens = evaluation_tokens("bundled", tokenizer)
-    windows = load_windows(
-        "bundled", tokenizer, num_windows=CALIBRATION_WINDOWS, window=WINDOW, seed=seed
-    )
+    reading = CalibrationText("bundled", CALIBRATION_WINDOWS, WINDOW, seed)
+    bench = Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+    model, tokenizer, tokens = bench.model, bench.tokenizer, bench.held_out("bundled")
     # Single pairs in both, so that the two cuts are compared at the same cache.
     recipes = {"paper": Rap.paper(align=2, seed=seed), "rap": Rap(align=2, seed=seed)}
-    needs = frozenset().union(*(recipe.needs for recipe in recipes.values()))
-    statistics = calibrate(model, windows, needs, progress=True)
+    bench.statistics_for(recipes.values())
     rows = [_measure(model, tokens) | {"method": "dense", "retain": 1.0}]
     rows[0]["sample"] = _sample(model, tokenizer)
     for retain in RETAINS:
         for name, recipe in recipes.items():
             method = replace(recipe, retain=retain)
-            small = method.apply(model, method.plan(model, statistics))
+            small = method.apply(model, bench.plan(method))
             rows.append(_measure(small, tokens) | {"method": name, "retain": retain})
             if name == "rap" and retain == SAMPLE_RETAIN:
                 rows[-1]["sample"] = _sample(small, tokenizer)

@@ -8,6 +8,7 @@ import numpy as np
 import typer
 
 from ..calibration.bos import bos_token
+from ..calibration.text import evaluation_tokens
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.harness import GROUPS, harness_version, mean_score, run_tasks
@@ -15,7 +16,6 @@ from ..evaluation.quality.needle import heat_map, needle_grid, needle_table
 from ..evaluation.quality.perplexity import perplexity
 from ..evaluation.quality.recall import copy_loss, recall_grid
 from ..model.errors import RapError
-from ..pipeline import evaluation_tokens
 from . import options
 from .cache import cache_command
 from .checkpoints import HELD_OUT, Quantize, ResultFile, finish, label, open_checkpoint

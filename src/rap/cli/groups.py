@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from typing import Any
 
+from ..calibration.workbench import CalibrationText
 from ..checkpoint.load import load_config
 from ..methods import Method, parse_method
 from ..methods.naming import read_method
@@ -113,3 +114,8 @@ class Reading:
     device_map: options.DeviceMap = None
     bos: options.Bos = "auto"
     seed: options.Seed = 0
+
+    @property
+    def text(self) -> CalibrationText:
+        """What is read to calibrate."""
+        return CalibrationText(self.calibration, self.windows, self.window, self.seed, self.bos)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..calibration.bos import bos_token
+from ..calibration.text import evaluation_tokens
 from ..checkpoint.files import PLAN_FILE, check_output
 from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
@@ -16,7 +17,7 @@ from ..methods import METHODS
 from ..methods.base import traits
 from ..methods.settings import read_settings
 from ..model.errors import RapError
-from ..pipeline import REPORT_FILE, evaluation_tokens, measure, save
+from ..pipeline import REPORT_FILE, measure, save
 from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.runs import finish, processes

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import rap
 from cases.command import error_violations, run
 from cases.models import random_tokens, tiny_model
+from rap.calibration.workbench import Workbench
 from rap.model.errors import UnsupportedModelError
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_layers, layer_frequencies
@@ -19,9 +21,15 @@ from rap.studies.analyses.registry import ANALYSES
 from rap.studies.analyses.study import Study, figure_of, paper_cut
 
 
+def study_of(model: Any, windows_NT: torch.Tensor, tokens_N: torch.Tensor) -> Study:
+    bench = Workbench.open(model, rap.assets.reference_tokenizer())
+    bench.windows = windows_NT
+    return Study(bench, tokens_N, 32, 3)
+
+
 @pytest.fixture(scope="module")
 def study() -> Study:
-    return Study(tiny_model(), random_tokens(2, 32), random_tokens(1, 99)[0], 32, 3)
+    return study_of(tiny_model(), random_tokens(2, 32), random_tokens(1, 99)[0])
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +55,7 @@ def test_table_and_figure_are_made_of_the_data_alone(found, name, tmp_path):
 
 @pytest.mark.parametrize("name", ["orphans", "share", "loss"])
 def test_a_second_run_gives_the_same_digits(study, found, name):
-    again = Study(study.model, study.windows_NT, study.tokens_N, 32, 3)
+    again = study_of(study.model, study.bench.windows, study.tokens_N)
     assert ANALYSES[name].measure(again) == found[name]
 
 

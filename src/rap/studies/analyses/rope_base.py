@@ -1,7 +1,6 @@
 """Another base frequency on the same weights: is it the base that decides what a cut costs?"""
 
 import copy
-import dataclasses
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -46,7 +45,7 @@ def measure(study: Study) -> Data:
     }
     rows = []
     for base in BASES:
-        moved = dataclasses.replace(study, model=with_base(study.model, base), _statistics=None)
+        moved = study.on(with_base(study.model, base))
         found = {name: moved.after(method) for name, method in methods.items()}
         rows.append({"base": base, "dense": moved.perplexity(moved.model), **found})
     trained = float(study.model.config.rope_parameters["rope_theta"])

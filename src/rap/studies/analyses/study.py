@@ -1,16 +1,16 @@
 """What every analysis starts from, and what it is: data, a table and a figure."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ...calibration.bos import Bos, describe_bos
-from ...calibration.run import calibrate
+from ...calibration.bos import describe_bos
 from ...calibration.statistics import Statistics
+from ...calibration.workbench import Workbench
 from ...evaluation.quality.perplexity import perplexity
 from ...methods import Method, Rap
 
@@ -21,34 +21,37 @@ Data = dict[str, Any]
 
 @dataclass(eq=False)
 class Study:
-    """A dense model, windows [N, T] to calibrate on, and held-out tokens [N] to judge on.
+    """A dense model on its workbench, and held-out tokens [N] to judge on.
 
-    Perplexity is over the first `num_windows` windows of `window` tokens, which begin with `bos`.
+    Perplexity is over the first `num_windows` windows of `window` tokens.
     """
 
-    model: Any
-    windows_NT: Tensor
+    bench: Workbench
     tokens_N: Tensor
     window: int = 512
     num_windows: int = 24
-    bos: Bos = "auto"
-    _statistics: Statistics | None = field(default=None, repr=False)
+
+    @property
+    def model(self) -> Any:
+        """The dense model."""
+        return self.bench.model
+
+    def on(self, model: Any) -> "Study":
+        """The same study of another model with the same tokenizer."""
+        return replace(self, bench=self.bench.on(model))
 
     def statistics(self, needs: Collection[str]) -> Statistics:
         """Statistics of the model that cover `needs`; collected once, more only when asked."""
-        known = self._statistics.needs if self._statistics is not None else frozenset()
-        if self._statistics is None or not set(needs) <= known:
-            self._statistics = calibrate(self.model, self.windows_NT, set(needs) | known)
-        return self._statistics
+        return self.bench.statistics(needs)
 
     def plan(self, method: Method) -> Any:
         """The plan of a method for this model."""
-        return method.plan(self.model, self.statistics(method.needs_for(self.model)))
+        return self.bench.plan(method)
 
     def perplexity(self, model: Any) -> float:
         """Of any model, on the held-out text."""
         sizes: dict[str, Any] = {"window": self.window, "max_windows": self.num_windows}
-        return perplexity(model, self.tokens_N, **sizes, bos=self.bos).value
+        return perplexity(model, self.tokens_N, **sizes, bos=self.bench.bos).value
 
     def after(self, method: Method, plan: Any = None) -> float:
         """Perplexity of the model cut by `method`, by a plan of its own unless one is given."""
@@ -57,11 +60,11 @@ class Study:
     @property
     def note(self) -> str:
         """How perplexity was measured, for the note of a table."""
-        begins = f", {describe_bos(self.bos)}" if isinstance(self.bos, int) else ""
-        calibrated = f"{len(self.windows_NT)} windows of {self.windows_NT.shape[1]}"
+        bos, (count, length) = self.bench.bos, self.bench.windows.shape
+        begins = f", {describe_bos(bos)}" if bos is not None else ""
         return (
             f"Perplexity over {self.num_windows} windows of {self.window} tokens{begins}, "
-            f"no training; calibrated on {calibrated}."
+            f"no training; calibrated on {count} windows of {length}."
         )
 
 

@@ -1,6 +1,5 @@
 """Running a comparison: what is finished is kept, what fails is recorded, the rest goes on."""
 
-import hashlib
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,17 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...calibration.bos import bos_token
-from ...calibration.run import calibrate, check_windows
 from ...calibration.statistics import Statistics
-from ...calibration.text import load_windows
-from ...checkpoint.files import check_output, whole_file, write_json
-from ...checkpoint.load import load_dense, load_tokenizer
+from ...calibration.workbench import CalibrationText, Workbench
+from ...checkpoint.files import check_output, write_json
 from ...checkpoint.provenance import provenance
-from ...checkpoint.source import resolve_source
 from ...model.errors import RapError
-from ...model.fingerprint import fingerprint_model
-from ...pipeline import evaluation_tokens
 from ...recovery.config import PRESETS
 from ...recovery.runs import finish
 from ...recovery.stages import recover_stage, work_folder
@@ -75,7 +68,7 @@ def compare(
     check_output(output, force=True)
     bench = Bench(source, tokenizer, dtype, device_map, grid, Path(output), progress)
     wanted = bench.cells
-    named = source if isinstance(source, str) else str(bench.model.name_or_path or "a live model")
+    named = bench.dense.name
     environment = provenance(model=named, dtype=str(dtype), **asdict(grid))
     for number, cell in enumerate(wanted, start=1):
         say(f"[{number}/{len(wanted)}] {cell}: {bench.run(cell)}")
@@ -93,7 +86,7 @@ def compare(
 
 
 class Bench:
-    """The dense model with its texts and statistics, loaded once for all cells."""
+    """The dense model on its workbench, and the cells that are made of it."""
 
     def __init__(
         self,
@@ -106,21 +99,21 @@ class Bench:
         progress: bool,
     ) -> None:
         self.grid, self.output, self.progress = grid, output, progress
-        if isinstance(source, (str, Path)):
-            path = resolve_source(source)
-            placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
-            self.tokenizer = tokenizer or load_tokenizer(path)
-            self.model = load_dense(path, dtype=dtype, **placement)
-        elif tokenizer is None:
-            raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")
-        else:
-            self.model, self.tokenizer = source, tokenizer
-        self.fingerprint = fingerprint_model(self.model)
-        self.tokens: Tensor = evaluation_tokens(grid.measures.text, self.tokenizer)
-        self.bos = bos_token(grid.bos, self.tokenizer, self.model.config)
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        self.cells = grid.cells(self.fingerprint, dtype, self.bos)
-        self._statistics: Statistics | None = None
+        reading = CalibrationText(
+            grid.calibration, grid.num_windows, grid.window, grid.seed, grid.bos
+        )
+        self.dense = Workbench.open(
+            source,
+            tokenizer,
+            dtype=dtype,
+            device_map=device_map,
+            reading=reading,
+            kept_in=output,
+            progress=progress,
+        )
+        self.tokens: Tensor = self.dense.held_out(grid.measures.text)
+        dtype = str(self.dense.model.dtype).removeprefix("torch.")
+        self.cells = grid.cells(self.dense.fingerprint, dtype, self.dense.bos)
 
     def folder(self, cell: Cell) -> Path:
         """Where a cell is stored."""
@@ -152,63 +145,35 @@ class Bench:
         return f"{_told(result)} ({result['seconds']:.0f} s)"
 
     def _result(self, cell: Cell) -> dict[str, Any]:
-        model, made = self.model, {}
+        model, made = self.dense.model, {}
         if cell.method is not None:
-            plan = cell.method.plan(self.model, self.statistics())
-            small = cell.method.apply(self.model, plan)
+            plan = cell.method.plan(self.dense.model, self.statistics())
+            small = cell.method.apply(self.dense.model, plan)
             model, recovery = recover_stage(
                 small,
-                self.model,
-                self.tokenizer,
+                self.dense.model,
+                self.dense.tokenizer,
                 cell.recover,
                 texts=[self.grid.calibration],
                 config=self.grid.distillation(cell.recover) if cell.recover in PRESETS else None,
                 seed=self.grid.seed,
                 output=self.folder(cell),
-                bos=self.bos,
+                bos=self.dense.bos,
                 progress=self.progress,
             )
             # The loss curve is long, and nobody reads it here.
             recovery.get("distillation", {}).pop("history", None)
             made = {"kept_fraction": plan.kept_fraction, "recovery": recovery}
-        asked: dict[str, Any] = {"seed": self.grid.seed, "bos": self.bos}
+        asked: dict[str, Any] = {"seed": self.grid.seed, "bos": self.dense.bos}
         measures = self.grid.measures
-        found = measure(model, self.model, self.tokenizer, self.tokens, measures, **asked)
+        found = measure(
+            model, self.dense.model, self.dense.tokenizer, self.tokens, measures, **asked
+        )
         return {**made, **found, "provenance": provenance(**cell.config)}
 
     def statistics(self) -> Statistics:
         """What all methods of the grid need, collected once and kept beside the cells."""
-        if self._statistics is None:
-            methods = [cell.method for cell in self.cells if cell.method is not None]
-            needs = frozenset().union(*(method.needs_for(self.model) for method in methods))
-            path = self._statistics_path()
-            kept = Statistics.load(path) if path.is_file() else None
-            if kept is None or not needs <= kept.needs:
-                kept = self._calibrate(needs)
-                with whole_file(path) as partial:
-                    kept.save(partial)
-            self._statistics = kept
-        return self._statistics
-
-    def _statistics_path(self) -> Path:
-        """Named by the weights and the text they read."""
-        grid = self.grid
-        read: tuple[Any, ...] = (self.fingerprint, grid.calibration, grid.num_windows, grid.window)
-        read += (grid.seed,) if self.bos is None else (grid.seed, self.bos)
-        digest = hashlib.sha256(repr(read).encode()).hexdigest()[:8]
-        return self.output / f"statistics-{digest}.safetensors"
-
-    def _calibrate(self, needs: frozenset[str]) -> Statistics:
-        windows = load_windows(
-            self.grid.calibration,
-            self.tokenizer,
-            num_windows=self.grid.num_windows,
-            window=self.grid.window,
-            seed=self.grid.seed,
-            bos=self.bos,
-        )
-        check_windows(self.model, windows)
-        return calibrate(self.model, windows, needs, progress=self.progress)
+        return self.dense.statistics_for(cell.method for cell in self.cells if cell.method)
 
 
 def _told(result: dict[str, Any]) -> str:

@@ -1,0 +1,177 @@
+"""A dense model on the bench: opened once, its text and statistics read once, for all that asks.
+
+Shapes: N windows, T tokens of a window, K tokens of a text.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ..checkpoint.files import whole_file
+from ..checkpoint.load import load_config, load_dense, load_tokenizer
+from ..checkpoint.source import resolve_source
+from ..model.errors import RapError
+from ..model.fingerprint import fingerprint_model
+from ..model.layers import attention_spec, refuse_pruned
+from .bos import Bos, bos_token, check_bos, describe_bos
+from .memory import describe_memory, estimate_memory
+from .run import calibrate, check_windows
+from .statistics import Statistics
+from .text import evaluation_tokens, load_windows
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """What is read to calibrate: `num_windows` windows of `window` tokens, drawn from a text.
+
+    `text` is what `text.read_text` knows; windows begin as `bos.bos_token` decides by `bos`.
+    """
+
+    text: str = "bundled"
+    num_windows: int = 32
+    window: int = 1024
+    seed: int = 0
+    bos: Bos = "auto"
+
+    def describe(self, bos: int | None) -> str:
+        """For a report, which is for others: a file goes by its name, without its folder."""
+        text = Path(self.text).name if Path(self.text).is_file() else self.text
+        read = f"{self.num_windows} windows of {self.window} tokens from {text}"
+        return f"{read}, {describe_bos(bos)}"
+
+
+@dataclass(eq=False)
+class Workbench:
+    """The dense `model` and its `tokenizer`, with what is read and measured of them only once.
+
+    With `kept_in`, statistics are stored there, and a later bench of the same weights and reading
+    takes them from there.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    reading: CalibrationText = field(default_factory=CalibrationText)
+    kept_in: Path | None = None
+    progress: bool = False
+    _statistics: Statistics | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def open(
+        cls,
+        source: Any,
+        tokenizer: Any = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device_map: str | None = None,
+        reading: CalibrationText | None = None,
+        kept_in: Path | None = None,
+        progress: bool = False,
+    ) -> "Workbench":
+        """Load what `source.resolve_source` knows, or take a live model with its tokenizer.
+
+        Raises a RapError, before weights are read, for a model that is pruned already or of no
+        known family, a live model without a tokenizer, or a source that cannot be read.
+        """
+        reading = reading or CalibrationText()
+        check_bos(reading.bos)
+        if isinstance(source, (str, Path)):
+            path = resolve_source(source)
+            config = load_config(path)
+            refuse_pruned(config)
+            attention_spec(config)
+            tokenizer = tokenizer or load_tokenizer(path)
+            placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+            model, name = load_dense(path, dtype=dtype, **placement), str(source)
+        else:
+            refuse_pruned(source.config)
+            attention_spec(source.config)
+            if tokenizer is None:
+                raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")
+            model, name = source, str(source.name_or_path or "a live model")
+        return cls(model, tokenizer, name, reading, kept_in, progress)
+
+    def on(self, model: Any) -> "Workbench":
+        """The same windows for another model with this tokenizer; nothing else is shared."""
+        other = replace(self, model=model, kept_in=None)
+        other.windows = self.windows
+        return other
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the dense weights."""
+        return fingerprint_model(self.model)
+
+    @cached_property
+    def bos(self) -> int | None:
+        """The token that windows of text begin with, or None."""
+        return bos_token(self.reading.bos, self.tokenizer, self.model.config)
+
+    @cached_property
+    def windows(self) -> Tensor:
+        """The calibration windows, LongTensor [N, T]; CalibrationError if the model cannot."""
+        read = self.reading
+        windows = load_windows(
+            read.text,
+            self.tokenizer,
+            num_windows=read.num_windows,
+            window=read.window,
+            seed=read.seed,
+            bos=self.bos,
+        )
+        check_windows(self.model, windows)
+        return windows
+
+    def held_out(self, text: str) -> Tensor:
+        """Token ids [K] of a text to judge on, as `text.evaluation_tokens` reads it."""
+        return evaluation_tokens(text, self.tokenizer)
+
+    def statistics(self, needs: Collection[str]) -> Statistics:
+        """Statistics that cover `needs`: those there are, or collected with what is there already.
+
+        Ask for all needs at once where they are known: each collection reads all windows.
+        """
+        if self._statistics is None:
+            self._statistics = self._stored()
+        known = self._statistics.needs if self._statistics is not None else frozenset()
+        if self._statistics is None or not set(needs) <= known:
+            self._statistics = self._collect(frozenset(needs) | known)
+        return self._statistics
+
+    def statistics_for(self, methods: Iterable[Any]) -> Statistics:
+        """Statistics that cover what every one of `methods` needs for this model."""
+        needs = (method.needs_for(self.model) for method in methods)
+        return self.statistics(frozenset().union(*needs))
+
+    def plan(self, method: Any) -> Any:
+        """What a method decides for this model."""
+        return method.plan(self.model, self.statistics_for([method]))
+
+    def _collect(self, needs: frozenset[str]) -> Statistics:
+        if self.progress and needs:
+            estimate = describe_memory(estimate_memory(self.model, self.windows, needs))
+            Console(stderr=True).print(estimate, soft_wrap=True)
+        collected = calibrate(self.model, self.windows, needs, progress=self.progress)
+        if self.kept_in is not None:
+            with whole_file(self._file(self.kept_in)) as partial:
+                collected.save(partial)
+        return collected
+
+    def _stored(self) -> Statistics | None:
+        path = self._file(self.kept_in) if self.kept_in is not None else None
+        return Statistics.load(path) if path is not None and path.is_file() else None
+
+    def _file(self, folder: Path) -> Path:
+        """Named by the weights and the text they read."""
+        read = self.reading
+        parts: tuple[Any, ...] = (self.fingerprint, read.text, read.num_windows, read.window)
+        parts += (read.seed,) if self.bos is None else (read.seed, self.bos)
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+        return folder / f"statistics-{digest}.safetensors"
