@@ -1,5 +1,7 @@
 """The weighted subspace against the Eckart-Young bound, and folded keys against complex algebra."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,7 +9,14 @@ import rap
 from cases.models import random_tokens, tiny_model
 from rap.model.layers import attention_layers
 from rap.model.rope import AttentionShape, HeadGeometry
-from rap.planning.folding import EDGES, fold_head, frequency_groups, logit_error, spectrum
+from rap.planning.folding import (
+    EDGES,
+    NUM_DISTANCES,
+    fold_head,
+    frequency_groups,
+    logit_error,
+    spectrum,
+)
 from rap.planning.subspace import hermitian_root, output_gram, weighted_subspace
 
 SIZE = 8
@@ -120,6 +129,49 @@ def test_mismatch_counts() -> None:
     wrong = torch.full_like(head.frequency, 3)
     slots = (head.key_mix, head.query_mix, 1000)
     assert head.error < logit_error(*roots, frequencies, wrong, *slots)
+
+
+def turned_by(pairs: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Pairs as channels [..., 2P], turned as `rope.rotate_pairs` turns them."""
+    first, second, cos, sin = pairs.real, pairs.imag, angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_logit_error_is_that_of_rotated_channels(turned: bool) -> None:
+    """Mean square over readers and keys, by real arithmetic; a query stands d after its key."""
+    frequencies = torch.tensor([0.3, 0.02, 0.018, 0.016, 0.001], dtype=torch.float64)
+    context, size = 400, len(frequencies)
+    generator = torch.Generator().manual_seed(16)
+    samples = torch.randn(2, 30, size, dtype=torch.complex128, generator=generator)
+    mix = torch.randn(2, size, size, dtype=torch.complex128, generator=generator)
+    readers, keys = samples @ mix
+    readers = torch.cat([readers, 1j * readers])
+    moments = [x.mT @ x.conj() / len(x) for x in (readers, keys)]
+    settings = {"turned": True} if turned else {}
+    head = fold_head(*moments, frequencies, 3, context, candidates=[(10.0,)], **settings)
+    assert len(set(head.frequency.tolist()) & {1, 2, 3, 4}) >= 2  # some slots are of a group
+    errors = []
+    for step in torch.linspace(0, 1, NUM_DISTANCES, dtype=torch.float64):
+        distance = torch.expm1(step * math.log1p(math.sqrt(context)))
+        queries = readers
+        if turned:  # as the key sees them, so that the query itself is turned back
+            queries = readers * torch.polar(torch.ones(()).double(), -distance * frequencies)
+        kept = distance * frequencies[head.frequency]
+        full = turned_by(queries, distance * frequencies) @ turned_by(keys, 0 * frequencies).T
+        short = turned_by(queries @ head.query_mix.T, kept)
+        errors.append(full - short @ turned_by(keys @ head.key_mix.T, 0 * kept).T)
+    explicit = torch.stack(errors).square().mean()
+    # How far distances reach is rounded to float32.
+    assert head.error == pytest.approx(float(explicit), rel=1e-6)
+    weights = spectrum(*moments, frequencies, context, edges=())
+    assert float(weights.sum()) == pytest.approx(_without(readers, keys), rel=1e-9)
+
+
+def _without(readers: torch.Tensor, keys: torch.Tensor) -> float:
+    """Mean square of what single pairs add to a logit, summed over pairs."""
+    channels = [torch.stack([x.real, x.imag], -1) for x in (readers, keys)]
+    return float(torch.einsum("npc,mpc->nmp", *channels).square().mean((0, 1)).sum())
 
 
 def test_the_best_candidate_is_chosen() -> None:

@@ -188,7 +188,7 @@ class Rap(PairPruning):
             context = self.context or dense.context
             if self.profile == "stock":
                 return _fold_alike(moments, widths, dense, context, self.metric)
-            folded = _fold_all(moments, widths, dense, context)
+            folded = _fold_all(moments, widths, dense, context, self.metric)
             for index, layer in enumerate(plain):
                 if layer is not None and layer.num_free and dense.mixes_keys[index]:
                     free = free_moments(statistics.layers[index] or {}, self.metric)
@@ -198,15 +198,23 @@ class Rap(PairPruning):
 
 
 def _fold_all(
-    moments: Sequence[Moments | None], widths: Sequence[int], dense: DenseLayers, context: int
+    moments: Sequence[Moments | None],
+    widths: Sequence[int],
+    dense: DenseLayers,
+    context: int,
+    metric: Metric,
 ) -> list[dict[str, Tensor]]:
+    turned = metric == "loss"  # gradients of keys
     folded: list[dict[str, Tensor]] = []
     for layer, width, own in zip(moments, widths, dense.frequencies, strict=True):
         if layer is None or own is None:
             folded.append({})
             continue
-        both = zip(*layer, strict=True)
-        folded.append(_folded([fold_head(read, key, own, width, context) for key, read in both]))
+        heads = [
+            fold_head(read, key, own, width, context, turned=turned)
+            for key, read in zip(*layer, strict=True)
+        ]
+        folded.append(_folded(heads))
     return folded
 
 
@@ -236,8 +244,9 @@ def _fold_alike(
     """One list of slots: heads' losses compare as they are, their errors only as shares."""
     present = [(read, key) for key, read in (layer for layer in moments if layer is not None)]
     frequencies = shared_frequencies(dense.frequencies)
-    relative = metric == "output"
-    heads = iter(shared_slots(present, frequencies, max(widths), context, relative=relative))
+    loss = metric == "loss"  # gradients of keys
+    slots = shared_slots(present, frequencies, max(widths), context, relative=not loss, turned=loss)
+    heads = iter(slots)
     return [_folded(next(heads)) if layer is not None else {} for layer in moments]
 
 

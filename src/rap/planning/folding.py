@@ -1,5 +1,8 @@
 """Folding keys: pairs that turn nearly alike over the context share fewer slots.
 
+A logit is the real part of q^H R_d k. Moments are taken of circular pairs (a phase of its own in
+every sample), of which the real part is half the square: E[Re(z)^2] = E|z|^2 / 2.
+
 Inside a group of near-equal frequencies a complex-linear map commutes with the rotation up to the
 frequency mismatch, so the group is compressed by the complex SVD of C_q^1/2 C_k^1/2 instead of by
 dropping pairs. Every slot rotates at the frequency of one pair of its group. Plain pairs are groups
@@ -27,6 +30,8 @@ EDGES: tuple[tuple[float, ...], ...] = (
     (3.0, 10.0, 30.0),
 )
 NUM_DISTANCES = 64
+# Of the square of a complex product: what its real part has, in the mean over phases.
+REAL_SHARE = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +70,13 @@ def fold_head(
     num_slots: int,
     context: int,
     candidates: Sequence[Sequence[float]] = EDGES,
+    *,
+    turned: bool = False,
 ) -> FoldedHead:
     """The best way to keep `num_slots` slots of one head, over the candidate groupings.
 
     Within a grouping the directions with the largest weights stay, whichever their group. Between
-    groupings `logit_error` decides, rotation mismatch included.
+    groupings `logit_error` decides, rotation mismatch included; `turned` as it says.
     """
     found = []
     for edges in candidates:
@@ -80,7 +87,9 @@ def fold_head(
         slots: dict[int, list[int]] = {}
         for group, rank in ranked[:num_slots]:
             slots.setdefault(group, []).append(directions[group][rank].pair)
-        head = fill_slots(query_PP, key_PP, frequencies, groups, directions, slots, context)
+        head = fill_slots(
+            query_PP, key_PP, frequencies, groups, directions, slots, context, turned=turned
+        )
         found.append(head)
     return min(found, key=lambda head: head.error)
 
@@ -106,7 +115,8 @@ def group_directions(
         energy = factors.down.abs().square() * torch.diagonal(key).real
         mixes = torch.zeros(2, len(members), len(query_PP), dtype=torch.complex128)
         mixes[0][:, members], mixes[1][:, members] = factors.down, factors.up.mH
-        rows = zip(factors.singular.tolist(), members[energy.argmax(-1)].tolist(), strict=True)
+        weights = factors.singular * REAL_SHARE**0.5
+        rows = zip(weights.tolist(), members[energy.argmax(-1)].tolist(), strict=True)
         directions[group] = [
             Direction(weight, pair, mixes[0, rank], mixes[1, rank])
             for rank, (weight, pair) in enumerate(rows)
@@ -122,6 +132,8 @@ def fill_slots(
     directions: Mapping[int, Sequence[Direction]],
     slots: Mapping[int, Sequence[int]],
     context: int,
+    *,
+    turned: bool = False,
 ) -> FoldedHead:
     """A head whose best directions of every group rotate at the pairs that `slots` lists for it.
 
@@ -143,7 +155,7 @@ def fill_slots(
     key_mix = torch.stack([direction.key_mix for direction in filled])
     query_mix = torch.stack([direction.query_mix for direction in filled])
     roots = hermitian_root(query_PP), hermitian_root(key_PP)
-    error = logit_error(*roots, frequencies, frequency, key_mix, query_mix, context)
+    error = logit_error(*roots, frequencies, frequency, key_mix, query_mix, context, turned=turned)
     return FoldedHead(frequency, key_mix, query_mix, error)
 
 
@@ -172,19 +184,29 @@ def logit_error(
     key_mix: Tensor,
     query_mix: Tensor,
     context: int,
+    *,
+    turned: bool = False,
 ) -> float:
-    """Expected |q^H R_d k - q'^H R'_d k'|^2 over distances d, for independent q and k.
+    """Expected square of Re(q^H R_d k - q'^H R'_d k') over distances d, for independent q and k.
 
-    It is the mean over d of ||C_q^1/2 (R_d - B^H R'_d A) C_k^1/2||^2, with A and B the key and
-    query mixing. Distances are spaced evenly in log(1 + d) up to the root of `context`: attention
-    looks at near tokens most, and a longer reach chose worse groupings (docs/log.md).
+    It is the mean over d of half ||C_q^1/2 (R_d - B^H R'_d A) C_k^1/2||^2, with A and B the key and
+    query mixing, and R_d = diag(e^{-i theta d}): a query stands d tokens after its key.
+    With `turned`, C_q is of queries as the key sees them, R_d^H q, as gradients of keys are: those
+    of queries are R_d C_q R_d^H. Distances are spaced evenly in log(1 + d) up to the root of
+    `context`: attention looks at near tokens most, and a longer reach chose worse groupings
+    (docs/log.md).
     """
     steps = torch.linspace(0, 1, NUM_DISTANCES, dtype=torch.float64)
-    distances = torch.expm1(steps * torch.log1p(torch.tensor(float(context)).sqrt()))
+    distances = -torch.expm1(steps * torch.log1p(torch.tensor(float(context)).sqrt()))
     dense = torch.polar(torch.ones(()).double(), distances[:, None] * frequencies)
     turning = torch.polar(torch.ones(()).double(), distances[:, None] * frequencies[frequency])
-    # C_q^1/2 and C_k^1/2 absorbed once, the rotations applied as diagonals per distance.
-    left, right = query_root_PP @ query_mix.mH, key_mix @ key_root_PP
-    full = torch.einsum("ap,dp,pb->dab", query_root_PP, dense, key_root_PP)
-    kept = torch.einsum("am,dm,mb->dab", left, turning, right)
-    return float((full - kept).abs().square().sum((1, 2)).mean())
+    # The roots are absorbed once, the rotations applied as diagonals per distance. A root of
+    # R_d C_q R_d^H is C_q^1/2 R_d^H.
+    if turned:
+        full = query_root_PP @ key_root_PP
+        left = torch.einsum("ap,dp,mp->dam", query_root_PP, dense.conj(), query_mix.conj())
+    else:
+        full = torch.einsum("ap,dp,pb->dab", query_root_PP, dense, key_root_PP)
+        left = query_root_PP @ query_mix.mH
+    kept = (left * turning[:, None]) @ (key_mix @ key_root_PP)
+    return REAL_SHARE * float((full - kept).abs().square().sum((1, 2)).mean())

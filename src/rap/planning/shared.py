@@ -89,6 +89,7 @@ def shared_slots(
     candidates: Sequence[Sequence[float]] = EDGES,
     *,
     relative: bool = True,
+    turned: bool = False,
 ) -> list[list[FoldedHead]]:
     """Folded slots at one list of frequencies for all heads, [layer][head], each with its own mix.
 
@@ -97,7 +98,7 @@ def shared_slots(
     carry over all heads, and each slot takes the pair that weighs most in that rank of the group;
     the grouping with the smallest sum of errors wins. With `relative` every head has one vote, its
     error and energy divided by its total; else heads weigh by what they lose. A group that keeps
-    all its slots stays plain.
+    all its slots stays plain. `turned` as in `folding.logit_error`.
     """
     heads = [pair for layer in moments for pair in zip(*layer, strict=True)]
     best: list[FoldedHead] = []
@@ -108,7 +109,7 @@ def shared_slots(
         totals = [_total(directions) if relative else 1.0 for directions in found]
         slots = _shared_list(found, totals, num_slots)
         filled = [
-            fill_slots(query, key, frequencies, groups, directions, slots, context)
+            fill_slots(query, key, frequencies, groups, directions, slots, context, turned=turned)
             for (query, key), directions in zip(heads, found, strict=True)
         ]
         error = sum(head.error / total for head, total in zip(filled, totals, strict=True))
