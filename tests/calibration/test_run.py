@@ -107,7 +107,8 @@ def test_gradient_moments_are_those_of_explicit_gradients(name, windows):
         for role, gradient in by.items():
             heads = gradient[0].unflatten(-1, (-1, shape.head_dim)).double()
             groups = heads.unflatten(1, (shape.num_kv_heads, -1))
-            moments[role] = moments[role] + torch.einsum("tgrd,tgre->gde", groups, groups)
+            read = heads.unsqueeze(2) if role == "o" else groups
+            moments[role] = moments[role] + torch.einsum("tgrd,tgre->gde", read, read)
     for handle in handles:
         handle.remove()
     mean = {role: moment / windows.numel() for role, moment in moments.items()}
@@ -387,12 +388,24 @@ def test_other_files_are_refused(statistics, tmp_path, monkeypatch):
     save_file({"x": torch.ones(1)}, tmp_path / "tensors")
     with pytest.raises(CalibrationError, match="does not hold calibration statistics"):
         Statistics.load(tmp_path / "tensors")
-    newer = replace(statistics_file.FILE, version=2)
+    newer = replace(statistics_file.FILE, version=3)
     monkeypatch.setattr(statistics_file, "FILE", newer)
     statistics.save(tmp_path / "newer")
     monkeypatch.undo()
-    with pytest.raises(CalibrationError, match="statistics version 2, this release reads up to 1"):
+    with pytest.raises(CalibrationError, match="statistics version 3, this release reads up to 2"):
         Statistics.load(tmp_path / "newer")
+
+
+@pytest.mark.parametrize("need", ["values", "gradients", "energy"])
+def test_sums_over_query_heads_of_the_first_version_are_refused(need, tmp_path, monkeypatch):
+    monkeypatch.setattr(statistics_file, "FILE", replace(statistics_file.FILE, version=1))
+    Statistics(({"x": torch.ones(2)},), 1, 2, frozenset({need})).save(tmp_path / "old")
+    monkeypatch.undo()
+    if need == "energy":
+        assert torch.equal(Statistics.load(tmp_path / "old").layers[0]["x"], torch.ones(2))
+        return
+    with pytest.raises(CalibrationError, match=f"version 1 of {need} .* calibrate again"):
+        Statistics.load(tmp_path / "old")
 
 
 def test_a_statistic_that_was_not_collected_is_named(model, windows):
@@ -414,7 +427,8 @@ def test_the_memory_estimate_counts_what_is_held(model, windows):
     assert dense["activations"] > found["activations"]
     forward = estimate_memory(model, windows, {"values", "pairs"})
     heads, width, pairs = 2, model.config.head_dim, model.config.head_dim // 2
-    moments = 4 * (heads * width**2 + 2 * 2 * heads * pairs**2)
+    # Of values by query head, of which there are four.
+    moments = 4 * (2 * heads * width**2 + 2 * 2 * heads * pairs**2)
     assert forward["accumulators"] == model.config.num_hidden_layers * moments
     assert forward["gradients"] == forward["logits"] == 0
     assert forward["activations"] > 0

@@ -37,7 +37,9 @@ def curve(model, statistics, index, **mixes):
 
 @pytest.mark.parametrize("steps", [1, 3, 6])
 def test_values_lose_what_their_projection_takes_away(calibrated, steps):
-    """1/2 tr(O (I - P) C (I - P)^T) of the planned subspace is the curve's part for values."""
+    """1/2 tr(O (I - P) C (I - P)^T) of the planned subspace, summed over query heads, is the
+    curve's part for values.
+    """
     model, statistics = calibrated
     retain = steps / 8
     plan = rap.Rap(retain=retain, budget="uniform", align=2).plan(model, statistics)
@@ -45,7 +47,9 @@ def test_values_lose_what_their_projection_takes_away(calibrated, steps):
     down, up = layer.value_down_GCD, layer.value_up_GDC
     lost = torch.eye(16, dtype=torch.float64) - up.double() @ down.double()
     reader, moment = found["value_gradient"].double(), found["value_moment"].double()
-    explicit = 0.5 * torch.einsum("gij,gjk,gkl,gil->", reader, lost, moment, lost)
+    assert reader.shape == moment.shape == (4, 16, 16)
+    lost = lost.repeat_interleave(2, 0)
+    explicit = 0.5 * torch.einsum("hij,hjk,hkl,hil->", reader, lost, moment, lost)
     whole = curve(model, statistics, 1)
     keys_alone = _key_part(model, statistics, 1, steps)
     torch.testing.assert_close(

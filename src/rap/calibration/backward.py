@@ -1,6 +1,7 @@
 """Gradients of the loss by keys and by what o_proj reads: what calibration's backward pass watches.
 
-Shapes: B batch, T tokens, G KV heads, D head dim, P pairs, F channels that never rotate.
+Shapes: B batch, T tokens, H query heads, G KV heads, D head dim, P pairs, F channels that never
+rotate.
 """
 
 from functools import partial
@@ -18,6 +19,7 @@ from .observers import (
     GradientStatistic,
     WatchedLayer,
     by_kv_head,
+    by_query_head,
     complex_pairs,
     free_channels,
 )
@@ -27,7 +29,7 @@ class GradientMoment(GradientStatistic):
     """Second moments of the loss gradient by keys and by what o_proj reads: what a change costs.
 
     Keys as complex pairs before rotation, E[g g^H], and their channels that never rotate, in the
-    frame of PairMoment's keys.
+    frame of PairMoment's keys; what o_proj reads by query head, as in ValueMoment.
     """
 
     need = "gradients"
@@ -40,19 +42,22 @@ class GradientMoment(GradientStatistic):
         self.pairs = layer.zeros("k", heads, geometry.num_pairs, geometry.num_pairs)
         self.pairs = self.pairs.to(torch.complex64)
         self.free = layer.zeros("k", heads, geometry.num_free, geometry.num_free)
-        self.values = layer.zeros("o", heads, width, width)
+        self.values = layer.zeros("o", layer.shape.num_heads, width, width)
 
     @staticmethod
     def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
         geometry, width = layer.shape.geometry, layer.shape.head_dim
         keys = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
-        return layer.shape.num_kv_heads * (keys + FLOAT * width**2)
+        values = layer.shape.num_heads * FLOAT * width**2
+        return layer.shape.num_kv_heads * keys + values
 
     def see(self, role: str, gradient: Tensor) -> None:
-        heads_GND = by_kv_head(split_heads(gradient, self.shape.head_dim), self.shape)
+        states_BTHD = split_heads(gradient, self.shape.head_dim)
         if role == "o":
-            self.values += heads_GND.mT @ heads_GND
+            heads_HND = by_query_head(states_BTHD)
+            self.values += heads_HND.mT @ heads_HND
             return
+        heads_GND = by_kv_head(states_BTHD, self.shape)
         pairs_GNP = complex_pairs(heads_GND, self.shape)
         self.pairs += pairs_GNP.mT @ pairs_GNP.conj()
         free_GNF = free_channels(heads_GND, self.shape)

@@ -108,6 +108,11 @@ def by_kv_head(states_BTHD: Tensor, shape: AttentionShape) -> Tensor:
     return groups.transpose(0, 1).flatten(1, 2)
 
 
+def by_query_head(states_BTHD: Tensor) -> Tensor:
+    """[B, T, H, D] to [H, N, D] with every token in N."""
+    return states_BTHD.flatten(0, 1).transpose(0, 1)
+
+
 def free_channels(heads_GND: Tensor, shape: AttentionShape) -> Tensor:
     """The channels that never rotate, [G, N, F], of heads [G, N, D]."""
     geometry = shape.geometry

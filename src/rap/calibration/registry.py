@@ -32,6 +32,7 @@ from .observers import (
     Statistic,
     WatchedLayer,
     by_kv_head,
+    by_query_head,
     complex_pairs,
     free_channels,
 )
@@ -81,7 +82,7 @@ class Energy(ForwardStatistic):
 
 
 class ValueMoment(ForwardStatistic):
-    """Second moment of what a KV head's query heads hand to o_proj, summed over the group."""
+    """Second moment of what every query head hands to o_proj."""
 
     need = "values"
     names = ("value_moment",)
@@ -90,15 +91,15 @@ class ValueMoment(ForwardStatistic):
     def __init__(self, layer: WatchedLayer):
         self.shape = layer.shape
         width = layer.shape.head_dim
-        self.sum = layer.zeros("o", layer.shape.num_kv_heads, width, width)
+        self.sum = layer.zeros("o", layer.shape.num_heads, width, width)
 
     @staticmethod
     def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
-        return FLOAT * layer.shape.num_kv_heads * layer.shape.head_dim**2
+        return FLOAT * layer.shape.num_heads * layer.shape.head_dim**2
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
-        heads_GND = by_kv_head(split_heads(inputs.float(), self.shape.head_dim), self.shape)
-        self.sum += heads_GND.mT @ heads_GND
+        heads_HND = by_query_head(split_heads(inputs.float(), self.shape.head_dim))
+        self.sum += heads_HND.mT @ heads_HND
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
         return {"value_moment": self.sum / num_tokens}

@@ -16,7 +16,9 @@ from torch import Tensor
 from ..checkpoint.tensor_file import TensorFile
 from ..model.errors import CalibrationError
 
-FILE = TensorFile("statistics", 1, "calibration statistics", CalibrationError, "calibrate again")
+FILE = TensorFile("statistics", 2, "calibration statistics", CalibrationError, "calibrate again")
+# Version 1 held what o_proj reads, and its gradient, summed over the query heads of a KV head.
+_SUMMED = {"values", "gradients"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +30,11 @@ class Statistics:
               weighted_fisher_k, weighted_fisher_v: the same shapes, sum over inputs of F W^2
     gate      gate_fisher_k [G, P + F]: one gate per pair, then one per free channel;
               gate_fisher_v [G, D]
-    values    value_moment [G, D, D]: second moment of o_proj's input, summed over a KV head's
-              query heads
+    values    value_moment [H, D, D]: second moment of o_proj's input
     pairs     query_moment, key_moment [G, P, P, 2]: complex second moments E[x x^H] of pairs as
               (real, imaginary), queries summed over the group; query_free_moment, key_free_moment
               [G, F, F]: those of the channels that never rotate
-    gradients key_gradient [G, P, P, 2], free_gradient [G, F, F], value_gradient [G, D, D]: second
+    gradients key_gradient [G, P, P, 2], free_gradient [G, F, F], value_gradient [H, D, D]: second
               moments of the loss gradient by keys (pairs, other channels) and o_proj's input
     energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens;
               where q and k are normalised also raw_energy_q, raw_energy_k: of what the norm divides
@@ -89,6 +90,12 @@ class Statistics:
     def _of(
         cls, about: dict[str, Any], tensors: Callable[[int], dict[str, Tensor]]
     ) -> "Statistics":
+        summed = _SUMMED & set(about["needs"]) if about["version"] == 1 else set()
+        if summed:
+            raise CalibrationError(
+                f"statistics version 1 of {', '.join(sorted(summed))} are sums over query heads, "
+                "whose expected losses were too large: calibrate again"
+            )
         windows = about.get("windows")
         return cls(
             layers=tuple(

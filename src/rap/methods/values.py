@@ -3,14 +3,20 @@
 from dataclasses import replace
 
 from ..calibration.statistics import Statistics
-from ..planning.losses import Metric, Moments, key_moments, part_losses, value_moments
+from ..planning.losses import (
+    Metric,
+    Moments,
+    key_moments,
+    part_losses,
+    value_moments,
+    value_subspace,
+)
 from ..planning.plan import LayerPlan
-from ..planning.subspace import weighted_subspace
 from .base import DenseLayers
 
 
 def layer_values(index: int, statistics: Statistics, dense: DenseLayers, metric: Metric) -> Moments:
-    """Second moments of what o_proj of a layer reads, and of what that adds to, [G, D, D] each."""
+    """Second moments [G, R, D, D] of what o_proj of a layer reads, and of what that adds to."""
     shape, weights = dense.shapes[index], dense.weights[index]
     assert shape is not None
     assert weights is not None
@@ -39,7 +45,7 @@ def layer_losses(
 
 def in_subspace(layer: LayerPlan, values: Moments) -> LayerPlan:
     """A layer's plan with as many directions of the values as it had channels."""
-    factors = weighted_subspace(*values, layer.value_width)
+    factors = value_subspace(values, layer.value_width)
     return replace(
         layer,
         channels_GC=None,

@@ -2,12 +2,21 @@
 
 Taking d off a layer's keys (or off what its o_proj reads) adds about 1/2 E[(g^T d)^2] nats per
 token to the loss of a trained model, where g is the gradient of the summed loss: the empirical
-Fisher stands for the Hessian. With g and d independent (K-FAC, https://arxiv.org/abs/1503.05671) it
-is 1/2 tr(O (I - P) C (I - P)^H), C the second moment of what is projected by P and O that of its
-gradient: the weighted low-rank problem of subspace.py, whose singular values are then losses that
-compare across layers. Without gradients O is what reads the projection instead: the queries, W_o.
+Fisher stands for the Hessian. With d = (I - P) x, and g and x independent (K-FAC,
+https://arxiv.org/abs/1503.05671, section 3), it is 1/2 tr(O (I - P) C (I - P)^T),
+C = E[x x^T] of what is projected by P and O = E[g g^T]: the weighted low-rank problem of
+subspace.py, whose singular values are then losses that compare across layers. Without gradients O
+is what reads the projection instead: the queries, W_o. Tokens and heads are taken as independent:
 
-Shapes: G KV heads, P pairs, F channels that never rotate, D head dim.
+* Values: every query head has an x and a g of its own and shares P with its group, so that a group
+  loses the sum over heads of 1/2 tr(O_h (I - P) C_h (I - P)^T). P is the best for the sums of the
+  O_h and of the C_h, for a sum of products has no best P in closed form; its price is exact.
+* Keys: g is the sum over the query heads that read a key, terms between these heads included.
+* Pairs: P is complex-linear, and g^T d is the real part of g^H d over complex pairs. Of its square
+  the mean over phases is half of tr(O (I - P) C (I - P)^H), exact where E[x x^T] or E[g g^T] of the
+  complex pairs is 0 (before rotation keys have a mean, so it is not quite).
+
+Shapes: G KV heads, R query heads of each, P pairs, F channels that never rotate, D head dim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +26,16 @@ import torch
 from torch import Tensor
 
 from ..model.rope import AttentionShape
-from .folding import spectrum
-from .subspace import output_gram, weighted_subspace
+from .folding import REAL_SHARE, spectrum
+from .subspace import Factors, output_gram, weighted_subspace
 
 Metric = Literal["loss", "output"]
 METRICS = ("loss", "output")
 _KEY_READER = {"loss": "key_gradient", "output": "query_moment"}
 
 
-# Second moments of what is projected, and of what reads it, float64, a matrix per KV head.
+# Second moments of what is projected, and of what reads it, float64, a matrix per KV head (values:
+# per query head of each).
 Moments = tuple[Tensor, Tensor]
 
 
@@ -43,9 +53,16 @@ def free_moments(found: Mapping[str, Tensor], metric: Metric) -> Moments:
 def value_moments(
     found: Mapping[str, Tensor], w_o: Tensor, shape: AttentionShape, metric: Metric
 ) -> Moments:
-    """Of what o_proj reads, [G, D, D], and of what that adds to, in units of `metric`."""
+    """Of what o_proj reads, [G, R, D, D], and of what that adds to, in units of `metric`."""
     reader = found["value_gradient"] if metric == "loss" else output_gram(w_o, shape).cpu()
-    return found["value_moment"].double(), reader.double()
+    groups = (shape.num_kv_heads, shape.group_size)
+    return found["value_moment"].double().unflatten(0, groups), reader.double().unflatten(0, groups)
+
+
+def value_subspace(values: Moments, rank: int) -> Factors:
+    """The `rank` directions [G] of a group's values that are best for its query heads together."""
+    moment_GRDD, reader_GRDD = values
+    return weighted_subspace(moment_GRDD.sum(1), reader_GRDD.sum(1), rank)
 
 
 def part_losses(
@@ -65,7 +82,7 @@ def part_losses(
     Where keys or values cannot be mixed, single pairs and channels are dropped instead of
     directions.
     """
-    lost_values = _tails(_directions(*values)) if mixes_values else _dropped(*values)
+    lost_values = _without_directions(values) if mixes_values else _dropped(*values)
     lost_slots = _tails(_slots(keys, frequencies, context)) if mixes_keys else _dropped(*keys)
     still = free_moments(found, "loss")
     lost_free = _tails(_directions(*still)) if mixes_keys else _dropped(*still)
@@ -92,7 +109,7 @@ def width_errors(
     the spread of the values it mixes. Relative to the layer's own output: in absolute terms the
     first layers look cheap, and cutting them is what hurts most (docs/log.md).
     """
-    lost_values = _tails(weighted_subspace(*values, 1).singular.square().sum(0))
+    lost_values = _without_directions(values)
     slots = _slots(keys, frequencies, context)
     lost_logits = _tails(slots) / (shape.head_dim * shape.num_heads)
     lost = [
@@ -123,9 +140,31 @@ def _directions(moment: Tensor, reader: Tensor) -> Tensor:
     return weighted_subspace(moment, reader, 1).singular.square().sum(0)
 
 
+def _without_directions(values: Moments) -> Tensor:
+    """What values lose at 0 ... D directions of their subspace, summed over query heads [D + 1].
+
+    In the basis of the directions I - P keeps what is beyond the first n. Of single query heads,
+    that can be less for a smaller n; it is priced as the most that any larger n loses.
+    """
+    moment_GRDD, reader_GRDD = values
+    factors = value_subspace(values, moment_GRDD.shape[-1])
+    down, up = factors.down[:, None], factors.up[:, None]
+    both = _products(down @ moment_GRDD @ down.mT, up.mT @ reader_GRDD @ up)
+    lost = [both[:, n:, n:].sum() for n in range(both.shape[-1] + 1)]
+    return torch.stack(lost).flip(0).cummax(0).values.flip(0)
+
+
+def _products(moment: Tensor, reader: Tensor) -> Tensor:
+    """Entries [G, n, n] whose sum is tr(O C), over query heads, and of pairs its real share."""
+    both = (reader * moment.conj()).real
+    if moment.is_complex():
+        both = REAL_SHARE * both
+    return both if both.ndim == 3 else both.sum(1)
+
+
 def _dropped(moment: Tensor, reader: Tensor) -> Tensor:
     """tr(O C) [n + 1] over what is dropped when each head keeps its n best of their own weight."""
-    both = (reader * moment.conj()).real
+    both = _products(moment, reader)
     order = torch.diagonal(both, dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
     both = both.gather(1, order[:, :, None].expand_as(both)).gather(
         2, order[:, None, :].expand_as(both)

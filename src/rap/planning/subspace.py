@@ -4,7 +4,7 @@ Both are one weighted low-rank problem: minimise ||B^1/2 (I - P) C^1/2||_F over 
 rank r, whose optimum comes from the SVD of B^1/2 C^1/2 (Eckart-Young). P = up @ down is folded into
 the weights on either side, so nothing is reconstructed at run time.
 
-Shapes: G KV heads, D head dim, E model dim, R = H/G.
+Shapes: H query heads, D head dim, E model dim.
 """
 
 from dataclasses import dataclass
@@ -58,8 +58,6 @@ def hermitian_root(moment: Tensor) -> Tensor:
 
 
 def output_gram(w_o: Tensor, shape: AttentionShape) -> Tensor:
-    """Sum over a group's query heads of W_o^T W_o, float64 [G, D, D]: what reads the values."""
-    columns_EGRD = (
-        w_o.detach().double().unflatten(1, (shape.num_kv_heads, shape.group_size, shape.head_dim))
-    )
-    return torch.einsum("egrd,egrf->gdf", columns_EGRD, columns_EGRD)
+    """W_o^T W_o of every query head, float64 [H, D, D]: what reads the values."""
+    columns_EHD = w_o.detach().double().unflatten(1, (shape.num_heads, shape.head_dim))
+    return torch.einsum("ehd,ehf->hdf", columns_EHD, columns_EHD)
