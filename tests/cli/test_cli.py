@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -285,12 +286,10 @@ def test_kill_during_compress_leaves_no_half_output(tmp_path):
 
 @pytest.mark.slow
 def test_demo_writes_its_table_and_figure(tmp_path, monkeypatch):
-    for name, value in (("EVALUATION_WINDOWS", 1), ("CALIBRATION_WINDOWS", 2), ("WINDOW", 128)):
-        monkeypatch.setattr(demo, name, value)
-    monkeypatch.setattr(demo, "RETAINS", (0.7, 0.5))
-    monkeypatch.setattr(demo, "SAMPLE_TOKENS", 4)
-    monkeypatch.setattr(demo, "RECOVERY", "closed-form")
-    result = run("demo", "-o", tmp_path / "demo")
+    small = {"calibration": (2, 128), "evaluation": (1, 128), "tokens": 4}
+    small |= {"retains": (0.7, 0.5), "recovery": "closed-form"}
+    monkeypatch.setitem(demo.SHOWS, "bundled", replace(demo.SHOWS["bundled"], **small))
+    result = run("demo", "bundled", "-o", tmp_path / "demo")
     assert result.code == 0
     written = json.loads((tmp_path / "demo" / "results.json").read_text())
     kept = {row["retain"]: row["kv_bytes_per_token"] for row in written["rows"]}
@@ -299,5 +298,5 @@ def test_demo_writes_its_table_and_figure(tmp_path, monkeypatch):
     for row in written["rows"]:
         assert f"{row['perplexity']:.2f}" in result.out
     assert (tmp_path / "demo" / "perplexity.png").read_bytes().startswith(b"\x89PNG")
-    assert demo.PROMPT in result.err
+    assert demo.SHOWS["bundled"].prompt in result.err
     assert written["provenance"]["packages"]["torch"] == torch.__version__

@@ -178,7 +178,8 @@ CASES = [
     (("evaluate", "perplexity", "bundled", "-o", "empty"), "empty is a directory: name a file"),
     (("evaluate", "perplexity", "truncated"), "is truncated or damaged"),
     (("evaluate", "perplexity", "quantized"), "cannot load weights from quantized"),
-    (("demo", "-o", "file"), "file is a file: name a directory"),
+    (("demo", "bundled", "-o", "file"), "file is a file: name a directory"),
+    (("demo", "gpt2"), "there is no demo of 'gpt2'"),
 ]
 
 

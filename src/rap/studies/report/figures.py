@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 LABELS = {"paper": "pairs and channels (paper)", "rap": "rap", "recovered": "rap, distilled"}
+LINEAR = 3.0  # times dense, up to which a linear axis tells curves apart
 COLORS = {"paper": "#b5651d", "rap": "#1f5fa8", "recovered": "#3a8f4f"}
 
 
@@ -40,6 +41,8 @@ def quality_against_cache(rows: Sequence[dict[str, Any]], path: Path, title: str
             color=color,
             fontsize=9,
         )
+    if max(row["perplexity"] for row in rows) > LINEAR * dense["perplexity"]:
+        axes.set_yscale("log")  # or one broken cut would press all others onto the axis
     axes.margins(x=0.06, y=0.12)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel(f"KV cache, share of the dense {dense['kv_bytes_per_token']:,} bytes per token")
