@@ -17,6 +17,7 @@ import pytest
 import rap
 from cases.command import error_violations, run
 from rap import assets
+from rap.calibration import workbench
 from rap.checkpoint.files import write_json
 from rap.cli import compare as command_line
 from rap.methods import METHODS, Rap
@@ -121,7 +122,7 @@ def test_a_finished_cell_is_not_run_again(grid, tiny, tmp_path, monkeypatch):
     output = tmp_path / "grid"
     shutil.copytree(grid[0], output)
     monkeypatch.setattr(running, "measure", lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr(running, "calibrate", lambda *_, **__: pytest.fail("calibrated again"))
+    monkeypatch.setattr(workbench, "calibrate", lambda *_, **__: pytest.fail("calibrated again"))
     methods = ["rap:paper", "rap"]
     found = rap.compare(output=output, methods=methods, retain=(0.5,), measures=tiny, **SMALL)
     kept = {cell["cell"]: cell["perplexity"] for cell in grid[1]["cells"]}
