@@ -303,7 +303,8 @@ def test_the_flag_reaches_every_command(tmp_path):
     assert [values[bos]["bos"] for bos in values] == [None, 0, None]
     assert values["auto"]["value"] == values["never"]["value"] != values["always"]["value"]
     made = run("plan", "bundled", "-o", plan, *SMALL, "--bos", "always", "--json").json
-    assert made["provenance"]["settings"]["bos"] == "always"
+    settings = made["provenance"]["settings"]
+    assert (settings["bos"], settings["bos_token"]) == ("always", 0)
     found = run(
         "evaluate",
         "recall",

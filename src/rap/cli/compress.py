@@ -92,6 +92,7 @@ def plan_command(
         "num_windows": read.windows,
         "window": read.window,
         "bos": read.bos,
+        "bos_token": bench.bos,
         "seed": read.seed,
     }
     _say_plan(decision, output, as_json, model=model, dtype=read.dtype, **settings)
