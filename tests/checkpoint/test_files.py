@@ -252,6 +252,9 @@ def test_fingerprint_sees_every_change():
         [("a", values.view(2, 3))],
         [("a", values), ("b", values)],
         [],
+        # Integers that float32 cannot tell apart.
+        [("a", torch.tensor([2**24]))],
+        [("a", torch.tensor([2**24 + 1]))],
     ]
     assert len({fingerprint_tensors(variant) for variant in variants}) == len(variants)
 
@@ -264,6 +267,19 @@ def test_fingerprint_in_chunks_is_the_same():
         parts.add("a", tensor)
     assert parts.value() == whole.value()
     assert whole.value() == fingerprint_tensors([("a", tensor.contiguous().float())])
+
+
+class Packed(torch.Tensor):
+    """Weights that stand for their doubles."""
+
+    def dequantize(self):
+        return 2 * self.as_subclass(torch.Tensor)
+
+
+def test_fingerprint_of_packed_weights_is_of_what_they_stand_for():
+    values = torch.randn(5)
+    packed = values.as_subclass(Packed)
+    assert fingerprint_tensors([("a", packed)]) == fingerprint_tensors([("a", 2 * values)])
 
 
 def test_fingerprint_of_a_tied_model_counts_a_weight_once():

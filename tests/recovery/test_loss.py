@@ -93,6 +93,9 @@ def test_the_divergences_are_the_ones_of_their_names():
     squared = student**2 / (student**2).sum()
     # At temperature 2 the distributions are those of the halved logits; the factor T^2 is 4.
     assert abs(paper - (4 * reverse - squared[0, 1].log())) < 1e-14
+    weighted = RecoveryConfig(ce_weight=0.3, kl_weight=0.7)
+    found = token_loss(2 * student.log(), 2 * teacher.log(), target, weighted)
+    assert abs(found - (0.7 * 4 * reverse - 0.3 * squared[0, 1].log())) < 1e-14
 
 
 def test_top_k_lumps_the_rest_and_is_exact_with_every_token():

@@ -191,6 +191,7 @@ def test_shared_pairs_give_every_layer_one_vote():
     assert shared_pairs([loud, quiet], 2) == [0, 2]
     assert shared_pairs([loud, quiet], 3) == [0, 2, 3]
     assert shared_pairs([torch.ones(2, 4)], 2) == [0, 1]
+    assert shared_pairs([torch.tensor([[1.0, 2.0, 3.0, 4.0]])], 2) == [2, 3]
 
 
 def test_shared_pairs_refuse_what_has_no_answer():
