@@ -74,6 +74,27 @@ def test_a_row_for_every_dropped_channel_is_exact(name: str):
 
 
 @torch.no_grad()
+def test_ratios_are_all_energy_over_what_is_kept():
+    """Of the projections' own outputs, head by head; heads of a group keep the same channels."""
+    case = _case("qwen3")
+    model = case.model()
+    plan = _with_rows(model, random_case_plan(model, case), 0)
+    attention, kept, seen = model.model.layers[1].self_attn, plan.layers[1], {}
+    for role in "qk":
+        getattr(attention, f"{role}_proj").register_forward_hook(
+            lambda module, inputs, output, role=role: seen.update({role: output})
+        )
+    model(random_tokens(4, 32))
+    for role, ratio in (("q", kept.query_ratio_H), ("k", kept.key_ratio_G)):
+        energy = seen[role].unflatten(-1, (-1, HEAD_DIM)).square().sum((0, 1))
+        for head, own in enumerate(energy):
+            group = head * len(kept.frequency_GM) // len(energy)
+            channels = kept.kept_channels(plan.shapes[1])[group]
+            expected = float(own.sum() / own[channels].sum())
+            assert float(ratio[head]) == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
 def test_rows_of_another_head_are_seen():
     case = _case("qwen3")
     model = case.model()

@@ -25,7 +25,7 @@ def calibrated() -> tuple[Any, rap.Statistics, Tensor]:
         dtype=torch.float64, heads=8, kv_heads=HEADS, head_dim=DIM, hidden=HIDDEN, layers=2
     )
     windows = random_tokens(4, 64)
-    statistics = rap.calibrate(model, windows, {"inputs", "fisher"})
+    statistics = rap.calibrate(model, windows, {"inputs", "fisher"}, batch_size=3)
     seen: list[Tensor] = []
     handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(
         lambda module, inputs, output: seen.append(inputs[0].detach().flatten(0, 1))

@@ -191,10 +191,20 @@ def _cast(model: Any, dtype: torch.dtype) -> Any:
         if dtype in dtypes
         for pattern in getattr(model, f"_keep_in_fp32_modules{name}", None) or ()
     ]
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point():
-            as_is = any(pattern.search(name) for pattern in kept)
-            tensor.data = tensor.data.to(torch.float32 if as_is else dtype)
+    stored = model.state_dict(keep_vars=True)
+    exact = {
+        name: tensor.data.float()
+        for name, tensor in stored.items()
+        if tensor.is_floating_point() and any(pattern.search(name) for pattern in kept)
+    }
+    computed = {name: x for name, x in model.named_buffers() if name not in stored}
+    model.to(dtype)  # modules that keep a tensor in float32 themselves (KeptNorm) do so here
+    stored = model.state_dict(keep_vars=True)  # buffers are other tensors now
+    for name, tensor in exact.items():
+        stored[name].data = tensor
+    for name, buffer in computed.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, buffer)
     return model
 
 

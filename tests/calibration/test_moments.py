@@ -1,0 +1,63 @@
+"""Second moments against the outputs of the projections, and one bad gradient."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cases.models import random_tokens, tiny_model
+from rap.calibration.backward import check_gradient
+from rap.calibration.run import calibrate
+from rap.model.errors import CalibrationError
+from rap.model.layers import attention_layers, attention_spec, projections
+
+
+@pytest.mark.parametrize("name", ["qwen2", "glm"])
+def test_moments_are_those_of_the_projections(name):
+    """Pairs as complex numbers, in both layouts of pairs; sums over a group, means over tokens."""
+    model, windows = tiny_model(name, dtype=torch.float64, heads=6), random_tokens(3, 17)
+    found = calibrate(model, windows, {"pairs", "values", "energy"}, batch_size=2).layers[1]
+    layer, seen = attention_layers(model)[1], {}
+    shape, parts = layer.shape, projections(layer, attention_spec(model.config))
+    handles = [
+        parts[role].register_forward_hook(
+            lambda m, inputs, output, role=role: seen.update(
+                {role: output, f"{role} in": inputs[0]}
+            )
+        )
+        for role in "qkvo"
+    ]
+    with torch.no_grad():
+        model(input_ids=windows)
+    for handle in handles:
+        handle.remove()
+    heads = {name: x.flatten(0, 1).unflatten(-1, (-1, shape.head_dim)) for name, x in seen.items()}
+    first, second = shape.geometry.pair_channels().unbind(1)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    for group in range(2):
+        queries = [heads["q"][:, head] for head in range(3 * group, 3 * group + 3)]
+        read = [heads["o in"][:, head] for head in range(3 * group, 3 * group + 3)]
+        for side, states in (("query", queries), ("key", [heads["k"][:, group]])):
+            pairs = [torch.complex(x[:, first], x[:, second]) for x in states]
+            moment = sum(torch.einsum("np,nr->pr", z, z.conj()) for z in pairs) / windows.numel()
+            own = torch.view_as_complex(found[f"{side}_moment"][group].double().contiguous())
+            torch.testing.assert_close(own, moment, **close)
+            still = [x[:, shape.geometry.rotary_dim :] for x in states]
+            moment = sum(x.mT @ x for x in still) / windows.numel()
+            torch.testing.assert_close(
+                found[f"{side}_free_moment"][group].double(), moment, **close
+            )
+        moment = sum(x.mT @ x for x in read) / windows.numel()
+        torch.testing.assert_close(found["value_moment"][group].double(), moment, **close)
+        # Values have no pairs: their channels stay in the dense order.
+        energy = heads["v"][:, group].square().mean(0)
+        torch.testing.assert_close(found["energy_v"][group].double(), energy, **close)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_single_bad_number_of_a_gradient_is_seen(bad):
+    gradient = torch.zeros(2, 3)
+    check_gradient(SimpleNamespace(index=1), "k", gradient, 4)
+    gradient[1, 2] = bad
+    with pytest.raises(CalibrationError, match="layer 1, window 4: the gradient of k_proj"):
+        check_gradient(SimpleNamespace(index=1), "k", gradient, 4)
