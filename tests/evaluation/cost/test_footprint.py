@@ -11,6 +11,7 @@ from cases.family_cases import CASES, random_case_plan
 from cases.models import random_tokens, tiny_model
 from rap.evaluation.cost.footprint import (
     Footprint,
+    LayerWidths,
     compare,
     footprint,
     formula,
@@ -94,6 +95,15 @@ def test_measured_equals_formula(model_type, widths, dtype):
 def test_tied_weights_and_output_biases_count_once():
     model = tiny_model(tie_word_embeddings=True, attention_bias=True)
     assert footprint(model) == expected(model, torch.float32, "qkvo")
+
+
+def test_widths_of_a_config_count_channels_that_never_rotate():
+    config = tiny_model("glm", layers=2).config
+    config.rap = {"layers": [{"pairs": 3, "free": 4, "values": 5}, None]}
+    assert layer_widths(config) == [
+        LayerWidths(4, 2, 32, key_width=10, value_width=5),
+        LayerWidths(4, 2, 32, key_width=16, value_width=16),
+    ]
 
 
 def test_a_tiny_model_by_hand():
