@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
-from ..model.kinds.latent import Factors, LatentAttention, whitened_factors
+from ..model.kinds.latent import LatentAttention, WeightFactors, whitened_factors
 from ..planning.budgets import allocate
 from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
@@ -103,7 +103,7 @@ class Palu(Replacing):
         return ReplacedLayer(widths, tensors, cached=groups * (key_rank + value_rank))
 
 
-def _folded(layer: DenseLayer, factors: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
+def _folded(layer: DenseLayer, factors: Sequence[WeightFactors]) -> tuple[Tensor, Tensor | None]:
     """W_o times the values' upper factor of every head [E, H r], and the biases it then adds."""
     shape, weight, bias = layer.shape, layer.weight("o"), layer.bias("o")
     up_GDR = torch.cat([part.up.unflatten(0, (-1, shape.head_dim)) for part in factors])

@@ -63,7 +63,9 @@ class RapModelMixin(_Model):
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         spec, layers = attention_spec(config), attention_layers(self)
-        for layer, widths in zip(layers, layer_widths(config, len(layers), KINDS), strict=True):
+        for layer, widths in zip(
+            layers, configured_widths(config, len(layers), KINDS), strict=True
+        ):
             if widths is None:
                 continue
             if "kind" not in widths:
@@ -219,7 +221,9 @@ def _registering_init(base_type: str) -> Callable[..., None]:
     return init
 
 
-def layer_widths(config: Any, num_layers: int, kinds: Collection[str] = ()) -> list[Mapping | None]:
+def configured_widths(
+    config: Any, num_layers: int, kinds: Collection[str] = ()
+) -> list[Mapping | None]:
     """Widths of every layer in the `rap` section (None: dense); CheckpointError if it is wrong.
 
     Layers of a `kind` of attention that is not in `kinds` are refused.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..model.errors import CheckpointError
-from ..model.modeling import layer_widths
+from ..model.modeling import configured_widths
 
 LARGEST_HEAD = 512
 
@@ -48,7 +48,7 @@ def head_layouts(config: Any) -> list[HeadLayout | None]:
     head_dim = dense_head_dim(config)
     return [
         None if widths is None else _layout(index, widths, head_dim)
-        for index, widths in enumerate(layer_widths(config, config.num_hidden_layers))
+        for index, widths in enumerate(configured_widths(config, config.num_hidden_layers))
     ]
 
 

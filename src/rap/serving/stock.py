@@ -22,7 +22,7 @@ from ..checkpoint.files import check_output, whole_directory
 from ..checkpoint.load import load, load_tokenizer
 from ..model.errors import CheckpointError, UnsupportedModelError
 from ..model.layers import base_model_type, rotary_module
-from ..model.modeling import layer_widths
+from ..model.modeling import configured_widths
 from ..model.rope import read_frequencies
 
 STOCK_FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "llama"}
@@ -73,7 +73,7 @@ def shared_slots(small: Any) -> list[int]:
         raise UnsupportedModelError(
             f"{family} has no stock form: one of {', '.join(STOCK_FAMILIES)} is needed"
         )
-    widths = layer_widths(small.config, small.config.num_hidden_layers)
+    widths = configured_widths(small.config, small.config.num_hidden_layers)
     first = widths[0]
     for layer, entry in enumerate(widths):
         if entry is None:

@@ -22,14 +22,14 @@ from ..rope import gather_pairs, pair_table, rotate_pairs
 EIGENVALUE_FLOOR = 1e-12
 
 
-class Factors(NamedTuple):
+class WeightFactors(NamedTuple):
     """up [out, r] and down [r, in], whose product stands for a weight [out, in]."""
 
     up: Tensor
     down: Tensor
 
 
-def whitened_factors(weight: Tensor, moment_EE: Tensor | None, rank: int) -> Factors:
+def whitened_factors(weight: Tensor, moment_EE: Tensor | None, rank: int) -> WeightFactors:
     """The rank-r product minimising E ||(W - up down) x||^2, float64, for E[x x^T] = `moment`.
 
     The SVD of W C^1/2, as in SVD-LLM and PaLU: with its left vectors U the optimum is U U^T W, so
@@ -42,7 +42,7 @@ def whitened_factors(weight: Tensor, moment_EE: Tensor | None, rank: int) -> Fac
     squares, vectors = squares.flip(-1)[:rank], vectors.flip(-1)[:, :rank]
     floor = squares[0].clamp_min(torch.finfo(torch.float64).tiny) * EIGENVALUE_FLOOR
     scale = squares.clamp_min(floor).pow(0.25)
-    return Factors(vectors * scale, (vectors / scale).mT @ weight)
+    return WeightFactors(vectors * scale, (vectors / scale).mT @ weight)
 
 
 class ReconstructingAttention(RapAttention):
