@@ -17,6 +17,7 @@ from .model.errors import RapError
 from .model.fingerprint import fingerprint_model
 from .model.kernels.growing_cache import GrowingCache
 from .model.kernels.interface import register_attention
+from .model.kinds import register_kinds
 from .model.modeling import register
 from .pipeline import compress
 from .planning.plan import LayerPlan, Plan
@@ -26,6 +27,7 @@ from .studies.compare.run import compare
 from .surgery.apply import apply
 
 register()
+register_kinds()
 register_attention()
 
 __all__ = [

@@ -45,8 +45,8 @@ from .layers import (
 # Version 1 stored the weight of a cut norm with the family's offset added, and so rounded.
 CONFIG_VERSION = 2
 
-# Attention of methods that need another than RapAttention, by the `kind` in a layer's widths.
-# Modules after this one add theirs, so checkpoints of such methods need the package itself.
+# Attention of methods that need another than RapAttention, by the `kind` in a layer's widths: what
+# `kinds.register_kinds` puts here. Checkpoints of such methods need the package itself.
 KINDS: dict[str, type[RapAttention]] = {}
 
 

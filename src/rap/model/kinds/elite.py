@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..families import AttentionSpec
-from ..modeling import KINDS
 from .latent import ReconstructingAttention
 
 
@@ -62,6 +61,3 @@ class EliteAttention(ReconstructingAttention):
             keys = torch.cat([keys, rest], dim=-1)
         values = self.v_up(latent_BSC).unflatten(-1, (heads, -1))
         return keys.transpose(1, 2), values.transpose(1, 2)
-
-
-KINDS[EliteAttention.kind] = EliteAttention

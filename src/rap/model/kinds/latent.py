@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..attention import CACHE_ARGUMENTS, RapAttention
 from ..families import AttentionSpec
-from ..modeling import KINDS
 from ..rope import gather_pairs, pair_table, rotate_pairs
 
 # Directions with less than this share of the largest second moment carry rounding noise only.
@@ -189,6 +188,3 @@ class LatentAttention(ReconstructingAttention):
         sin = -sin if self.spec.clockwise else sin
         x = x_BHTD.float() if self.spec.rope_in_float32 else x_BHTD
         return rotate_pairs(x, cos, sin).to(x_BHTD.dtype)
-
-
-KINDS[LatentAttention.kind] = LatentAttention

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..attention import RapAttention
 from ..families import AttentionSpec
-from ..modeling import KINDS
 
 
 class ProjectedAttention(RapAttention):
@@ -87,6 +86,3 @@ def _each_head(bases: Any, x_BHTD: Tensor) -> Tensor:
     """Every head's states in the coordinates of its KV head."""
     heads = x_BHTD.unflatten(1, (len(bases), -1)).unbind(1)
     return torch.stack([down(x) for down, x in zip(bases, heads, strict=True)], 1).flatten(1, 2)
-
-
-KINDS[ProjectedAttention.kind] = ProjectedAttention

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..attention import CACHE_ARGUMENTS, RapAttention
 from ..families import AttentionSpec
-from ..modeling import KINDS
 from ..rope import gather_pairs, pair_table
 
 
@@ -138,7 +137,3 @@ def orphan_ratio(kept_GW: Tensor, num_pairs: int) -> float:
     """Share of kept channels (canonical, ascending) that rotate but have lost their partner."""
     _, sign_GW = partners(kept_GW, num_pairs)
     return float(((kept_GW < 2 * num_pairs) & (sign_GW == 0)).double().mean())
-
-
-KINDS[ReindexedAttention.kind] = ReindexedAttention
-KINDS[IndexedAttention.kind] = IndexedAttention
