@@ -15,7 +15,7 @@ from rap.model.rope import (
     AttentionShape,
     HeadGeometry,
     gather_pairs,
-    pair_table,
+    pair_tables,
     read_frequencies,
     rotate_pairs,
 )
@@ -91,15 +91,17 @@ def test_rotation_of_a_layer_without_positions_changes_nothing():
     assert torch.equal(rotate_pairs(x, nothing, nothing), x)
 
 
-@pytest.mark.parametrize("kind", ["repeated", "interleaved", "half"])
+@pytest.mark.parametrize("kind", ["repeated", "interleaved", "half", "complex"])
 def test_one_column_per_pair_of_every_table(kind):
-    values = torch.tensor([[[3.0, 5.0, 7.0]]])
-    table = {
-        "half": values,
-        "repeated": torch.cat([values, values], -1),
-        "interleaved": values.repeat_interleave(2, -1),
+    expected = torch.tensor([[[3.0, 5.0, 7.0]]]), torch.tensor([[[4.0, 6.0, 8.0]]])
+    tables = {
+        "half": expected,
+        "repeated": tuple(torch.cat([values, values], -1) for values in expected),
+        "interleaved": tuple(values.repeat_interleave(2, -1) for values in expected),
+        "complex": torch.complex(*expected),
     }[kind]
-    assert torch.equal(pair_table(table, 3, kind), values)
+    found = pair_tables(tables, 3, kind)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("rope", ["default", "llama3", "yarn"])

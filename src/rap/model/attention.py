@@ -7,21 +7,37 @@ width, P dense pairs.
 """
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .errors import UnsupportedModelError
 from .families import AttentionSpec, QKNorm
 from .layers import sliding_window
-from .norms import KeptNorm, normalise_dense, select_channels
-from .rope import gather_pairs, pair_table, rotate_pairs, rotate_step
+from .norms import norm_names, normalise_dense, pruned_norms, select_channels
+from .rope import AttentionShape, Tables, gather_pairs, pair_tables, rotate_pairs, rotate_step
 
 # What some families, in some releases of transformers, call the cache.
-CACHE_ARGUMENTS = ("layer_past", "past_key_value")
+_CACHE_ARGUMENTS = ("layer_past", "past_key_value")
+
+
+class PairWidths(TypedDict):
+    """A layer's entry in the `rap` section: pairs M, free channels N and values C of every head."""
+
+    pairs: int
+    free: int
+    values: int
+    norm_rows: NotRequired[int]
+
+
+class StateCache(Protocol):
+    """What attention asks of a cache: the tokens a layer holds, and the states to attend to."""
+
+    def get_seq_length(self, layer_idx: int, /) -> int: ...
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, /) -> tuple[Tensor, Tensor]: ...
 
 
 class RapAttention(nn.Module):
@@ -30,18 +46,23 @@ class RapAttention(nn.Module):
     Built from the family's own attention module, whose settings (scale, dropout, layer index,
     sliding window, biases, sinks) it keeps. `frequency_index` [G, M] says which dense pair's
     frequency each slot rotates at. Cache and attention see W = 2M + N channels of K and C of V.
+
+    Other kinds of attention override `prepare`, `project`, `position` or `rotate`. `fusable` says
+    that a kernel may rotate, cache and attend at once, which takes whole pairs cached as they are.
     """
 
-    config: Any
+    config: PreTrainedConfig
+    layer_idx: int
     frequency_index: Tensor
     kept_channels: Tensor
+    fusable = True
 
     def __init__(
         self,
         dense: nn.Module,
         spec: AttentionSpec,
-        dense_shape: Any,
-        widths: Mapping,
+        dense_shape: AttentionShape,
+        widths: PairWidths,
         norm: QKNorm | None = None,
         norm_mode: str = "constant",
     ):
@@ -60,17 +81,22 @@ class RapAttention(nn.Module):
         self.key_width = 2 * widths["pairs"] + widths["free"]
         self.exact_norm = norm is not None and norm_mode == "exact"
         self.norm_rows = widths.get("norm_rows", 0)
+        unchanged = norm is None and spec.query_scale is None
+        self.fusable = self.fusable and unchanged and self.num_slots > 0
         projected = dense_shape.head_dim if self.exact_norm else self.key_width + self.norm_rows
         self.role_widths = {
             **dict.fromkeys("qk", projected),
             **dict.fromkeys(("v", "o", "gate"), self.value_width),
         }
         for name, roles in spec.linears().items():
-            _replace_linear(self, name, getattr(dense, name), roles)
+            setattr(self, name, _narrowed(self, getattr(dense, name), roles))
         # Kept here, because a decode step feels what is looked up in every layer.
         self.inputs = [item for item in spec.linears().items() if item[1] != ("o",)]
         self.clip_bound = getattr(self.config, "clip_qkv", None)
-        _take_norms(self, dense)
+        if norm is not None:
+            norms = pruned_norms(norm, dense, dense_shape, self.key_width, exact=self.exact_norm)
+            for name, module in norms.items():
+                self.add_module(name, module)
         device = getattr(dense, spec.projections[3]).weight.device
         slots = torch.arange(self.num_slots, dtype=torch.int32, device=device)
         # Persistent: from_pretrained refills non-persistent buffers with uninitialised memory.
@@ -83,27 +109,26 @@ class RapAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: Any = None,
+        position_embeddings: Tables | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any | None = None,
+        past_key_values: StateCache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of [B, T, E]; the cache receives rotated keys [B, G, T, W] and values."""
-        for name in CACHE_ARGUMENTS:
+        for name in _CACHE_ARGUMENTS:
             past_key_values = kwargs.pop(name, past_key_values)
+        tables, cache = self.prepare(hidden_states, position_embeddings, past_key_values)
         q, k, v, gate = self.project(hidden_states)
-        weights, attend = None, self._implementation()
-        output = self._fused_step(
-            attend, (q, k, v), position_embeddings, past_key_values, attention_mask
-        )
-        if output is None:
-            q, k = self.position(q, k, position_embeddings)
+        attend, weights = self._implementation(), None
+        asked = self.fusable and hasattr(attend, "fuses")
+        if asked and attend.fuses(self, (q, k, v), cache, attention_mask):
+            output = self._fused_step(attend, (q, k, v), tables, cache, attention_mask)
+        else:
+            q, k = self.position(q, k, tables)
             if self.spec.query_scale is not None:
-                cache = past_key_values
-                cached = 0 if cache is None else cache.get_seq_length(self.layer_idx)
-                q = self.spec.query_scale(self, q, cached, kwargs)
-            if past_key_values is not None:
-                k, v = past_key_values.update(k, v, self.layer_idx)
+                q = self.spec.query_scale(self, q, self.num_cached(cache), kwargs)
+            if cache is not None:
+                k, v = cache.update(k, v, self.layer_idx)
             if self.sliding_window is not None:
                 kwargs["sliding_window"] = self.sliding_window
             output, weights = attend(
@@ -137,24 +162,27 @@ class RapAttention(nn.Module):
         self,
         attend: Any,
         states: tuple[Tensor, Tensor, Tensor],
-        tables: Any,
-        cache: Any,
+        tables: Tables | None,
+        cache: StateCache | None,
         mask: Tensor | None,
-    ) -> Tensor | None:
-        """Rotation, cache and attention in one call, if the implementation offers that here."""
-        fuses = getattr(attend, "fuses", None)
-        changed = self.norm is not None or self.spec.query_scale is not None
-        if fuses is None or changed or self.num_slots == 0:
-            return None
-        if not fuses(self, states, cache, mask):
-            return None
+    ) -> Tensor:
+        """Rotation, cache and attention in one call."""
         q, k, v = self._clip(states[0]), self._clip(states[1]), states[2]
-        cos, sin = self._pair_tables(tables)
-        arguments = self._arguments()
+        clockwise, pair_tables = self.spec.clockwise, self._pair_tables(tables)
         found: Tensor = attend.decode_step(
-            self, (q, k, v), (cos, sin), cache, mask, clockwise=self.spec.clockwise, **arguments
+            self, (q, k, v), pair_tables, cache, mask, clockwise=clockwise, **self._arguments()
         )
         return found
+
+    def prepare(
+        self, hidden_states: Tensor, tables: Tables | None, cache: StateCache | None
+    ) -> tuple[Tables | None, StateCache | None]:
+        """What this layer rotates by and caches in: the model's cos and sin, and its cache."""
+        return tables, cache
+
+    def num_cached(self, cache: StateCache | None) -> int:
+        """The tokens that this layer's part of a cache holds."""
+        return 0 if cache is None else cache.get_seq_length(self.layer_idx)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries [B, H, T, W], keys [B, G, T, W], values [B, G, T, C], a gate [B, T, H C] or None.
@@ -175,7 +203,7 @@ class RapAttention(nn.Module):
         )
         return q, k, self._clip(v), found.get("gate")
 
-    def position(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+    def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """Normalised and rotated queries [B, H, T, W] and keys [B, G, T, W]."""
         norm = self.norm
         if norm is None:
@@ -199,7 +227,7 @@ class RapAttention(nn.Module):
         return q, k
 
     def _rotate_then_norm(
-        self, q: Tensor, k: Tensor, tables: Any, modules: list[nn.Module]
+        self, q: Tensor, k: Tensor, tables: Tables | None, modules: list[nn.Module]
     ) -> tuple[Tensor, Tensor]:
         assert self.norm is not None
         norm, order = self.norm, self.dense_shape.geometry.canonical_order().to(q.device)
@@ -213,68 +241,55 @@ class RapAttention(nn.Module):
         return q, k
 
     def rotate(
-        self, q: Tensor, k: Tensor, tables: Any, index: Tensor | None = None
+        self, q: Tensor, k: Tensor, tables: Tables | None, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Rotate [B, H, T, W] and [B, G, T, W] by every slot's own dense frequency."""
         own, index = index is None, self.frequency_index if index is None else index
-        cos, sin = self._pair_tables(tables)
+        clockwise = self.spec.clockwise
         kernel = getattr(self._implementation(), "rotate", None) if q.is_cuda else None
         if kernel is not None:
-            rotated = kernel(q, k, cos, sin, index, clockwise=self.spec.clockwise)
+            rotated = kernel(q, k, *self._pair_tables(tables), index, clockwise=clockwise)
             if rotated is not None:
                 return rotated
-        # Tables may be wider than the states (float32 beside bfloat16): cast back, as the families.
-        q_in, k_in = (q.float(), k.float()) if self.spec.rope_in_float32 else (q, k)
         if own and q.shape[2] == 1 and not torch.compiler.is_compiling():
-            clockwise = self.spec.clockwise
-            q_out, k_out = rotate_step(q_in, k_in, cos, sin, index, clockwise=clockwise)
-        else:
-            cos, sin = (gather_pairs(table, index) for table in (cos, sin))
-            sin = -sin if self.spec.clockwise else sin
-            q_out, k_out = rotate_pairs(q_in, cos, sin), rotate_pairs(k_in, cos, sin)
-        return q_out.to(q.dtype), k_out.to(k.dtype)
+            states = self.widened(q), self.widened(k)
+            turned = rotate_step(*states, *self._pair_tables(tables), index, clockwise=clockwise)
+            return turned[0].to(q.dtype), turned[1].to(k.dtype)
+        slots = self.slot_tables(tables, index)
+        return self.turned(q, *slots), self.turned(k, *slots)
 
-    def _pair_tables(self, tables: Any) -> tuple[Tensor, Tensor]:
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, H, T, W] rotated by the tables [1|B, G, T, M] of its slots, in its own dtype."""
+        # Tables may be wider than the states (float32 beside bfloat16): cast back, as the families.
+        return rotate_pairs(self.widened(x), cos, sin).to(x.dtype)
+
+    def widened(self, x: Tensor) -> Tensor:
+        """States in the dtype that the family rotates them in."""
+        return x.float() if self.spec.rope_in_float32 else x
+
+    def slot_tables(self, tables: Tables | None, index: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [1|B, G, T, M] of slots with the frequencies `index` [G, M], sin signed."""
+        cos, sin = (gather_pairs(table, index) for table in self._pair_tables(tables))
+        return cos, -sin if self.spec.clockwise else sin
+
+    def _pair_tables(self, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """cos and sin [1|B, T, P] of the dense pairs, views of the model's own."""
-        pairs, kind = self.dense_shape.geometry.num_pairs, self.spec.table
-        cos, sin = (tables.real, tables.imag) if kind == "complex" else tables
-        return pair_table(cos, pairs, kind), pair_table(sin, pairs, kind)
+        assert tables is not None
+        return pair_tables(tables, self.dense_shape.geometry.num_pairs, self.spec.table)
 
     def _clip(self, x: Tensor) -> Tensor:
         bound = self.clip_bound
         return x if bound is None else x.clamp(-bound, bound)
 
 
-def norm_names(norm: QKNorm, *, exact: bool) -> tuple[str, str]:
-    """Names of the query's and the key's norm; one shared by both is two where they are cut."""
-    return norm.names if exact or norm.names[0] != norm.names[1] else ("q_norm", "k_norm")
-
-
-def _num_rows(attention: Any, role: str) -> int:
+def _num_rows(attention: RapAttention, role: str) -> int:
     shape = attention.dense_shape
     heads = shape.num_kv_heads if role in "kv" else shape.num_heads
     return heads * attention.role_widths[role]
 
 
-def _replace_linear(attention: Any, name: str, old: nn.Linear, roles: tuple[str, ...]) -> None:
+def _narrowed(attention: RapAttention, old: nn.Linear, roles: tuple[str, ...]) -> nn.Linear:
     rows, hidden = sum(_num_rows(attention, role) for role in roles), old.in_features
     sizes = (rows, attention.dense_shape.hidden_size) if roles == ("o",) else (hidden, rows)
     like: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
-    setattr(attention, name, nn.Linear(sizes[0], sizes[1], bias=old.bias is not None, **like))
-
-
-def _take_norms(attention: Any, dense: nn.Module) -> None:
-    norm, shape = attention.norm, attention.dense_shape
-    if norm is None:
-        return
-    if norm.one_module_per_head and not attention.exact_norm:
-        raise UnsupportedModelError(
-            "this family has a norm module per head, which cannot be cut: plan with qk_norm='exact'"
-        )
-    heads = (shape.num_heads, shape.num_kv_heads)
-    names = norm_names(norm, exact=attention.exact_norm)
-    for name, old, count in zip(names, norm.names, heads, strict=True):
-        module = getattr(dense, old)
-        if not attention.exact_norm:
-            module = KeptNorm(norm, module, count, attention.key_width, shape.head_dim)
-        attention.add_module(name, module)
+    return nn.Linear(sizes[0], sizes[1], bias=old.bias is not None, **like)

@@ -63,9 +63,8 @@ class RapModelMixin(_Model):
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         spec, layers = attention_spec(config), attention_layers(self)
-        for layer, widths in zip(
-            layers, configured_widths(config, len(layers), KINDS), strict=True
-        ):
+        entries = configured_widths(config, len(layers), KINDS)
+        for layer, widths in zip(layers, entries, strict=True):
             if widths is None:
                 continue
             if "kind" not in widths:
@@ -223,7 +222,7 @@ def _registering_init(base_type: str) -> Callable[..., None]:
 
 def configured_widths(
     config: Any, num_layers: int, kinds: Collection[str] = ()
-) -> list[Mapping | None]:
+) -> list[Mapping[str, Any] | None]:
     """Widths of every layer in the `rap` section (None: dense); CheckpointError if it is wrong.
 
     Layers of a `kind` of attention that is not in `kinds` are refused.

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import UnsupportedModelError
 from .families import QKNorm
+from .rope import AttentionShape
 
 
 class KeptNorm(nn.Module):
@@ -77,6 +79,30 @@ class KeptNorm(nn.Module):
         if self.bias is not None:
             x = x + self.bias[:, None]
         return x.to(x_BHTW.dtype)
+
+
+def norm_names(norm: QKNorm, *, exact: bool) -> tuple[str, str]:
+    """Names of the query's and the key's norm; one shared by both is two where they are cut."""
+    return norm.names if exact or norm.names[0] != norm.names[1] else ("q_norm", "k_norm")
+
+
+def pruned_norms(
+    norm: QKNorm, dense: nn.Module, shape: AttentionShape, key_width: int, *, exact: bool
+) -> dict[str, nn.Module]:
+    """The query's and the key's norm by name: those of the dense attention, or what they become.
+
+    Raises UnsupportedModelError for norms that cannot be cut.
+    """
+    if norm.one_module_per_head and not exact:
+        raise UnsupportedModelError(
+            "this family has a norm module per head, which cannot be cut: plan with qk_norm='exact'"
+        )
+    found = {}
+    heads = (shape.num_heads, shape.num_kv_heads)
+    for name, old, count in zip(norm_names(norm, exact=exact), norm.names, heads, strict=True):
+        module = getattr(dense, old)
+        found[name] = module if exact else KeptNorm(norm, module, count, key_width, shape.head_dim)
+    return found
 
 
 def normalise_dense(norm: QKNorm, module: nn.Module, x_BHTD: Tensor) -> Tensor:

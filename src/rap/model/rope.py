@@ -17,6 +17,8 @@ from .errors import UnsupportedModelError
 
 Pairing = Literal["half", "interleaved"]
 TableKind = Literal["repeated", "interleaved", "half", "complex"]
+# What a model's rotary module gives every layer: cos and sin, or one complex tensor.
+Tables = tuple[Tensor, Tensor] | Tensor
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,12 @@ def read_frequencies(rotary: nn.Module) -> Tensor:
     return frequencies.detach().double().cpu()
 
 
-def pair_table(table: Tensor, num_pairs: int, kind: TableKind) -> Tensor:
-    """One column per pair, [1|B, T, P], of a model-level cos or sin table in any of its layouts."""
+def pair_tables(tables: Tables, num_pairs: int, kind: TableKind) -> tuple[Tensor, Tensor]:
+    """cos and sin with one column per pair, views [1|B, T, P] of model-level ones in any layout."""
+    cos, sin = (tables.real, tables.imag) if isinstance(tables, Tensor) else tables
     if kind == "interleaved":
-        return table[..., : 2 * num_pairs : 2]
-    return table[..., :num_pairs]
+        return cos[..., : 2 * num_pairs : 2], sin[..., : 2 * num_pairs : 2]
+    return cos[..., :num_pairs], sin[..., :num_pairs]
 
 
 def gather_pairs(table_BTP: Tensor, index_GM: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 from accelerate import dispatch_model
 from torch import Tensor, nn
 
-from ..model.attention import norm_names
 from ..model.errors import CheckpointError, PlanError
 from ..model.families import AttentionSpec
 from ..model.fingerprint import fingerprint_model, tied_names
@@ -22,6 +21,7 @@ from ..model.layers import (
     text_config,
 )
 from ..model.modeling import CONFIG_VERSION, config_class, model_class
+from ..model.norms import norm_names
 from ..planning.plan import LayerPlan, Plan
 from .cut import cut
 

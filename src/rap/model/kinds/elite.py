@@ -4,14 +4,22 @@ Shapes: B batch, T new tokens, S cached tokens, G KV heads, D head dim, E model 
 c rank of the latent.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from ..attention import PairWidths
 from ..families import AttentionSpec
+from ..rope import AttentionShape, Tables
 from .latent import ReconstructingAttention
+
+
+class EliteWidths(TypedDict):
+    """A layer's entry in the `rap` section, explained at EliteAttention."""
+
+    elite: int
+    latent: int
 
 
 class EliteAttention(ReconstructingAttention):
@@ -23,10 +31,16 @@ class EliteAttention(ReconstructingAttention):
 
     kind: ClassVar[str] = "elite"
 
-    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+    def __init__(
+        self,
+        dense: nn.Module,
+        spec: AttentionSpec,
+        dense_shape: AttentionShape,
+        widths: EliteWidths,
+    ):
         dim, heads = dense_shape.head_dim, dense_shape.num_kv_heads
         rest = dim - 2 * widths["elite"]
-        sizes = {"pairs": widths["elite"], "free": rest, "values": dim}
+        sizes: PairWidths = {"pairs": widths["elite"], "free": rest, "values": dim}
         super().__init__(dense, spec, dense_shape, sizes)
         _, key, value, _ = (getattr(dense, name) for name in spec.projections)
         hidden, biased = key.in_features, key.bias is not None
@@ -45,7 +59,7 @@ class EliteAttention(ReconstructingAttention):
         k = key(hidden_states).unflatten(-1, (-1, 2 * self.num_slots)).transpose(1, 2)
         return q, k, value(hidden_states)[:, None], None
 
-    def position(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+    def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """Elite pairs rotated; keys as [B, 1, T, G 2r], like the latent beside them."""
         # Rotation takes both at one width.
         elite = k.shape[-1]

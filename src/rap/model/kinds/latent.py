@@ -7,15 +7,14 @@ Shapes: B batch, T new tokens, S cached tokens, H query heads, G KV heads, N gro
 D head dim, E model dim, r rank.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import CACHE_ARGUMENTS, RapAttention
+from ..attention import PairWidths, RapAttention, StateCache
 from ..families import AttentionSpec
-from ..rope import gather_pairs, pair_table, rotate_pairs
+from ..rope import AttentionShape, Tables
 
 # Directions with less than this share of the largest second moment carry rounding noise only.
 EIGENVALUE_FLOOR = 1e-12
@@ -51,31 +50,16 @@ class ReconstructingAttention(RapAttention):
     applies to the whole cache are also in `reconstruction`, and are trained like projections.
     """
 
-    rotary: Any
+    rotary: nn.Module
     factors: dict[str, tuple[str, ...]]
     reconstruction: tuple[str, ...]
+    fusable = False
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As RapAttention; the cache receives what `project` and `position` give for k and v."""
-        for name in CACHE_ARGUMENTS:
-            past_key_values = kwargs.pop(name, past_key_values)
-        cache = _ExpandedCache(self, past_key_values)
-        tables = self.tables(hidden_states, cache.get_seq_length(), position_embeddings)
-        return super().forward(hidden_states, tables, attention_mask, cache, **kwargs)
-
-    def _fused_step(self, *args: Any) -> None:
-        """None: kernels that rotate, cache and attend at once know whole pairs only."""
-
-    def tables(self, hidden_states: Tensor, cached: int, given: Any) -> Any:
-        """cos and sin for the queries, in the family's layout."""
-        return given
+    def prepare(
+        self, hidden_states: Tensor, tables: Tables | None, cache: StateCache | None
+    ) -> tuple[Tables | None, StateCache]:
+        """The cache receives what `project` and `position` give for k and v, and expands it."""
+        return tables, _ExpandedCache(self, cache)
 
     def expand(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Keys [B, G, S, D] and values [B, G, S, C] of the cache; its first token is in `start`."""
@@ -90,9 +74,9 @@ class ReconstructingAttention(RapAttention):
 class _ExpandedCache:
     """A cache that stores what it is given, and gives back keys and values made of all of it."""
 
-    def __init__(self, attention: ReconstructingAttention, cache: Any | None):
+    def __init__(self, attention: ReconstructingAttention, cache: StateCache | None):
         self.attention, self.cache = attention, cache
-        self.cached = 0 if cache is None else int(cache.get_seq_length(attention.layer_idx))
+        self.cached = int(attention.num_cached(cache))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.cached
@@ -105,6 +89,15 @@ class _ExpandedCache:
         return self.attention.expand(k, v, max(0, seen - k.shape[2]))
 
 
+class LatentWidths(TypedDict):
+    """A layer's entry in the `rap` section, explained at LatentAttention."""
+
+    groups: int
+    keys: int
+    values: int
+    fold: bool
+
+
 class LatentAttention(ReconstructingAttention):
     """PaLU and SVD-LLM: KV heads in N groups, a latent of every group for keys and for values.
 
@@ -115,11 +108,21 @@ class LatentAttention(ReconstructingAttention):
 
     kind: ClassVar[str] = "latent"
 
-    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+    def __init__(
+        self,
+        dense: nn.Module,
+        spec: AttentionSpec,
+        dense_shape: AttentionShape,
+        widths: LatentWidths,
+    ):
         geometry, dim = dense_shape.geometry, dense_shape.head_dim
-        full = {"pairs": geometry.num_pairs, "free": geometry.num_free}
         values = widths["values"] if widths["fold"] else dim
-        super().__init__(dense, spec, dense_shape, {**full, "values": values})
+        sizes: PairWidths = {
+            "pairs": geometry.num_pairs,
+            "free": geometry.num_free,
+            "values": values,
+        }
+        super().__init__(dense, spec, dense_shape, sizes)
         self.num_groups, self.key_rank = widths["groups"], widths["keys"]
         self.value_rank, self.fold = widths["values"], widths["fold"]
         _, key, value, output = (getattr(dense, name) for name in spec.projections)
@@ -141,12 +144,16 @@ class LatentAttention(ReconstructingAttention):
             self.factors |= {"v": tuple(f"v_up.{group}" for group in groups)}
         self.reconstruction = tuple(name for names in self.factors.values() for name in names)
 
-    def tables(self, hidden_states: Tensor, cached: int, given: Any) -> Any:
-        """Of the slots in the cache: attention sees distances only, and keys have no other place.
+    def prepare(
+        self, hidden_states: Tensor, tables: Tables | None, cache: StateCache | None
+    ) -> tuple[Tables | None, StateCache]:
+        """Tables of the slots in the cache: attention sees distances only.
 
-        Padding on the left shifts a row's positions, queries and keys alike.
+        Keys have no other place, and padding on the left shifts queries and keys alike.
         """
-        return self._table(hidden_states, cached, hidden_states.shape[1])
+        _, cache = super().prepare(hidden_states, tables, cache)
+        cached = cache.get_seq_length(self.layer_idx)
+        return self._table(hidden_states, cached, hidden_states.shape[1]), cache
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries [B, H, T, D] and latents [B, 1, T, N r] of keys and values; no gate."""
@@ -154,7 +161,7 @@ class LatentAttention(ReconstructingAttention):
         q = query(hidden_states).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
         return q, key(hidden_states)[:, None], value(hidden_states)[:, None], None
 
-    def position(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+    def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """Rotated queries; latents cannot rotate."""
         return self._turn(q, tables), k
 
@@ -167,24 +174,17 @@ class LatentAttention(ReconstructingAttention):
         latents_BNSR = v[:, 0].unflatten(-1, (self.num_groups, -1)).transpose(1, 2)
         return keys, latents_BNSR.repeat_interleave(keys.shape[1] // self.num_groups, 1)
 
-    def _up(self, factors: Any, latent_B1SR: Tensor) -> Tensor:
+    def _up(self, factors: nn.ModuleList, latent_B1SR: Tensor) -> Tensor:
         parts = latent_B1SR[:, 0].chunk(self.num_groups, dim=-1)
         rows = torch.cat([up(part) for up, part in zip(factors, parts, strict=True)], dim=-1)
         return rows.unflatten(-1, (-1, self.dense_shape.head_dim)).transpose(1, 2)
 
-    def _table(self, like: Tensor, start: int, count: int) -> Any:
+    def _table(self, like: Tensor, start: int, count: int) -> Tables:
         positions = torch.arange(start, start + count, device=like.device)
         return self.rotary(like, positions[None])
 
-    def _turn(self, x_BHTD: Tensor, tables: Any) -> Tensor:
+    def _turn(self, x_BHTD: Tensor, tables: Tables | None) -> Tensor:
         if not self.num_slots:
             return x_BHTD
-        pairs, kind = self.dense_shape.geometry.num_pairs, self.spec.table
-        if kind == "complex":
-            tables = (tables.real, tables.imag)
         # Every head has all pairs in order: one table serves them all.
-        index = self.frequency_index[:1]
-        cos, sin = (gather_pairs(pair_table(t, pairs, kind), index) for t in tables)
-        sin = -sin if self.spec.clockwise else sin
-        x = x_BHTD.float() if self.spec.rope_in_float32 else x_BHTD
-        return rotate_pairs(x, cos, sin).to(x_BHTD.dtype)
+        return self.turned(x_BHTD, *self.slot_tables(tables, self.frequency_index[:1]))

@@ -6,14 +6,21 @@ coordinates, and the output projection reads those of the values. W_q, W_k and W
 Shapes: B batch, T tokens, H query heads, G KV heads, R = H/G, D head dim, E model dim, r width.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import RapAttention
+from ..attention import PairWidths, RapAttention
 from ..families import AttentionSpec
+from ..rope import AttentionShape, Tables
+
+
+class ProjectedWidths(TypedDict):
+    """A layer's entry in the `rap` section, explained at ProjectedAttention."""
+
+    keys: int
+    values: int
 
 
 class ProjectedAttention(RapAttention):
@@ -24,33 +31,37 @@ class ProjectedAttention(RapAttention):
     """
 
     kind: ClassVar[str] = "projected"
+    fusable = False
 
-    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+    def __init__(
+        self,
+        dense: nn.Module,
+        spec: AttentionSpec,
+        dense_shape: AttentionShape,
+        widths: ProjectedWidths,
+    ):
         geometry, dim = dense_shape.geometry, dense_shape.head_dim
-        sizes = {"pairs": geometry.num_pairs, "free": geometry.num_free, "values": dim}
+        sizes: PairWidths = {"pairs": geometry.num_pairs, "free": geometry.num_free, "values": dim}
         super().__init__(dense, spec, dense_shape, sizes)
         output = getattr(self, spec.projections[3])
         like: dict[str, Any] = {"device": output.weight.device, "dtype": output.weight.dtype}
         inputs = dense_shape.num_heads * widths["values"]
         setattr(self, spec.projections[3], nn.Linear(inputs, output.out_features, **like))
         heads = range(dense_shape.num_kv_heads)
-        down = {name: (dim, widths[name]) for name in ("keys", "values")}
-        self.key_down = nn.ModuleList([nn.Linear(*down["keys"], bias=False, **like) for _ in heads])
-        self.value_down = nn.ModuleList([nn.Linear(*down["values"], **like) for _ in heads])
+        keys, values = (dim, widths["keys"]), (dim, widths["values"])
+        self.key_down = nn.ModuleList([nn.Linear(*keys, bias=False, **like) for _ in heads])
+        self.value_down = nn.ModuleList([nn.Linear(*values, **like) for _ in heads])
         self.factors = {
             "k": tuple(f"key_down.{head}" for head in heads),
             "v": tuple(f"value_down.{head}" for head in heads),
         }
-
-    def _fused_step(self, *args: Any) -> None:
-        """None: kernels that rotate, cache and attend at once know whole pairs only."""
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As RapAttention, with values in coordinates."""
         q, k, v, gate = super().project(hidden_states)
         return q, k, _each_head(self.value_down, v), gate
 
-    def position(self, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+    def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """Rotated queries [B, H, T, r] and keys [B, G, T, r] in coordinates."""
         q, k = super().position(q, k, tables)
         return _each_head(self.key_down, q), _each_head(self.key_down, k)
@@ -82,7 +93,7 @@ def projected_tensors(
     return found
 
 
-def _each_head(bases: Any, x_BHTD: Tensor) -> Tensor:
+def _each_head(bases: nn.ModuleList, x_BHTD: Tensor) -> Tensor:
     """Every head's states in the coordinates of its KV head."""
     heads = x_BHTD.unflatten(1, (len(bases), -1)).unbind(1)
     return torch.stack([down(x) for down, x in zip(bases, heads, strict=True)], 1).flatten(1, 2)

@@ -4,15 +4,28 @@ Shapes: B batch, T tokens, H query heads, G KV heads, W kept key channels, M = W
 taken for, P dense pairs.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import CACHE_ARGUMENTS, RapAttention
+from ..attention import PairWidths, RapAttention, StateCache
 from ..families import AttentionSpec
-from ..rope import gather_pairs, pair_table
+from ..rope import AttentionShape, Tables
+
+
+class ReindexedWidths(PairWidths):
+    """A layer's entry in the `rap` section, explained at ReindexedAttention."""
+
+    frequencies: list[float]
+    scaling: float
+
+
+class IndexedWidths(TypedDict):
+    """A layer's entry in the `rap` section, explained at IndexedAttention."""
+
+    keys: int
+    values: int
 
 
 class ReindexedAttention(RapAttention):
@@ -24,29 +37,26 @@ class ReindexedAttention(RapAttention):
 
     kind: ClassVar[str] = "reindexed"
 
-    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+    def __init__(
+        self,
+        dense: nn.Module,
+        spec: AttentionSpec,
+        dense_shape: AttentionShape,
+        widths: ReindexedWidths,
+    ):
         super().__init__(dense, spec, dense_shape, widths)
         self.frequencies, self.rotary_scaling = widths["frequencies"], widths["scaling"]
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As RapAttention, with cos and sin of its own frequencies.
+    def prepare(
+        self, hidden_states: Tensor, tables: Tables | None, cache: StateCache | None
+    ) -> tuple[Tables, StateCache | None]:
+        """cos and sin of its own frequencies.
 
         Positions are slots of the cache: pairs are whole, so attention sees distances only.
         """
-        for name in CACHE_ARGUMENTS:
-            past_key_values = kwargs.pop(name, past_key_values)
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
-        tables = self._tables(hidden_states, int(cached))
-        return super().forward(hidden_states, tables, attention_mask, past_key_values, **kwargs)
+        return self._tables(hidden_states, int(self.num_cached(cache))), cache
 
-    def _tables(self, like: Tensor, cached: int) -> Any:
+    def _tables(self, like: Tensor, cached: int) -> Tables:
         """cos and sin in the family's layout, made in float32 as transformers makes them.
 
         As wide as the dense head's, which rotation counts on; no slot reads beyond column M.
@@ -73,10 +83,17 @@ class IndexedAttention(RapAttention):
     """
 
     kind: ClassVar[str] = "indexed"
+    fusable = False
 
-    def __init__(self, dense: nn.Module, spec: AttentionSpec, dense_shape: Any, widths: Mapping):
+    def __init__(
+        self,
+        dense: nn.Module,
+        spec: AttentionSpec,
+        dense_shape: AttentionShape,
+        widths: IndexedWidths,
+    ):
         pairs, free = divmod(widths["keys"], 2)
-        sizes = {"pairs": pairs, "free": free, "values": widths["values"]}
+        sizes: PairWidths = {"pairs": pairs, "free": free, "values": widths["values"]}
         super().__init__(dense, spec, dense_shape, sizes)
         index = torch.zeros(
             dense_shape.num_kv_heads,
@@ -87,32 +104,23 @@ class IndexedAttention(RapAttention):
         self.register_buffer("frequency_index", index)
         self.register_buffer("kept_channels", index.clone())
 
-    def _fused_step(self, *args: Any) -> None:
-        """None: kernels that rotate, cache and attend at once know whole pairs only."""
-
     def rotate(
-        self, q: Tensor, k: Tensor, tables: Any, index: Tensor | None = None
+        self, q: Tensor, k: Tensor, tables: Tables | None, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Rotate kept channels of [B, H, T, W] and [B, G, T, W], dropped ones being zero."""
-        geometry, kind = self.dense_shape.geometry, self.spec.table
+        geometry = self.dense_shape.geometry
         if not geometry.num_pairs:
             return q, k
-        if kind == "complex":
-            tables = (tables.real, tables.imag)
-        cos, sin = (
-            gather_pairs(pair_table(t, geometry.num_pairs, kind), self.frequency_index)
-            for t in tables
-        )
-        sin = -sin if self.spec.clockwise else sin
+        cos, sin = self.slot_tables(tables, self.frequency_index)
         partner_GW, sign_GW = partners(self.kept_channels, geometry.num_pairs)
         free_GW = self.kept_channels >= geometry.rotary_dim
         cos = torch.where(free_GW[:, None], torch.ones_like(cos), cos)
         sin = sin * sign_GW[:, None].to(sin.dtype)
-        return tuple(self._turn(x, cos, sin, partner_GW) for x in (q, k))  # type: ignore[return-value]
+        q_out, k_out = (self._exchanged(x, cos, sin, partner_GW) for x in (q, k))
+        return q_out, k_out
 
-    def _turn(self, x_BHTW: Tensor, cos: Tensor, sin: Tensor, partner_GW: Tensor) -> Tensor:
-        x = x_BHTW.float() if self.spec.rope_in_float32 else x_BHTW
-        x = x.unflatten(1, (len(partner_GW), -1))
+    def _exchanged(self, x_BHTW: Tensor, cos: Tensor, sin: Tensor, partner_GW: Tensor) -> Tensor:
+        x = self.widened(x_BHTW).unflatten(1, (len(partner_GW), -1))
         other = x.gather(-1, partner_GW[:, None, None].expand(x.shape))
         turned = x * cos.unsqueeze(2) + other * sin.unsqueeze(2)
         return turned.flatten(1, 2).to(x_BHTW.dtype)
