@@ -6,36 +6,38 @@ counts, clipping, dropout, partial rotation). A row states what cannot be read.
 Shapes: B batch, T tokens, H query heads, W key width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .rope import Pairing, TableKind
 
 ROLES = ("q", "k", "v", "o")
 # How QK-norm is computed after the cut; explained in `norms`.
 NORM_MODES = ("exact", "constant", "rows")
+# The further arguments of an attention module's forward.
+Kwargs = Mapping[str, Any]
 
 
-def rotates_where_listed(attention: Any) -> bool:
+def rotates_where_listed(attention: nn.Module) -> bool:
     """the layers that `no_rope_layers` marks"""
     return bool(attention.use_rope)
 
 
-def rotates_under_a_window(attention: Any) -> bool:
+def rotates_under_a_window(attention: nn.Module) -> bool:
     """the layers with a sliding window"""
     return attention.sliding_window is not None
 
 
-def rotates_unless_global(attention: Any) -> bool:
+def rotates_unless_global(attention: nn.Module) -> bool:
     """the layers with a sliding window, or all if the model has none"""
     return attention.sliding_window is None or bool(attention.is_sliding)
 
 
-def scale_by_position(attention: Any, q_BHTW: Tensor, cached: int, kwargs: Any) -> Tensor:
+def scale_by_position(attention: Any, q_BHTW: Tensor, cached: int, kwargs: Kwargs) -> Tensor:
     """1 + beta log(1 + floor(position / trained length)) on every query"""
     rope = attention.config.rope_parameters
     position = kwargs["position_ids"] / rope["original_max_position_embeddings"]
@@ -43,7 +45,7 @@ def scale_by_position(attention: Any, q_BHTW: Tensor, cached: int, kwargs: Any) 
     return q_BHTW * scale_BT[:, None, :, None].to(q_BHTW.dtype)
 
 
-def scale_without_rotation(attention: Any, q_BHTW: Tensor, cached: int, kwargs: Any) -> Tensor:
+def scale_without_rotation(attention: Any, q_BHTW: Tensor, cached: int, kwargs: Kwargs) -> Tensor:
     """1 + s log(1 + floor((position + 1) / floor)) on queries of layers that do not rotate"""
     if attention.use_rope or not attention.attn_temperature_tuning:
         return q_BHTW
@@ -93,10 +95,10 @@ class AttentionSpec:
     table: TableKind = "repeated"
     clockwise: bool = False
     rope_in_float32: bool = False
-    rotates: Callable[[Any], bool] | None = None
+    rotates: Callable[[nn.Module], bool] | None = None
     sliding_window_from: Literal["module", "config"] | None = None
     arguments: tuple[tuple[str, str], ...] = ()
-    query_scale: Callable[[Any, Tensor, int, Any], Tensor] | None = None
+    query_scale: Callable[[Any, Tensor, int, Kwargs], Tensor] | None = None
     norm: QKNorm | None = None
     fused: Literal["blocks", "heads"] | None = None
     gate: str | None = None

@@ -5,7 +5,6 @@ Values are hashed as float32, so a bfloat16 checkpoint loaded in float32 keeps i
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +51,7 @@ def fingerprint_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     return result.value()
 
 
-def tied_names(model: Any) -> set[str]:
+def tied_names(model: nn.Module) -> set[str]:
     """State-dict names that repeat another weight and are not stored in a checkpoint.
 
     Weights that are called tied and differ are two: `save_pretrained` stores both.

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
 
 from .errors import CheckpointError, UnsupportedModelError
 from .families import ALIBI, FAMILIES, REASONS, ROLES, WRAPPERS, AttentionSpec, QKNorm
@@ -30,7 +32,7 @@ class AttentionLayer:
     norm: QKNorm | None = None
 
 
-def base_model_type(config: Any) -> str:
+def base_model_type(config: PreTrainedConfig) -> str:
     """The dense family of a config, with this package's own prefix removed."""
     return str(config.model_type).removeprefix(PREFIX)
 
@@ -40,7 +42,7 @@ def text_config(config: Any) -> Any:
     return config.text_config if base_model_type(config) in WRAPPERS else config
 
 
-def trained_length(config: Any) -> int | None:
+def trained_length(config: PreTrainedConfig) -> int | None:
     """The positions a model was made for, where its config says so."""
     return getattr(text_config(config), "max_position_embeddings", None)
 
@@ -65,7 +67,7 @@ def attention_spec(config: Any) -> AttentionSpec:
     return spec
 
 
-def _refusal(config: Any, model_type: str) -> str:
+def _refusal(config: PreTrainedConfig, model_type: str) -> str:
     if model_type in REASONS:
         return REASONS[model_type]
     if getattr(text_config(config), "kv_lora_rank", None):
@@ -85,7 +87,7 @@ def _refusal(config: Any, model_type: str) -> str:
     return f"no row for it among the {len(FAMILIES)} families that docs/models.md lists"
 
 
-def refuse_pruned(config: Any) -> None:
+def refuse_pruned(config: PreTrainedConfig) -> None:
     """Raise CheckpointError if the config is of an already pruned model."""
     if str(config.model_type).startswith(PREFIX):
         raise CheckpointError(
@@ -210,7 +212,7 @@ class ProjectionPart:
         bias = self.linear.bias
         return None if bias is None else bias[self.rows.to(bias.device)]
 
-    def register_forward_hook(self, hook: Callable[..., None]) -> Any:
+    def register_forward_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """As for the linear layer itself, with these columns of its output."""
         return self.linear.register_forward_hook(
             lambda module, inputs, output: hook(module, inputs, output[..., self.rows])
@@ -276,7 +278,7 @@ def split_heads(states: Tensor, head_dim: int) -> Tensor:
     return states.unflatten(-1, (-1, head_dim))
 
 
-def text_decoder(model: Any) -> Any:
+def text_decoder(model: nn.Module) -> Any:
     """The module that holds the decoder layers of the language model."""
     find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
     found = find() if find is not None else model

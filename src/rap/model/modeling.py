@@ -94,8 +94,12 @@ class RapModelMixin(_Model):
 
 
 def build_attention(
-    model: Any, layer: AttentionLayer, spec: AttentionSpec, widths: Mapping, *norm: Any
-) -> Any:
+    model: nn.Module,
+    layer: AttentionLayer,
+    spec: AttentionSpec,
+    widths: Mapping[str, Any],
+    *norm: QKNorm | str | None,
+) -> RapAttention:
     """The attention of these `widths` for a dense layer of the model, its weights not yet set.
 
     `norm` are a QKNorm and its mode, where queries and keys are normalised.
@@ -103,7 +107,7 @@ def build_attention(
     dense_class: Any = type(layer.module)
     kind: Any = KINDS[widths["kind"]] if "kind" in widths else RapAttention
     build: Any = attention_class(dense_class, kind)
-    built = build(layer.module, spec, layer.shape, widths, *norm)
+    built: RapAttention = build(layer.module, spec, layer.shape, widths, *norm)
     if "kind" in widths:
         # Not a submodule: the model has it already.
         vars(built)["rotary"] = rotary_module(model)
@@ -111,7 +115,7 @@ def build_attention(
 
 
 @functools.cache
-def attention_class(base: type[nn.Module], kind: type[RapAttention]) -> type[nn.Module]:
+def attention_class(base: type[nn.Module], kind: type[RapAttention]) -> type[RapAttention]:
     """A kind of attention as a subclass of the family's own, so that isinstance checks hold."""
     name = kind.__name__.removesuffix("Attention") + base.__name__
     return type(name, (kind, base), {"__module__": __name__})
@@ -279,7 +283,7 @@ def _norm_as_stored(layer: AttentionLayer, config: Any) -> QKNorm | None:
     return replace(layer.norm, weight_offset=0.0) if layer.norm and old else layer.norm
 
 
-def _check_fits(layer: AttentionLayer, widths: Mapping) -> None:
+def _check_fits(layer: AttentionLayer, widths: Mapping[str, Any]) -> None:
     shape = layer.shape
     if (
         shape is None

@@ -18,7 +18,7 @@ S norm rows.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class KeptNorm(nn.Module):
         # from_pretrained loads it in the type it has here, not in that of the weights.
         self.register_buffer("ratio", torch.ones(heads, dtype=torch.float32, device=device))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As any module when it is moved; a cast (`model.to(bfloat16)`) leaves the ratio alone."""
         ratio = self.ratio
         super()._apply(fn, recurse)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 # Room is made for this much more than is held: few copies, little memory unused.
@@ -66,7 +66,7 @@ class GrowingCache(DynamicCache):
     room for at once; beyond them, or without, room grows by an eighth at a time.
     """
 
-    def __init__(self, config: Any, capacity: int = 0):
+    def __init__(self, config: PreTrainedConfig, capacity: int = 0):
         super().__init__(config=config)
         self.layers = [
             GrowingLayer(capacity) if type(layer) is DynamicLayer else layer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -86,7 +86,7 @@ class RapAttentionInterface:
         self,
         module: Any,
         states: tuple[Tensor, Tensor, Tensor],
-        cache: Any,
+        cache: Cache | None,
         attention_mask: Tensor | None,
     ) -> bool:
         """Whether `decode_step` runs here.
@@ -145,7 +145,7 @@ class RapAttentionInterface:
         return rope_pairs(q, k, cos, sin, index, clockwise=clockwise)
 
 
-def _static_layer(cache: Any, index: int) -> Any | None:
+def _static_layer(cache: Cache | None, index: int) -> StaticLayer | None:
     """The cache of one layer, if it is a full and initialised static one."""
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
