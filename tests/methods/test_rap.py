@@ -11,7 +11,6 @@ from cases.models import random_tokens, tiny_model
 from rap.methods.base import dense_layers
 from rap.methods.values import layer_losses
 from rap.model.layers import attention_layers
-from rap.planning.budgets import allocate_by_error
 
 NEEDS = {"fisher", "energy", "pairs", "values", "gradients"}
 
@@ -78,17 +77,6 @@ def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> Non
         for layer, kept in zip(attention_layers(small), plan.layers, strict=True):
             assert layer.module.key_width == kept.key_width
             assert layer.module.value_width == kept.value_width
-
-
-def test_spending_by_error_is_the_best_split() -> None:
-    """Against every possible split of a small budget."""
-    errors = [[9.0, 4.0, 1.0, 0.0], [5.0, 3.0, 2.0, 0.0], [30.0, 3.0, 1.5, 0.0]]
-    errors = [sorted(row, reverse=True) for row in errors]
-    kept = allocate_by_error(errors, 5 / 9, [3, 3, 3])
-    splits = [(a, b, c) for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3) if a + b + c == 5]
-    best = min(sum(row[n] for row, n in zip(errors, split, strict=True)) for split in splits)
-    assert sum(kept) == 5
-    assert sum(row[n] for row, n in zip(errors, kept, strict=True)) == best
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Expected losses of widths: against the loss formula on explicit projections, and measured."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from cases.models import random_tokens, tiny_model
 from rap.methods.base import dense_layers
 from rap.model.layers import attention_layers
 from rap.planning.losses import (
+    Orders,
+    free_moments,
     key_moments,
     one_width,
     part_losses,
@@ -27,12 +31,19 @@ def calibrated() -> tuple:
     return model, rap.calibrate(model, random_tokens(6, 64), needs)
 
 
-def curve(model, statistics, index, **mixes):
+def curve(model, statistics, index, **orders):
     layer = attention_layers(model)[index]
     found, frequencies = statistics.layers[index], dense_layers(model).frequencies[index]
     keys = key_moments(found, "loss")
     values = value_moments(found, torch.empty(0), layer.shape, "loss")
-    return one_width(*part_losses(keys, values, found, layer.shape, frequencies, CONTEXT, **mixes))
+    free = free_moments(found, "loss")
+    parts = part_losses(keys, values, free, layer.shape, frequencies, CONTEXT, Orders(**orders))
+    return one_width(*parts)
+
+
+def backwards(size, heads=2):
+    """Indices of every head from the last to the first: an order no moment knows of."""
+    return torch.arange(size).flip(0).expand(heads, -1)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6])
@@ -59,30 +70,60 @@ def test_values_lose_what_their_projection_takes_away(calibrated, steps):
 
 def _key_part(model, statistics, index, steps):
     """The curve with values that no gradient reaches."""
-    layer = attention_layers(model)[index]
     found = dict(statistics.layers[index])
     found["value_gradient"] = torch.zeros_like(found["value_gradient"])
-    values = value_moments(found, torch.empty(0), layer.shape, "loss")
-    frequencies = dense_layers(model).frequencies[index]
-    keys = key_moments(found, "loss")
-    return one_width(*part_losses(keys, values, found, layer.shape, frequencies, CONTEXT))[steps]
+    layers = [None] * index + [found]
+    return curve(model, dataclasses.replace(statistics, layers=tuple(layers)), index)[steps]
 
 
-@pytest.mark.parametrize("mixes", [{}, {"mixes_keys": False}, {"mixes_values": False}])
-def test_curves_fall_to_nothing(calibrated, mixes):
-    losses = torch.tensor(curve(*calibrated, 2, **mixes), dtype=torch.float64)
+DROPPED = [
+    {"pairs_GP": backwards(8), "free_GF": backwards(0)},
+    {"channels_GD": backwards(16)},
+]
+
+
+@pytest.mark.parametrize("orders", [{}, *DROPPED])
+def test_curves_fall_to_nothing(calibrated, orders):
+    losses = torch.tensor(curve(*calibrated, 2, **orders), dtype=torch.float64)
     assert losses[-1] == 0
     assert (losses.diff() <= 0).all()
-    if not mixes:  # so spending a budget step by step is optimal
+    if not orders:
         assert (losses.diff().diff() >= -1e-12).all()
 
 
-def test_dropping_is_never_cheaper_than_mixing(calibrated):
+def random_moments(generator, size, heads=2, complex_numbers=False):
+    """Second moments [heads, size, size] of few samples, so that parts cancel or add up."""
+    dtype = torch.complex128 if complex_numbers else torch.float64
+    samples = torch.randn(heads, size, size // 2, generator=generator, dtype=dtype)
+    return samples @ samples.mH
+
+
+@pytest.mark.parametrize("metric", ["loss", "output"])
+@pytest.mark.parametrize("seed", range(20))
+def test_keeping_more_never_costs_more(metric, seed):
+    """Of any moments and any order: 16 of 32 channels rotate, nothing is mixed."""
+    generator = torch.Generator().manual_seed(seed)
+    geometry = rap.rope.HeadGeometry(head_dim=32, rotary_dim=16)
+    shape = rap.rope.AttentionShape(num_heads=4, num_kv_heads=2, hidden_size=64, geometry=geometry)
+    keys, values, free = (
+        tuple(random_moments(generator, size, complex_numbers=paired) for _ in range(2))
+        for size, paired in ((8, True), (32, False), (16, False))
+    )
+    values = tuple(torch.stack([one, one.flip(0)], 1) for one in values)
+    orders = Orders(backwards(8), backwards(16), backwards(32))
+    parts = keys, values, free, shape, torch.ones(8).double(), CONTEXT, orders
+    curves = part_losses(*parts) if metric == "loss" else (width_errors(*parts),)
+    rise = max(float(torch.tensor(found).diff().max()) for found in curves)
+    assert rise <= 0
+    assert all(found[-1] == 0 for found in curves)
+
+
+@pytest.mark.parametrize("orders", DROPPED)
+def test_dropping_is_never_cheaper_than_mixing(calibrated, orders):
     mixed = torch.tensor(curve(*calibrated, 0), dtype=torch.float64)
-    for mixes in ({"mixes_keys": False}, {"mixes_values": False}):
-        dropped = torch.tensor(curve(*calibrated, 0, **mixes), dtype=torch.float64)
-        assert (dropped - mixed >= -1e-12).all()
-        assert (dropped - mixed).max() > 0
+    dropped = torch.tensor(curve(*calibrated, 0, **orders), dtype=torch.float64)
+    assert (dropped - mixed >= -1e-12).all()
+    assert (dropped - mixed).max() > 0
 
 
 def test_output_errors_are_relative(calibrated):
@@ -92,6 +133,7 @@ def test_output_errors_are_relative(calibrated):
     moments = [
         key_moments(statistics.layers[0], "output"),
         value_moments(statistics.layers[0], w_o, layer.shape, "output"),
+        free_moments(statistics.layers[0], "output"),
     ]
     errors = width_errors(*moments, layer.shape, dense_layers(model).frequencies[0], CONTEXT)
     assert errors[0] == 1

@@ -57,6 +57,10 @@ class DenseLayers:
     context: int
     mixes_values: Sequence[bool]
 
+    def normalises_keys(self, index: int) -> bool:
+        """Whether something divides a layer's keys by their size."""
+        return "key_sizes" in (self.weights[index] or {})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):

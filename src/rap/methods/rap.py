@@ -10,23 +10,25 @@ from torch import Tensor
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.rope import AttentionShape
-from ..planning.budgets import Budget, LayerBudget, allocate_by_error
+from ..planning.budgets import Budget, LayerBudget
 from ..planning.folding import FoldedHead, fold_head
+from ..planning.knapsack import allocate_by_error
 from ..planning.losses import (
+    DIRECTIONS,
     Metric,
     Moments,
+    Orders,
     free_moments,
     key_moments,
     one_width,
     split_step,
-    width_errors,
 )
 from ..planning.plan import LayerPlan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies, shared_pairs, shared_slots
 from ..planning.subspace import weighted_subspace
 from .base import DenseLayers, PairPruning
-from .values import in_subspace, layer_losses, layer_values
+from .values import in_subspace, layer_errors, layer_losses, layer_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,28 +128,37 @@ class Rap(PairPruning):
         if self.budget != "error":
             return super().budgets(scores, statistics, dense)
         present = [index for index, shape in enumerate(dense.shapes) if shape is not None]
-        curves = [self._curves(index, statistics, dense) for index in present]
+        orders = self.orders(scores, dense)
+        curves = [self._curves(index, statistics, dense, orders[index]) for index in present]
         flat = [curve for both in curves for curve in both]
         unit = max(1, self.alignment(dense.shapes) // 2)
         sizes = [len(curve) - 1 for curve in flat]
-        spent = iter(allocate_by_error(flat, self.retain, sizes, unit=unit))
+        shapes = [shape for shape in dense.shapes if shape is not None]
+        heads = [s.num_kv_heads for s, both in zip(shapes, curves, strict=True) for _ in both]
+        spent = iter(allocate_by_error(flat, self.retain, sizes, heads=heads, unit=unit))
         kept = {i: [next(spent) for _ in both] for i, both in zip(present, curves, strict=True)}
         return [
             _hybrid_budget(shape, kept[index][0], kept[index][-1]) if shape is not None else None
             for index, shape in enumerate(dense.shapes)
         ]
 
-    def _curves(self, index: int, statistics: Statistics, dense: DenseLayers) -> list[list[float]]:
+    def orders(self, scores: Sequence[LayerScores | None], dense: DenseLayers) -> list[Orders]:
+        """What every layer keeps as it is, for it is not mixed, in the order of its scores."""
+        folds, turns = self.keys == "fold", self.values == "subspace"
+        mixed = zip(scores, dense.mixes_keys, dense.mixes_values, strict=True)
+        return [
+            DIRECTIONS if layer is None else Orders.of(layer, keys and folds, values and turns)
+            for layer, keys, values in mixed
+        ]
+
+    def _curves(
+        self, index: int, statistics: Statistics, dense: DenseLayers, orders: Orders
+    ) -> list[list[float]]:
         """What every width of a layer costs, in units of `metric`: one curve, or of K and of V."""
         context = self.context or dense.context
         if self.metric == "output":
-            shape, frequencies = dense.shapes[index], dense.frequencies[index]
-            assert shape is not None
-            assert frequencies is not None
-            keys = key_moments(statistics.layers[index] or {}, self.metric)
-            values = layer_values(index, statistics, dense, self.metric)
-            return [width_errors(keys, values, shape, frequencies, context)]
-        parts = layer_losses(index, statistics, dense, context)
+            return [layer_errors(index, statistics, dense, context, orders)]
+        parts = layer_losses(index, statistics, dense, context, orders)
         return list(parts) if self.key_share == "pooled" else [one_width(*parts)]
 
     def cut_layers(
@@ -278,6 +289,4 @@ def _folded(heads: Sequence[FoldedHead]) -> dict[str, Tensor]:
 
 def _hybrid_budget(shape: AttentionShape, key_steps: int, value_steps: int) -> LayerBudget:
     pairs, free = split_step(shape, key_steps)
-    if shape.geometry.num_pairs and not pairs:
-        pairs, free = 1, free - 2
     return LayerBudget(pairs=pairs, free=free, values=2 * value_steps)

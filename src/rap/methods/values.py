@@ -4,12 +4,17 @@ from dataclasses import replace
 
 from ..calibration.statistics import Statistics
 from ..planning.losses import (
+    DIRECTIONS,
     Metric,
     Moments,
+    Orders,
+    apart,
+    free_moments,
     key_moments,
     part_losses,
     value_moments,
     value_subspace,
+    width_errors,
 )
 from ..planning.plan import LayerPlan
 from .base import DenseLayers
@@ -24,22 +29,44 @@ def layer_values(index: int, statistics: Statistics, dense: DenseLayers, metric:
 
 
 def layer_losses(
-    index: int, statistics: Statistics, dense: DenseLayers, context: int
+    index: int,
+    statistics: Statistics,
+    dense: DenseLayers,
+    context: int,
+    orders: Orders = DIRECTIONS,
 ) -> tuple[list[float], list[float]]:
     """Expected loss of a layer's keys and of its values at every width: `part_losses`."""
     shape, frequencies = dense.shapes[index], dense.frequencies[index]
     assert shape is not None
     assert frequencies is not None
     found = statistics.layers[index] or {}
-    return part_losses(
-        key_moments(found, "loss"),
-        layer_values(index, statistics, dense, "loss"),
-        found,
+    keys, free = key_moments(found, "loss"), free_moments(found, "loss")
+    if dense.normalises_keys(index):
+        keys, free = apart(keys), apart(free)
+    values = layer_values(index, statistics, dense, "loss")
+    return part_losses(keys, values, free, shape, frequencies, context, orders)
+
+
+def layer_errors(
+    index: int,
+    statistics: Statistics,
+    dense: DenseLayers,
+    context: int,
+    orders: Orders = DIRECTIONS,
+) -> list[float]:
+    """Relative squared error of a layer's output at every width: `width_errors`."""
+    shape, frequencies = dense.shapes[index], dense.frequencies[index]
+    assert shape is not None
+    assert frequencies is not None
+    found = statistics.layers[index] or {}
+    return width_errors(
+        key_moments(found, "output"),
+        layer_values(index, statistics, dense, "output"),
+        free_moments(found, "output"),
         shape,
         frequencies,
         context,
-        mixes_keys=dense.mixes_keys[index],
-        mixes_values=dense.mixes_values[index],
+        orders,
     )
 
 

@@ -58,7 +58,7 @@ def allocate(
     Raises RapError if retain is outside (0, 1], a score is negative or not finite, or the floors
     alone exceed the budget.
     """
-    _check_retain(retain)
+    check_retain(retain)
     for index, score in enumerate(score_L):
         if not (math.isfinite(score) and score >= 0):
             raise RapError(f"layer {index} has score {score}: scores must be finite and >= 0")
@@ -92,42 +92,13 @@ def allocate(
     return kept
 
 
-def allocate_by_error(
-    errors: Sequence[Sequence[float]], retain: float, sizes: Sequence[int], *, unit: int = 1
-) -> list[int]:
-    """How much of `sizes` every layer keeps, for the smallest total of the layers' own errors.
-
-    `errors[l][n]` is layer l's error when it keeps n of its size (n = 0 ... size). Every layer
-    starts at one unit, then each further unit goes where it removes most error per channel, which
-    is optimal where errors are convex in n; so no layer keeps less at a larger retain ratio.
-
-    Raises RapError if retain is outside (0, 1] or below one unit in every layer.
-    """
-    _check_retain(retain)
-    kept = [min(unit, size) for size in sizes]
-    budget = retain * sum(sizes)
-    if sum(kept) - budget > unit / 2:
-        raise RapError(f"retain {retain} is below one step of {unit} in every layer: ask for more")
-    while True:
-        steps = {i: min(unit, sizes[i] - n) for i, n in enumerate(kept) if n < sizes[i]}
-        if not steps:
-            return kept
-        best = max(
-            steps,
-            key=lambda i: ((errors[i][kept[i]] - errors[i][kept[i] + steps[i]]) / steps[i], -i),
-        )
-        if budget - sum(kept) < steps[best] / 2:
-            return kept
-        kept[best] += steps[best]
-
-
 def uniform(retain: float, sizes: Sequence[int], unit: int = 1) -> list[int]:
     """Every layer rounded alike to the nearest unit, half up, never above its size.
 
     For P = 64 pairs and retain 0.9 ... 0.5 this keeps the paper's 58, 51, 45, 38 and 32.
     Raises RapError if retain is outside (0, 1] or a layer would keep nothing.
     """
-    _check_retain(retain)
+    check_retain(retain)
     kept = [_nearest(retain * size, size, unit) for size in sizes]
     for size, amount in zip(sizes, kept, strict=True):
         if amount == 0:
@@ -166,7 +137,7 @@ def kv_budgets(
 
     Raises RapError for settings outside their range, or a retain too small to keep anything.
     """
-    _check_retain(retain)
+    check_retain(retain)
     if budget not in ("adaptive", "uniform"):
         raise RapError(f"unknown budget {budget!r}: use adaptive or uniform")
     check_settings(key_share, align)
@@ -203,6 +174,11 @@ def select(
         )
         for layer, kept in zip(scores, budgets, strict=True)
     ]
+
+
+def ranking(score_GN: Tensor) -> Tensor:
+    """Indices [G, N] in the order in which `select` keeps them: best first, the lower on a tie."""
+    return score_GN.argsort(dim=1, descending=True, stable=True)
 
 
 def _shared(
@@ -256,8 +232,7 @@ def _layer_budget(layer: LayerScores, key_steps: int, value_steps: int) -> Layer
 
 
 def _top(score_GN: Tensor, count: int) -> list[list[int]]:
-    order = score_GN.argsort(dim=1, descending=True, stable=True)[:, :count]
-    kept: list[list[int]] = order.sort(dim=1).values.tolist()
+    kept: list[list[int]] = ranking(score_GN)[:, :count].sort(dim=1).values.tolist()
     return kept
 
 
@@ -268,6 +243,7 @@ def _nearest(target: float, size: int, unit: int) -> int:
     return min(whole, math.floor(target / unit + 0.5) * unit)
 
 
-def _check_retain(retain: float) -> None:
+def check_retain(retain: float) -> None:
+    """Raise RapError for a ratio that is no part of the cache."""
     if not 0 < retain <= 1:
         raise RapError(f"retain {retain} is outside (0, 1]: give the fraction of the cache to keep")

@@ -20,13 +20,15 @@ Shapes: G KV heads, R query heads of each, P pairs, F channels that never rotate
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..model.rope import AttentionShape
+from .budgets import ranking
 from .folding import REAL_SHARE, spectrum
+from .scores import LayerScores
 from .subspace import Factors, output_gram, weighted_subspace
 
 Metric = Literal["loss", "output"]
@@ -37,6 +39,29 @@ _KEY_READER = {"loss": "key_gradient", "output": "query_moment"}
 # Second moments of what is projected, and of what reads it, float64, a matrix per KV head (values:
 # per query head of each).
 Moments = tuple[Tensor, Tensor]
+
+
+class Orders(NamedTuple):
+    """Pairs and channels that are kept as they are: their indices, the first to be kept first.
+
+    None where the best directions of them are kept instead.
+    """
+
+    pairs_GP: Tensor | None = None
+    free_GF: Tensor | None = None
+    channels_GD: Tensor | None = None
+
+    @classmethod
+    def of(cls, scores: LayerScores, mixes_keys: bool, mixes_values: bool) -> "Orders":
+        """Those of a layer of these scores whose keys, or values, may be mixed."""
+        return cls(
+            None if mixes_keys else ranking(scores.pairs_GP),
+            None if mixes_keys else ranking(scores.free_GF),
+            None if mixes_values else ranking(scores.channels_GD),
+        )
+
+
+DIRECTIONS = Orders()
 
 
 def key_moments(found: Mapping[str, Tensor], metric: Metric) -> Moments:
@@ -65,32 +90,36 @@ def value_subspace(values: Moments, rank: int) -> Factors:
     return weighted_subspace(moment_GRDD.sum(1), reader_GRDD.sum(1), rank)
 
 
+def apart(moments: Moments) -> Moments:
+    """Moments by which parts are worth as much together as one by one.
+
+    For keys that are normalised: the gradient by what a norm divides has no part along it, so a
+    whole head seems to lose nothing and its parts to make up for each other. But a cut divides by
+    what the dense head did (norms.py), and there they do not.
+    """
+    moment, reader = moments
+    return moment, torch.diag_embed(torch.diagonal(reader, dim1=-2, dim2=-1))
+
+
 def part_losses(
     keys: Moments,
     values: Moments,
-    found: Mapping[str, Tensor],
+    free: Moments,
     shape: AttentionShape,
     frequencies: Tensor,
     context: int,
-    *,
-    mixes_keys: bool = True,
-    mixes_values: bool = True,
+    orders: Orders = DIRECTIONS,
 ) -> tuple[list[float], list[float]]:
     """What a layer's keys, and its values, are expected to lose at every width, in nats per token.
 
-    Widths are 0 ... D/2 steps of two channels. `keys` and `values` must be of the metric "loss".
-    Where keys or values cannot be mixed, single pairs and channels are dropped instead of
-    directions.
+    Widths are 0 ... D/2 steps of two channels; no width loses less than a larger one. Moments must
+    be of the metric "loss". `orders` says what is kept as it is, and in which order.
     """
-    lost_values = _without_directions(values) if mixes_values else _dropped(*values)
-    lost_slots = _tails(_slots(keys, frequencies, context)) if mixes_keys else _dropped(*keys)
-    still = free_moments(found, "loss")
-    lost_free = _tails(_directions(*still)) if mixes_keys else _dropped(*still)
-    steps = range(shape.head_dim // 2 + 1)
-    kept = [split_step(shape, step) for step in steps]
+    lost_keys = _key_losses(keys, free, shape, frequencies, context, orders)
+    lost_values = _value_losses(values, orders)
     return (
-        [0.5 * float(lost_slots[pairs] + lost_free[free]) for pairs, free in kept],
-        [0.5 * float(lost_values[2 * step]) for step in steps],
+        [0.5 * float(lost) for lost in lost_keys],
+        [0.5 * float(lost) for lost in lost_values[::2]],
     )
 
 
@@ -100,30 +129,65 @@ def one_width(of_keys: Sequence[float], of_values: Sequence[float]) -> list[floa
 
 
 def width_errors(
-    keys: Moments, values: Moments, shape: AttentionShape, frequencies: Tensor, context: int
+    keys: Moments,
+    values: Moments,
+    free: Moments,
+    shape: AttentionShape,
+    frequencies: Tensor,
+    context: int,
+    orders: Orders = DIRECTIONS,
 ) -> list[float]:
     """Relative squared error of a layer's output at every width, 0 ... D/2 steps of two channels.
 
-    `keys` and `values` must be of the metric "output". Values: what the subspace loses. Keys: what
-    the logits lose, times the values' energy, for a logit error d moves the output by about d times
-    the spread of the values it mixes. Relative to the layer's own output: in absolute terms the
-    first layers look cheap, and cutting them is what hurts most (docs/log.md).
+    Moments must be of the metric "output". Values: what their cut loses. Keys: what the logits
+    lose, times the values' energy, for a logit error d moves the output by about d times the spread
+    of the values it mixes. Relative to the layer's own output: in absolute terms the first layers
+    look cheap, and cutting them is what hurts most (docs/log.md). `orders` as in `part_losses`.
     """
-    lost_values = _without_directions(values)
-    slots = _slots(keys, frequencies, context)
-    lost_logits = _tails(slots) / (shape.head_dim * shape.num_heads)
-    lost = [
-        float(lost_values[2 * step] + lost_logits[split_step(shape, step)[0]] * lost_values[0])
-        for step in range(shape.head_dim // 2 + 1)
-    ]
-    return [error / lost[0] for error in lost]
+    lost_values = _value_losses(values, orders)[::2]
+    lost_logits = _key_losses(keys, free, shape, frequencies, context, orders)
+    lost = lost_values + lost_logits / (shape.head_dim * shape.num_heads) * lost_values[0]
+    return [float(error / lost[0]) for error in lost]
 
 
 def split_step(shape: AttentionShape, steps: int) -> tuple[int, int]:
-    """Pairs and free key channels at a width of `steps` times two channels, in their proportion."""
+    """Pairs and free key channels at a width of `steps` times two channels, in their proportion.
+
+    A pair at least, at any width but none, where there are pairs.
+    """
     pairs, size = shape.geometry.num_pairs, shape.head_dim // 2
     kept = (2 * pairs * steps + size) // (2 * size)
+    if pairs and steps:
+        kept = max(1, kept)
     return kept, 2 * (steps - kept)
+
+
+def _key_losses(
+    keys: Moments,
+    free: Moments,
+    shape: AttentionShape,
+    frequencies: Tensor,
+    context: int,
+    orders: Orders,
+) -> Tensor:
+    """What pairs and channels that never rotate lose together, at 0 ... D/2 steps."""
+    if orders.pairs_GP is None:
+        lost_pairs = _tails(_slots(keys, frequencies, context))
+    else:
+        lost_pairs = _dropped(*keys, orders.pairs_GP)
+    if orders.free_GF is None:
+        lost_free = _tails(_directions(*free))
+    else:
+        lost_free = _dropped(*free, orders.free_GF)
+    kept = [split_step(shape, step) for step in range(shape.head_dim // 2 + 1)]
+    return torch.stack([lost_pairs[pairs] + lost_free[channels] for pairs, channels in kept])
+
+
+def _value_losses(values: Moments, orders: Orders) -> Tensor:
+    """What values lose at 0 ... D channels."""
+    if orders.channels_GD is None:
+        return _without_directions(values)
+    return _dropped(*values, orders.channels_GD)
 
 
 def _slots(keys: Moments, frequencies: Tensor, context: int) -> Tensor:
@@ -143,15 +207,20 @@ def _directions(moment: Tensor, reader: Tensor) -> Tensor:
 def _without_directions(values: Moments) -> Tensor:
     """What values lose at 0 ... D directions of their subspace, summed over query heads [D + 1].
 
-    In the basis of the directions I - P keeps what is beyond the first n. Of single query heads,
-    that can be less for a smaller n; it is priced as the most that any larger n loses.
+    In the basis of the directions I - P keeps what is beyond the first n. Of single query heads
+    that can be less for a smaller n: see `_beyond`.
     """
     moment_GRDD, reader_GRDD = values
     factors = value_subspace(values, moment_GRDD.shape[-1])
     down, up = factors.down[:, None], factors.up[:, None]
-    both = _products(down @ moment_GRDD @ down.mT, up.mT @ reader_GRDD @ up)
-    lost = [both[:, n:, n:].sum() for n in range(both.shape[-1] + 1)]
-    return torch.stack(lost).flip(0).cummax(0).values.flip(0)
+    return _beyond(_products(down @ moment_GRDD @ down.mT, up.mT @ reader_GRDD @ up))
+
+
+def _dropped(moment: Tensor, reader: Tensor, order_GN: Tensor) -> Tensor:
+    """tr(O C) [N + 1] over what each head drops when it keeps the first n of its order."""
+    both = _products(moment, reader)
+    rows = both.gather(1, order_GN[:, :, None].expand_as(both))
+    return _beyond(rows.gather(2, order_GN[:, None, :].expand_as(both)))
 
 
 def _products(moment: Tensor, reader: Tensor) -> Tensor:
@@ -162,15 +231,14 @@ def _products(moment: Tensor, reader: Tensor) -> Tensor:
     return both if both.ndim == 3 else both.sum(1)
 
 
-def _dropped(moment: Tensor, reader: Tensor) -> Tensor:
-    """tr(O C) [n + 1] over what is dropped when each head keeps its n best of their own weight."""
-    both = _products(moment, reader)
-    order = torch.diagonal(both, dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-    both = both.gather(1, order[:, :, None].expand_as(both)).gather(
-        2, order[:, None, :].expand_as(both)
-    )
-    lost = [both[:, n:, n:].sum() for n in range(both.shape[-1] + 1)]
-    return torch.stack(lost)
+def _beyond(both_GNN: Tensor) -> Tensor:
+    """Sum [N + 1] of what heads lose by everything from the nth on, which never rises with n.
+
+    What is dropped together can cancel, so that keeping one more costs more. Such a width is priced
+    as the dearest that keeps more: no plan is expected to lose less than it does.
+    """
+    lost = [both_GNN[:, n:, n:].sum() for n in range(both_GNN.shape[-1] + 1)]
+    return torch.stack(lost).flip(0).cummax(0).values.flip(0)
 
 
 def _tails(descending: Tensor) -> Tensor:

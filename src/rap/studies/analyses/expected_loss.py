@@ -4,9 +4,8 @@ import math
 
 from matplotlib.axes import Axes
 
-from ...calibration.statistics import Statistics
 from ...methods import Rap
-from ...methods.base import DenseLayers, dense_layers
+from ...methods.base import dense_layers
 from ...methods.values import layer_losses
 from ...planning.budgets import Budget
 from ...planning.losses import one_width
@@ -39,10 +38,19 @@ def measure(study: Study) -> Data:
 
 
 def curves(study: Study) -> list[list[float]]:
-    """What every width of every layer is expected to cost, in nats per token."""
-    layers = dense_layers(study.model)
-    statistics = study.statistics(Rap(budget="error").needs)
-    return [_curve(index, statistics, layers) for index in range(len(layers.shapes))]
+    """What every width of every layer is expected to cost, in nats per token; empty: no attention.
+
+    Of the default cut, so layers that cannot be mixed drop what it would drop.
+    """
+    method = Rap(budget="error")
+    dense, statistics = dense_layers(study.model), study.statistics(method.needs)
+    orders = method.orders(method.importance(statistics.layers, dense.weights, dense.shapes), dense)
+    return [
+        one_width(*layer_losses(index, statistics, dense, dense.context, orders[index]))
+        if shape is not None
+        else []
+        for index, shape in enumerate(dense.shapes)
+    ]
 
 
 def expected(plan: Plan, curves: list[list[float]]) -> float:
@@ -52,13 +60,6 @@ def expected(plan: Plan, curves: list[list[float]]) -> float:
         for layer, curve in zip(plan.layers, curves, strict=True)
         if layer is not None
     )
-
-
-def _curve(index: int, statistics: Statistics, dense: DenseLayers) -> list[float]:
-    """Expected loss of a layer at every width; empty where there is no attention."""
-    if dense.shapes[index] is None:
-        return []
-    return one_width(*layer_losses(index, statistics, dense, dense.context))
 
 
 def table(data: Data) -> Data:

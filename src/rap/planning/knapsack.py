@@ -1,0 +1,99 @@
+"""Spending a budget where it removes most error, exactly: pure functions.
+
+Errors by width need not be convex: pairs and channels that are kept as they are may do little one
+by one and much together. Spending a step at a time then strands layers, so all splits are compared,
+by dynamic programming over the total that is spent.
+
+Shapes: B totals, from what all layers keep at least to what they keep at most.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..model.errors import RapError
+from .budgets import check_retain
+
+# Two totals are as near to what was asked for if only rounding tells them apart.
+_ROUNDING = 1e-9
+
+
+def allocate_by_error(
+    errors: Sequence[Sequence[float]],
+    retain: float,
+    sizes: Sequence[int],
+    *,
+    heads: Sequence[int] | None = None,
+    unit: int = 1,
+) -> list[int]:
+    """How much of `sizes` every layer keeps, for the smallest total of the layers' own errors.
+
+    `errors[l][n]` is layer l's error when each of its `heads[l]` heads (one if not given) keeps n
+    of its size, n = 0 ... size. Layers keep whole units, at least one, with a last partial unit
+    where `unit` does not divide a size. The budget is the possible total nearest to
+    retain * sum(heads * sizes), the larger of two that are as near. Of the splits within it that
+    have the least error this is one that keeps most, in lower layers first.
+
+    The total error never rises with `retain`. Where layers are alike and errors convex in n, no
+    layer keeps less at a larger ratio either; elsewhere the optimum may move what it spent.
+
+    Raises RapError if retain is outside (0, 1] or below one unit in every layer, or an error is not
+    finite.
+    """
+    check_retain(retain)
+    for index, curve in enumerate(errors):
+        for error in curve:
+            if not math.isfinite(error):
+                raise RapError(f"layer {index} has an error of {error}: errors must be finite")
+    heads = [1] * len(sizes) if heads is None else heads
+    widths = [[*range(unit, size, unit), size] for size in sizes]
+    floor = sum(count * each[0] for count, each in zip(heads, widths, strict=True))
+    whole = sum(count * size for count, size in zip(heads, sizes, strict=True))
+    asked = retain * whole - floor
+    if asked < -unit * min(heads) / 2:
+        raise RapError(
+            f"retain {retain} is below one step of {unit} in every layer: ask for at least "
+            f"{math.ceil(1000 * floor / whole) / 1000}, or for a smaller alignment"
+        )
+    # Prices of widths above the floor, in the largest step that divides them all.
+    prices = [
+        [count * (n - each[0]) for n in each] for count, each in zip(heads, widths, strict=True)
+    ]
+    step = math.gcd(*(price for each in prices for price in each)) or 1
+    prices = [[price // step for price in each] for each in prices]
+    offered = [[curve[n] for n in each] for curve, each in zip(errors, widths, strict=True)]
+    chosen = _cheapest(offered, prices, asked / step)
+    return [each[option] for each, option in zip(widths, chosen, strict=True)]
+
+
+def _cheapest(
+    errors: Sequence[Sequence[float]], prices: Sequence[Sequence[int]], asked: float
+) -> list[int]:
+    """The option of every layer whose errors add up to the least, for a total price near `asked`.
+
+    Layers are added last to first, so that the way back through the tables begins with the first.
+    """
+    least_B = torch.zeros(1, dtype=torch.float64)
+    tables = []
+    for error, price in zip(reversed(errors), reversed(prices), strict=True):
+        grown_B = torch.full((len(least_B) + price[-1],), math.inf, dtype=torch.float64)
+        option_B = torch.zeros(len(grown_B), dtype=torch.int32)
+        for option in reversed(range(len(price))):
+            reach = slice(price[option], price[option] + len(least_B))
+            found = least_B + error[option]
+            better = found < grown_B[reach]
+            grown_B[reach] = torch.where(better, found, grown_B[reach])
+            option_B[reach] = torch.where(better, option, option_B[reach])
+        least_B = grown_B
+        tables.append(option_B)
+    possible = least_B.isfinite().nonzero().flatten()
+    distances = (possible - asked).abs()
+    within = possible[: 1 + int((distances <= distances.min() + _ROUNDING).nonzero().max())]
+    total = int(within[least_B[within] == least_B[within].min()].max())
+    chosen = []
+    for option_B, price in zip(reversed(tables), prices, strict=True):
+        option = int(option_B[total])
+        chosen.append(option)
+        total -= price[option]
+    return chosen
