@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..model.layers import split_heads
-from .observers import COMPLEX, FLOAT, LONG, ForwardStatistic, WatchedLayer
+from .observers import COMPLEX, FLOAT, LONG, ForwardStatistic, WatchedLayer, complex_pairs
 
 # Query and key positions sampled from every window of a batch, for distances between logits.
 SAMPLES_PER_WINDOW = 64
@@ -99,16 +99,17 @@ class LogitSamples(ForwardStatistic):
         return num_windows * SAMPLES_PER_WINDOW * (products + LONG)
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
-        pairs_BTHP = _complex_pairs(outputs.float(), self.layer)
+        shape = self.layer.shape
+        pairs_BTHP = complex_pairs(split_heads(outputs.float(), shape.head_dim), shape)
         if role == "q":
             self.query = pairs_BTHP
             return
         batch, length = pairs_BTHP.shape[:2]
-        shape = (batch, SAMPLES_PER_WINDOW)
-        query = torch.randint(length, shape, generator=self.generator)
-        key = (torch.rand(shape, generator=self.generator) * (query + 1)).long()
+        samples = (batch, SAMPLES_PER_WINDOW)
+        query = torch.randint(length, samples, generator=self.generator)
+        key = (torch.rand(samples, generator=self.generator) * (query + 1)).long()
         row = torch.arange(batch)[:, None]
-        keys = pairs_BTHP[row, key].repeat_interleave(self.layer.shape.group_size, 2)
+        keys = pairs_BTHP[row, key].repeat_interleave(shape.group_size, 2)
         self.products.append((self.query[row, query] * keys.conj()).flatten(0, 1).cpu())
         self.distances.append((query - key).flatten())
         self.query = torch.empty(0)
@@ -121,12 +122,6 @@ class LogitSamples(ForwardStatistic):
         }
 
 
-def _complex_pairs(states: Tensor, layer: WatchedLayer) -> Tensor:
-    first, second = layer.shape.geometry.pair_channels().to(states.device).unbind(1)
-    states_BTHD = split_heads(states, layer.shape.head_dim)
-    return torch.complex(states_BTHD[..., first], states_BTHD[..., second])
-
-
 def _rotated(states_BTGD: Tensor, layer: WatchedLayer) -> Tensor:
     """Keys at their positions in the window, in canonical order."""
     geometry = layer.shape.geometry
@@ -135,7 +130,6 @@ def _rotated(states_BTGD: Tensor, layer: WatchedLayer) -> Tensor:
     position = torch.arange(states_BTGD.shape[1], device=states_BTGD.device)
     angle_TP = position[:, None].double() * frequencies
     turn = torch.polar(torch.ones_like(angle_TP), angle_TP).to(torch.complex64)
-    first, second = geometry.pair_channels().to(states_BTGD.device).unbind(1)
-    pairs = torch.complex(states_BTGD[..., first], states_BTGD[..., second]) * turn[:, None]
+    pairs = complex_pairs(states_BTGD, layer.shape) * turn[:, None]
     free = states_BTGD[..., geometry.rotary_dim :]
     return torch.cat([pairs.real, pairs.imag, free], dim=-1)

@@ -120,7 +120,7 @@ def free_channels(heads_GND: Tensor, shape: AttentionShape) -> Tensor:
     return heads_GND[..., free.to(heads_GND.device)]
 
 
-def complex_pairs(heads_GND: Tensor, shape: AttentionShape) -> Tensor:
-    """Pairs [G, N, P] of heads [G, N, D], as first plus i times second channel."""
-    first, second = shape.geometry.pair_channels().to(heads_GND.device).unbind(1)
-    return torch.complex(heads_GND[..., first], heads_GND[..., second])
+def complex_pairs(heads: Tensor, shape: AttentionShape) -> Tensor:
+    """Pairs [..., P] of heads [..., D], as first plus i times second channel."""
+    first, second = shape.geometry.pair_channels().to(heads.device).unbind(1)
+    return torch.complex(heads[..., first], heads[..., second])
