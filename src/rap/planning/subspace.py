@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..model.kinds.latent import floored
 from ..model.rope import AttentionShape
-
-# Directions with less than this share of the largest second moment carry rounding noise only.
-EIGENVALUE_FLOOR = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +50,7 @@ def hermitian_root(moment: Tensor) -> Tensor:
     """The principal square root of a Hermitian second moment, with floored eigenvalues."""
     exact = torch.complex128 if moment.is_complex() else torch.float64
     values, vectors = torch.linalg.eigh(moment.to(exact))
-    top = values[..., -1:].clamp_min(torch.finfo(torch.float64).tiny)
-    roots = torch.maximum(values, top * EIGENVALUE_FLOOR).sqrt()
-    return vectors * roots[..., None, :] @ vectors.mH
+    return vectors * floored(values).sqrt()[..., None, :] @ vectors.mH
 
 
 def output_gram(w_o: Tensor, shape: AttentionShape) -> Tensor:

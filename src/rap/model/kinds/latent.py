@@ -20,6 +20,12 @@ from ..rope import AttentionShape, Tables
 EIGENVALUE_FLOOR = 1e-12
 
 
+def floored(eigenvalues: Tensor) -> Tensor:
+    """Ascending eigenvalues [..., n] of second moments, float64: positive, none below the floor."""
+    top = eigenvalues[..., -1:].clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.maximum(eigenvalues, top * EIGENVALUE_FLOOR)
+
+
 class WeightFactors(NamedTuple):
     """up [out, r] and down [r, in], whose product stands for a weight [out, in]."""
 
@@ -37,9 +43,7 @@ def whitened_factors(weight: Tensor, moment_EE: Tensor | None, rank: int) -> Wei
     weight = weight.detach().double().cpu()
     moved = weight if moment_EE is None else weight @ moment_EE.double()
     squares, vectors = torch.linalg.eigh(moved @ weight.mT)
-    squares, vectors = squares.flip(-1)[:rank], vectors.flip(-1)[:, :rank]
-    floor = squares[0].clamp_min(torch.finfo(torch.float64).tiny) * EIGENVALUE_FLOOR
-    scale = squares.clamp_min(floor).pow(0.25)
+    scale, vectors = floored(squares).pow(0.25).flip(-1)[:rank], vectors.flip(-1)[:, :rank]
     return WeightFactors(vectors * scale, (vectors / scale).mT @ weight)
 
 
