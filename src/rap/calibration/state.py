@@ -1,18 +1,18 @@
-"""Leaving a model as it was found: hooks that go, flags and gradients that come back."""
+"""Leaving a model as it was found: hooks that go, modes, flags and gradients that come back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 @contextmanager
-def removed(handles: list[RemovableHandle]) -> Iterator[None]:
+def removed(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     """Remove the hooks on the way out."""
     try:
         yield
@@ -22,32 +22,55 @@ def removed(handles: list[RemovableHandle]) -> Iterator[None]:
 
 
 @contextmanager
-def restored(model: Any, trainable: list[Tensor], checkpointing: bool) -> Iterator[None]:
-    """Eval mode, gradients for `trainable` only; every flag is put back on the way out.
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, every module's own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
-    Checkpointing happens only in layers in training mode. That mode is set on the layer module
-    alone, so the dropout modules inside it stay off.
-    """
-    flags = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
-    modules = [(m, {k: v for k, v in vars(m).items() if k in flags}) for m in model.modules()]
+
+@contextmanager
+def frozen(model: nn.Module, trainable: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Gradients for `trainable` only, and none yet; flags and gradients come back afterwards."""
     parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     try:
-        model.eval()
         for parameter, _, _ in parameters:
             parameter.requires_grad_(False)
             parameter.grad = None
         for parameter in trainable:
             parameter.requires_grad_(True)
-        for module, _ in modules:
-            if checkpointing and trainable and isinstance(module, GradientCheckpointingLayer):
-                recompute = partial(checkpoint, use_reentrant=False)
-                vars(module).update(zip(flags, (True, True, recompute), strict=True))
         yield
     finally:
-        for module, saved in modules:
-            for flag in flags:
-                vars(module).pop(flag, None)
-            vars(module).update(saved)
         for parameter, requires_grad, gradient in parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
+
+
+@contextmanager
+def restored(model: Any, trainable: Sequence[Tensor], checkpointing: bool) -> Iterator[None]:
+    """`evaluating` and `frozen`, and layers checkpointed where there are gradients and it is asked.
+
+    Checkpointing happens only in layers in training mode. That mode is set on the layer module
+    alone, so the dropout modules inside it stay off.
+    """
+    flags = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
+    checkpointed = [
+        (module, {flag: vars(module)[flag] for flag in flags if flag in vars(module)})
+        for module in model.modules()
+        if checkpointing and trainable and isinstance(module, GradientCheckpointingLayer)
+    ]
+    with evaluating(model), frozen(model, trainable):
+        try:
+            for module, _ in checkpointed:
+                recompute = partial(checkpoint, use_reentrant=False)
+                vars(module).update(zip(flags, (True, True, recompute), strict=True))
+            yield
+        finally:
+            for module, saved in checkpointed:
+                for flag in flags:
+                    vars(module).pop(flag, None)
+                vars(module).update(saved)

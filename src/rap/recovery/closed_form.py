@@ -8,8 +8,7 @@ residual stream. One linear solve per layer, no gradient, nothing added at run t
 Shapes: N tokens, K = H C inputs of o_proj, E model dim.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration.progress import track
-from ..evaluation.quality.perplexity import evaluating
+from ..calibration.state import evaluating, removed
 from ..model.errors import RapError
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 
@@ -125,17 +124,8 @@ def _seen(model: Any, linear: nn.Linear, ids: Tensor) -> tuple[Tensor, Tensor]:
         found.extend((inputs[0].flatten(0, -2), output.flatten(0, -2)))
         raise _Reached
 
-    with _hooked(linear, take), suppress(_Reached):
+    with removed([linear.register_forward_hook(take)]), suppress(_Reached):
         model.base_model(
             input_ids=ids.to(model.get_input_embeddings().weight.device), use_cache=False
         )
     return found[0], found[1]
-
-
-@contextmanager
-def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainingArguments
 
-from ..evaluation.quality.perplexity import evaluating, perplexity
+from ..calibration.state import evaluating
+from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from .adapters import add_adapters, merge

@@ -4,12 +4,13 @@ Shapes: B batch, T tokens, E model dim.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..calibration.state import removed
 from ..model.layers import attention_layers
 
 
@@ -42,7 +43,5 @@ def last_outputs(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
     def take(module: nn.Module, inputs: Any, output: Any) -> None:
         found.append(output if isinstance(output, Tensor) else output[0])
 
-    with ExitStack() as stack:
-        for module in modules:
-            stack.callback(module.register_forward_hook(take).remove)
+    with removed([module.register_forward_hook(take) for module in modules]):
         yield found

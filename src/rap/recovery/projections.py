@@ -10,8 +10,7 @@ Shapes: N windows, T tokens, B windows of a micro batch, G KV heads, D head dim,
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers import DynamicCache
 
 from ..calibration.progress import track
 from ..calibration.run import calibrate
-from ..evaluation.quality.perplexity import evaluating
+from ..calibration.state import evaluating, frozen
 from ..model.errors import RapError
 from ..model.kinds.projected import ProjectedAttention, projected_tensors
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
@@ -66,7 +65,7 @@ def train_projections(
     trained, spec = copy.deepcopy(small), attention_spec(dense.config)
     own = attention_layers(trained)
     bases = {i: Bases(own[i], found[i]).to(dense.device) for i in (item.index for item in layers)}
-    with _frozen(dense), evaluating(dense):
+    with frozen(dense), evaluating(dense):
         _train(bases, dense, windows, config, progress)
     with torch.no_grad():
         for layer in layers:
@@ -221,14 +220,3 @@ def _check(small: Any, dense: Any) -> None:
                 "recovery 'projections' starts from the dense weights, these were trained: train "
                 "the projections first"
             )
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        model.requires_grad_(False)
-        yield
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...calibration.state import evaluating
 from ...model.kinds.latent import LatentAttention
 from ...model.modeling import config_class, model_class
-from ..quality.perplexity import evaluating
 from .footprint import footprint
 
 

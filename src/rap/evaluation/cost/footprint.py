@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...calibration.state import evaluating
 from ...model.families import ROLES, AttentionSpec
 from ...model.layers import AttentionLayer, attention_layers, attention_spec, role_rows
-from ..quality.perplexity import evaluating
 
 PREFILL = 3  # tokens read before the decode step that is measured
 

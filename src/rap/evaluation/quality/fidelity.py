@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...calibration.state import evaluating
 from ...model.errors import RapError
 from .intervals import Interval, mean_interval
 from .logits import decoder_of, head_logits
-from .perplexity import CHUNK_LOGITS, evaluating, in_precision, whole_windows
+from .perplexity import CHUNK_LOGITS, in_precision, whole_windows
 
 FIRST_EDGE = 128  # tokens; position ranges double from here
 

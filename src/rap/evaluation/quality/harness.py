@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...calibration.state import evaluating
 from ...checkpoint.provenance import installed_version
 from ...model.errors import RapError
-from .perplexity import evaluating
 
 # In the order of preference, for tasks that no group gives a metric.
 METRICS = ("acc_norm", "acc", "exact_match", "score", "f1", "word_perplexity")

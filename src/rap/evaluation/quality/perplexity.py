@@ -6,17 +6,17 @@ Shapes: N tokens of text, B windows in a batch, T tokens of a window, C tokens o
 import copy
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ...calibration.bos import Bos, bos_token, with_bos
 from ...calibration.progress import Progress
+from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ...model.layers import trained_length
 from .logits import decoder_of, head_logits
@@ -102,18 +102,6 @@ def perplexity(
     nats = float(total / num_tokens)
     value = math.exp(nats) if nats < 700 else math.inf
     return Perplexity(value, nats, len(windows_NT), num_tokens, window, num_left_out, bos)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, every module's own mode back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _window(model: Any, window: int | None) -> int:
