@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from rap.model.kernels.decode_attention.launch import launch
-from rap.model.kernels.rope_pairs.triton import rotate_into_cache
+from rap.model.kernels.rope_pairs.triton import rotate
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
@@ -65,9 +65,9 @@ def main() -> None:
     cache = torch.zeros(2, 1, groups, cached, width)
     q, k, table, cache = (tensor.bfloat16() for tensor in (q, k, table, cache))
     position, keep = torch.zeros(1, dtype=torch.int64), torch.ones(1, cached, dtype=torch.bool)
-    prompt = [torch.zeros(1, 64, heads, width).bfloat16().transpose(1, 2) for heads in (32, 8, 8)]
+    prompt = [torch.zeros(1, 64, heads, width).bfloat16().transpose(1, 2) for heads in (32, 8)]
     tables = (table.expand(1, 64, -1),) * 2
-    rotate_into_cache(tuple(prompt), tables, index, (cache[0], cache[1]), position)
+    rotate(*prompt, *tables, index)
     new = (k[:, :, 0], k[:, :, 0], table[:, 0], table[:, 0], index)
     settings = {"new": new, "lengths_B": position, "keep_BS": keep, "softcap": 5.0}
     launch(q[:, :, 0], (cache[0], cache[1]), scale=0.1, splits=4, **settings)

@@ -143,28 +143,6 @@ def check_rotation(kernel: Any, layer: Layer, *, clockwise: bool, batch: int = 1
         assert_close(one, plain_rotation(states, tables, index, clockwise), truth)
 
 
-def check_rotation_into_cache(kernel: Any, layer: Layer, positions: list[int]) -> None:
-    """Slots from `positions` on hold rotated keys and values, all others what they held."""
-    states, tables, index = layer.states(), layer.tables(), layer.index()
-    cache = layer.cache()
-    expected = tuple(tensor.clone() for tensor in cache)
-    position = torch.tensor(positions, device=layer.device)
-    q = kernel(states, tables, index, cache, position)
-    plain_q = rope_reference.rotate_into_cache(states, tables, index, expected, position)
-    exact = tuple(doubled(tensor) for tensor in expected)
-    exact_q = rope_reference.rotate_into_cache(
-        doubled(states), doubled(tables), index, exact, position
-    )
-    assert_close(q, plain_q, exact_q)
-    assert torch.equal(cache[1], expected[1])
-    assert_close(cache[0], expected[0], exact[0])
-    written = torch.zeros(cache[0].shape[:3], dtype=torch.bool, device=layer.device)
-    for row in range(layer.shape.batch):
-        start = positions[row % len(positions)]
-        written[row, :, start : start + layer.shape.tokens] = True
-    assert torch.equal(cache[0][~written], expected[0][~written])
-
-
 @dataclass(frozen=True)
 class Decode:
     """One query per sequence over a cache. `lengths` of each sequence, or None for the whole cache;

@@ -19,13 +19,12 @@ from cases.kernel_cases import (
     Shape,
     check_decode,
     check_rotation,
-    check_rotation_into_cache,
     check_step,
 )
 from rap.evaluation.cost.latency import CUDA_VARIANTS, DecodeStep
 from rap.evaluation.cost.stand_ins import stand_in, uniform_config
 from rap.model.kernels.decode_attention import decode_step
-from rap.model.kernels.rope_pairs import rope_pairs, rope_pairs_into_cache
+from rap.model.kernels.rope_pairs import rope_pairs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,12 +55,6 @@ CONFIG = LlamaConfig(
 def test_rotation(shape, dtype, strided):
     layer = Layer(shape, dtype, "cuda", strided)
     check_rotation(rope_pairs, layer, clockwise=strided)
-
-
-@pytest.mark.parametrize("strided", [False, True])
-def test_rotation_into_the_cache(strided):
-    layer = Layer(Shape(), torch.bfloat16, "cuda", strided)
-    check_rotation_into_cache(rope_pairs_into_cache, layer, [50, 0])
 
 
 LONG = [

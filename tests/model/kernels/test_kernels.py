@@ -19,7 +19,6 @@ from cases.kernel_cases import (
     Shape,
     check_decode,
     check_rotation,
-    check_rotation_into_cache,
     check_step,
 )
 from rap.model.kernels import decode_attention, rope_pairs
@@ -76,15 +75,6 @@ def test_rotation_with_tables_of_every_sequence():
     check_rotation(triton.rotate, Layer(Shape(), torch.float32), clockwise=False, batch=2)
 
 
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("positions", [[5], [50, 0]])
-def test_rotation_into_the_cache(strided, positions):
-    from rap.model.kernels.rope_pairs import triton
-
-    layer = Layer(Shape(), torch.bfloat16, strided=strided)
-    check_rotation_into_cache(triton.rotate_into_cache, layer, positions)
-
-
 @pytest.mark.parametrize("case", DECODE_CASES, ids=_names(DECODE_CASES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decode(case, dtype):
@@ -118,7 +108,6 @@ def test_operations_are_what_torch_compile_needs():
     step = tuple(tensor.detach() for tensor in step)
     for operation, arguments in [
         (operations.rope_pairs, (q, k, *tables, index, False)),
-        (operations.rope_pairs_into_cache, (q.detach(), k.detach(), v, *step[3:], False)),
         (operations.decode_attention, (step[0], *cache, 0.3, None, None, None, None, None)),
         (operations.decode_step, (*step, 0.3, None, None, None, None, False)),
     ]:

@@ -31,29 +31,6 @@ def rope_pairs(
     return q, k
 
 
-def rope_pairs_into_cache(
-    states: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor],
-    index_GM: Tensor,
-    cache: tuple[Tensor, Tensor],
-    position_B: Tensor,
-    *,
-    clockwise: bool = False,
-) -> Tensor:
-    """Rotated queries; rotated keys and the values go straight into the cache. No gradient.
-
-    `states` are q [B, H, T, W], k [B, G, T, W] and v [B, G, T, C]; `cache` is keys [B, G, S, W] and
-    values [B, G, S, C]; token t of sequence b goes into slot `position_B[b] + t` (int64, on the
-    device; one entry serves all sequences). Slots are not checked: that would wait for the device.
-    """
-    q, k, v = states
-    if not takes_triton(q):
-        return reference.rotate_into_cache(
-            states, tables, index_GM, cache, position_B, clockwise=clockwise
-        )
-    return _rope_pairs_into_cache(q, k, v, *tables, index_GM, *cache, position_B, clockwise)
-
-
 @library.custom_op("rap::rope_pairs", mutates_args=())
 def _rope_pairs(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, index: Tensor, clockwise: bool
@@ -82,28 +59,3 @@ def _rotate_back(ctx, q_grad: Tensor, k_grad: Tensor):  # type: ignore[no-untype
 
 
 _rope_pairs.register_autograd(_rotate_back, setup_context=_keep_tables)
-
-
-@library.custom_op("rap::rope_pairs_into_cache", mutates_args=("keys", "values"))
-def _rope_pairs_into_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    clockwise: bool,
-) -> Tensor:
-    from . import triton
-
-    return triton.rotate_into_cache(
-        (q, k, v), (cos, sin), index, (keys, values), position, clockwise=clockwise
-    )
-
-
-@_rope_pairs_into_cache.register_fake
-def _(q, k, v, cos, sin, index, keys, values, position, clockwise):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q)

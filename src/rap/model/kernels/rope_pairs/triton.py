@@ -16,14 +16,14 @@ from torch import Tensor
 
 @triton.jit
 def _rotate_head(
-    p_x, p_out, s_x, s_out, o_t, o_out, m_t, b_cos, b_sin, NUM_SLOTS: tl.constexpr,
+    p_x, p_out, s_x, s_out, o_t, m_t, b_cos, b_sin, NUM_SLOTS: tl.constexpr,
     NUM_FREE: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head's tokens [BT] into rows `o_out`; pass-through channels are copied."""
+    """Rotate one head's tokens [BT]; pass-through channels are copied."""
     o_m = tl.arange(0, BM)
     mask = m_t[:, None] & (o_m < NUM_SLOTS)[None, :]
     p_in = p_x + (o_t[:, None] * s_x[2]) * ALIGN + o_m[None, :] * s_x[3]
-    p_to = p_out + (o_out[:, None] * s_out[2]) * ALIGN + o_m[None, :] * s_out[3]
+    p_to = p_out + (o_t[:, None] * s_out[2]) * ALIGN + o_m[None, :] * s_out[3]
     b_first = tl.load(p_in, mask=mask, other=0).to(tl.float32)  # [BT, BM]
     b_second = tl.load(p_in + NUM_SLOTS * s_x[3], mask=mask, other=0).to(tl.float32)
     b_new = b_first * b_cos - b_second * b_sin
@@ -31,36 +31,24 @@ def _rotate_head(
     b_new = b_second * b_cos + b_first * b_sin
     tl.store(p_to + NUM_SLOTS * s_out[3], b_new.to(p_out.dtype.element_ty), mask=mask)
     if NUM_FREE > 0:
-        _copy_head(
-            p_x + 2 * NUM_SLOTS * s_x[3], p_out + 2 * NUM_SLOTS * s_out[3],
-            s_x, s_out, o_t, o_out, m_t, NUM_FREE, ALIGN, BN,
-        )  # fmt: skip
-
-
-@triton.jit
-def _copy_head(
-    p_x, p_out, s_x, s_out, o_t, o_out, m_t,
-    WIDTH: tl.constexpr, ALIGN: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Copy the first WIDTH channels of one head's tokens [BT] into rows `o_out`."""
-    o_n = tl.arange(0, BN)
-    mask = m_t[:, None] & (o_n < WIDTH)[None, :]
-    p_in = p_x + (o_t[:, None] * s_x[2]) * ALIGN + o_n[None, :] * s_x[3]
-    b_x = tl.load(p_in, mask=mask, other=0)
-    p_to = p_out + (o_out[:, None] * s_out[2]) * ALIGN + o_n[None, :] * s_out[3]
-    tl.store(p_to, b_x.to(p_out.dtype.element_ty), mask=mask)
+        o_n = 2 * NUM_SLOTS + tl.arange(0, BN)
+        mask = m_t[:, None] & (o_n < 2 * NUM_SLOTS + NUM_FREE)[None, :]
+        p_in = p_x + (o_t[:, None] * s_x[2]) * ALIGN + o_n[None, :] * s_x[3]
+        b_x = tl.load(p_in, mask=mask, other=0)
+        p_to = p_out + (o_t[:, None] * s_out[2]) * ALIGN + o_n[None, :] * s_out[3]
+        tl.store(p_to, b_x.to(p_out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def rope_pairs_kernel(
-    p_q, p_k, p_v, p_cos, p_sin, p_index, p_q_out, p_k_out, p_v_out, p_position,
-    s_q, s_k, s_v, s_cos, s_sin, s_index, s_q_out, s_k_out, s_v_out, s_position,
+    p_q, p_k, p_cos, p_sin, p_index, p_q_out, p_k_out,
+    s_q, s_k, s_cos, s_sin, s_index, s_q_out, s_k_out,
     num_tokens,
     NUM_QUERIES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_FREE: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, CLOCKWISE: tl.constexpr, CACHE: tl.constexpr,
-    ALIGN: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    CLOCKWISE: tl.constexpr, ALIGN: tl.constexpr,
+    BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of BT tokens, G, B). With CACHE, k_out and v_out are the cache's tensors.
+    """Grid (blocks of BT tokens, G, B).
 
     Strides of sequences, heads and tokens are in units of ALIGN elements: so the compiler can prove
     wide loads at widths that are no multiple of 16.
@@ -86,86 +74,46 @@ def rope_pairs_kernel(
         _rotate_head(
             p_q + (i_b * s_q[0] + i_h * s_q[1]) * ALIGN,
             p_q_out + (i_b * s_q_out[0] + i_h * s_q_out[1]) * ALIGN,
-            s_q, s_q_out, o_t, o_t, m_t, b_cos, b_sin, NUM_SLOTS, NUM_FREE, ALIGN, BM, BN,
-        )  # fmt: skip
-    o_out = o_t
-    if CACHE:
-        o_out = o_t + tl.load(p_position + i_b * s_position).to(tl.int64)
-        _copy_head(
-            p_v + (i_b * s_v[0] + i_g * s_v[1]) * ALIGN,
-            p_v_out + (i_b * s_v_out[0] + i_g * s_v_out[1]) * ALIGN,
-            s_v, s_v_out, o_t, o_out, m_t, VALUE_WIDTH, ALIGN, BC,
+            s_q, s_q_out, o_t, m_t, b_cos, b_sin, NUM_SLOTS, NUM_FREE, ALIGN, BM, BN,
         )  # fmt: skip
     _rotate_head(
         p_k + (i_b * s_k[0] + i_g * s_k[1]) * ALIGN,
         p_k_out + (i_b * s_k_out[0] + i_g * s_k_out[1]) * ALIGN,
-        s_k, s_k_out, o_t, o_out, m_t, b_cos, b_sin, NUM_SLOTS, NUM_FREE, ALIGN, BM, BN,
+        s_k, s_k_out, o_t, m_t, b_cos, b_sin, NUM_SLOTS, NUM_FREE, ALIGN, BM, BN,
     )  # fmt: skip
 
 
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, index: Tensor, clockwise: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Launch without a cache; outputs lie in memory as the inputs do."""
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    _launch((q, k, k), (cos, sin), index, (q_out, k_out, k_out), index, clockwise, cache=False)
-    return q_out, k_out
-
-
-def rotate_into_cache(
-    states: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor],
-    index: Tensor,
-    cache: tuple[Tensor, Tensor],
-    position: Tensor,
-    *,
-    clockwise: bool = False,
-) -> Tensor:
-    """Launch with keys and values written to the cache; returns the rotated queries."""
-    q_out = torch.empty_like(states[0])
-    _launch(states, tables, index, (q_out, *cache), position, clockwise, cache=True)
-    return q_out
-
-
-def _launch(
-    states: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor],
-    index: Tensor,
-    outputs: tuple[Tensor, Tensor, Tensor],
-    position: Tensor,
-    clockwise: bool,
-    *,
-    cache: bool,
-) -> None:
-    q, k, v = states
+    """Launch the kernel; outputs lie in memory as the inputs do."""
     batch, heads, tokens, width = q.shape
     groups, slots = index.shape
+    tables = (cos, sin)
     assert heads % groups == 0 and k.shape == (batch, groups, tokens, width), (q.shape, k.shape)
     assert 2 * slots <= width and all(t.shape[:2] in ((batch, tokens), (1, tokens)) for t in tables)
+    outputs = torch.empty_like(q), torch.empty_like(k)
     if q.numel() == 0:
-        return
-    given = [tensor.stride() for tensor in (*states, *outputs)]
+        return outputs
+    given = [tensor.stride() for tensor in (q, k, *outputs)]
     align = math.gcd(16, *(step for strides in given for step in strides[:3]))
     scaled = [(*(step // align for step in strides[:3]), strides[3]) for strides in given]
     block = min(triton.next_power_of_2(tokens), 16)
     rope_pairs_kernel[(triton.cdiv(tokens, block), groups, batch)](
-        q, k, v, *tables, index, *outputs, position,
-        *scaled[:3],
+        q, k, *tables, index, *outputs,
+        *scaled[:2],
         *(table.expand(batch, -1, -1).stride() for table in tables),
         index.stride(),
-        *scaled[3:],
-        position.expand(batch).stride(0) if cache else 0,
+        *scaled[2:],
         tokens,
         NUM_QUERIES=heads // groups,
         NUM_SLOTS=slots,
         NUM_FREE=width - 2 * slots,
-        VALUE_WIDTH=v.shape[-1],
         CLOCKWISE=clockwise,
-        CACHE=cache,
         ALIGN=align,
         BT=block,
         BM=triton.next_power_of_2(max(slots, 1)),
         BN=triton.next_power_of_2(max(width - 2 * slots, 1)),
-        BC=triton.next_power_of_2(v.shape[-1]),
         num_warps=4,
     )  # fmt: skip
+    return outputs
