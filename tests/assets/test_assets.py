@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases.positions import perplexity_by_position
 from rap import assets
 from rap.model.errors import RapError
 
@@ -62,3 +63,11 @@ def test_model_is_trained(reference_model, test_tokens):
             for windows_BT in windows_NT.split(8)
         ]
     assert torch.stack(losses).mean().exp().item() == pytest.approx(42.2, abs=0.1)
+
+
+def test_model_gains_from_a_longer_context(reference_model, test_tokens):
+    """docs/reference-model.md says by how much."""
+    found = perplexity_by_position(reference_model, test_tokens[: 6 * 1024].view(6, 1024))
+    assert list(found)[:3] == [(1, 1), (2, 3), (4, 7)]
+    assert list(found)[-1] == (512, 1023)
+    assert found[512, 1023] < 0.8 * found[32, 63]

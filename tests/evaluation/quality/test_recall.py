@@ -1,4 +1,4 @@
-"""Recall, copying and loss by position, on stub models whose score is known beforehand."""
+"""Recall and copying, on stub models whose score is known beforehand."""
 
 import dataclasses
 import json
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from rap.evaluation.cache import positions
 from rap.evaluation.quality import documents, recall
 
 VOCAB = 128
@@ -154,23 +153,6 @@ def test_a_text_of_just_the_length_will_do(text):
     assert found.num_documents == 32
 
 
-def test_loss_by_position_counts_every_token_once():
-    windows = torch.randint(97, 123, (5, 37), generator=torch.Generator().manual_seed(0))
-    windows[:, 20:] = 97  # from here on the stub is right: it repeats the last token
-    repeat = Stub(lambda prefix: ord(prefix[-1]))
-    bins = positions.loss_by_position(repeat, windows, batch_size=2)
-    assert [(b.start, b.stop) for b in bins] == [
-        (1, 2),
-        (2, 4),
-        (4, 8),
-        (8, 16),
-        (16, 32),
-        (32, 37),
-    ]
-    assert bins[-1].loss < 1e-4 < bins[0].loss
-    assert bins[-1].perplexity == pytest.approx(1.0, abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -178,8 +160,6 @@ def test_loss_by_position_counts_every_token_once():
         (lambda text: recall.recall_grid(None, Characters(), text[:50]), "documents need"),
         (lambda text: recall.recall_grid(None, Characters(), text, facts=(99,)), "as many names"),
         (lambda text: recall.copy_loss(None, text, passage=9, distance=3), "shorter"),
-        (lambda text: positions.loss_by_position(None, torch.zeros(1, 1)), "at least 2"),
-        (lambda text: positions.loss_by_position(None, torch.zeros(1, 9), edges=(3, 2)), "rise"),
     ],
 )
 def test_wrong_input_is_refused(text, call, message):
