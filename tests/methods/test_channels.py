@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 import rap
 from cases.models import random_tokens, tiny_model
 from rap.methods import METHODS
-from rap.model.kinds.single_channels import orphan_ratio, partners
+from rap.model.kinds.single_channels import partners
 from rap.serving.layout import head_layouts
 from rap.studies.analyses.channels import LayerChannels, index_aware, reindexed
+from rap.studies.analyses.orphans import pair_damage
 
 PAIRS = 8
 
@@ -111,9 +112,9 @@ def test_partners_are_found_by_hand() -> None:
     position, sign = partners(kept, PAIRS)
     assert sign.tolist() == [[-1, 0, 1, 0], [-1, -1, 1, 1]]
     assert position.tolist() == [[2, 0, 0, 0], [2, 3, 0, 1]]
-    assert orphan_ratio(kept, PAIRS) == 2 / 8
+    assert _orphans(kept) == 2 / 8
     free = torch.tensor([[0, 8, 17]])
-    assert orphan_ratio(free, PAIRS) == 0
+    assert _orphans(free) == 0
     assert partners(free, PAIRS)[1].tolist() == [[-1, 1, 0]]
 
 
@@ -122,10 +123,14 @@ def test_only_channel_pruning_makes_orphans(retain: float) -> None:
     model, statistics = calibrated()
     for layer, shape in _planned(rap.Rap.paper(retain=retain).plan(model, statistics)):
         order = shape.geometry.canonical_order().argsort()
-        assert orphan_ratio(order[layer.kept_channels(shape)].sort(1).values, PAIRS) == 0
+        assert _orphans(order[layer.kept_channels(shape)].sort(1).values) == 0
     small = made(model, statistics, "kvpruner-indexed", retain=retain)
     kept = [layer.self_attn.kept_channels for layer in small.model.layers]
-    assert all(orphan_ratio(channels, PAIRS) > 0.1 for channels in kept)
+    assert all(_orphans(channels) > 0.1 for channels in kept)
+
+
+def _orphans(kept_GW: Tensor) -> float:
+    return pair_damage([(kept_GW, PAIRS)])["orphans"]
 
 
 def _planned(plan: rap.Plan) -> list[tuple[Any, Any]]:

@@ -139,9 +139,3 @@ def partners(kept_GW: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
     whole = rotates & (kept.gather(1, position) == wanted)
     sign = torch.where(first, -1, 1) * whole
     return position * whole, sign
-
-
-def orphan_ratio(kept_GW: Tensor, num_pairs: int) -> float:
-    """Share of kept channels (canonical, ascending) that rotate but have lost their partner."""
-    _, sign_GW = partners(kept_GW, num_pairs)
-    return float(((kept_GW < 2 * num_pairs) & (sign_GW == 0)).double().mean())
