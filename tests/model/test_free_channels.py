@@ -15,7 +15,7 @@ from rap.methods import Rap
 from rap.model.errors import PlanError
 from rap.model.layers import attention_layers
 from rap.planning.plan import LayerPlan, Plan
-from rap.surgery.apply import apply, masked_dense
+from rap.surgery.apply import apply
 
 # A layer without positions; partial rotation: interleaved, fused head by head, with biases.
 NAMES = ["smollm3", "glm", "gpt_neox", "phi", "llama4_text"]
@@ -99,14 +99,12 @@ def test_full_width_stays_plain_and_exact():
         torch.testing.assert_close(apply(model, plan)(tokens).logits, model(tokens).logits)
 
 
-def test_a_mixed_plan_is_kept_checked_and_no_mask(tmp_path):
+def test_a_mixed_plan_is_kept_and_checked(tmp_path):
     model = _model("glm")
     layer = _rotating(model, seed=4)
     plan = plan_of(model, [None, layer, None])
     plan.save(tmp_path / "plan.rap")
     assert Plan.load(tmp_path / "plan.rap") == plan
-    with pytest.raises(PlanError, match="only plain pruning is a mask"):
-        masked_dense(model, plan)
     alone = dataclasses.replace(layer, query_free_mix_GNF=None)
     with pytest.raises(PlanError, match="mixing must come together"):
         plan_of(model, [None, alone, None])

@@ -1,6 +1,5 @@
 """Cuts of weights: plain rows against loops, and mixed slots and value subspaces as identities."""
 
-import copy
 import dataclasses
 
 import pytest
@@ -10,10 +9,9 @@ from torch import Tensor
 from cases.layouts import llama_layout
 from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of, random_plan
-from rap.model.errors import PlanError
 from rap.model.rope import AttentionShape, HeadGeometry
 from rap.planning.plan import LayerPlan
-from rap.surgery.apply import apply, masked_dense
+from rap.surgery.apply import apply
 from rap.surgery.cut import cut
 
 # Two KV heads with three query heads each; heads of eight channels of which six rotate.
@@ -169,14 +167,3 @@ def test_value_subspace_of_full_rank_is_the_dense_model(model_type):
     ]
     other = apply(model, plan_of(model, swapped))(tokens).logits
     assert (other - expected).abs().max() > 1e-2
-
-
-def test_masked_dense_refuses_what_is_no_mask():
-    model = tiny_model(layers=1)
-    before = copy.deepcopy(model.state_dict())
-    plan = random_plan(model, [(3, 5)])
-    mix = _one_hot(plan.layers[0].frequency_GM, 8)
-    mixed = dataclasses.replace(plan.layers[0], query_mix_GMP2=mix, key_mix_GMP2=mix)
-    with pytest.raises(PlanError, match="only plain pruning is a mask"):
-        masked_dense(model, plan_of(model, [mixed]))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

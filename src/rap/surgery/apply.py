@@ -7,7 +7,7 @@ import torch
 from accelerate import dispatch_model
 from torch import Tensor, nn
 
-from ..model.errors import CheckpointError, PlanError
+from ..model.errors import CheckpointError
 from ..model.families import AttentionSpec
 from ..model.fingerprint import fingerprint_model, tied_names
 from ..model.layers import (
@@ -17,7 +17,6 @@ from ..model.layers import (
     base_model_type,
     projection_tensors,
     refuse_pruned,
-    role_rows,
     text_config,
 )
 from ..model.modeling import CONFIG_VERSION, config_class, model_class
@@ -166,41 +165,6 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
                 added[f"{name}.ratio"] = torch.ones(count) if ratio is None else ratio.float()
         found[layer.path] = added
     return found
-
-
-def masked_dense(model: nn.Module, plan: Plan) -> None:
-    """Zero, in place, what a plain plan drops from a dense model: the identity's other side.
-
-    q, k and v rows of dropped pairs and channels become zero; the output is the pruned model's
-    (eq. `masked-logit-equivalence`). Raises PlanError for mixed slots or value subspaces.
-    """
-    spec = attention_spec(model.config)
-    tensors = dict(model.named_parameters())
-    layers = attention_layers(model)
-    for name, (layer, role) in projection_tensors(layers, spec).items():
-        planned, shape = plan.layers[layer.index], layer.shape
-        if planned is None or shape is None:
-            continue
-        if layer.norm is not None:
-            raise PlanError("with QK-norm the dense model masks after the norm, not by weights")
-        if planned.channels_GC is None or planned.mixes_keys:
-            raise PlanError("only plain pruning is a mask of the dense model")
-        roles = tuple(role.split("+"))
-        widths = dict.fromkeys(roles, shape.head_dim)
-        rows = role_rows(roles, widths, shape, per_head=spec.per_head)
-        for part in set(roles) & set("qkv"):
-            heads = shape.num_heads if part == "q" else shape.num_kv_heads
-            drop = ~_kept_mask(part, planned, shape, heads).flatten()
-            with torch.no_grad():
-                tensors[name][rows[part][drop].to(tensors[name].device)] = 0
-
-
-def _kept_mask(role: str, planned: LayerPlan, shape: Any, heads: int) -> Tensor:
-    assert planned.channels_GC is not None
-    kept = planned.channels_GC.long() if role == "v" else planned.kept_channels(shape)
-    mask = torch.zeros(shape.num_kv_heads, shape.head_dim, dtype=torch.bool)
-    mask.scatter_(1, kept, True)
-    return mask.repeat_interleave(heads // shape.num_kv_heads, 0)
 
 
 def _widths(layer: LayerPlan | None, norm_mode: str) -> dict[str, int] | None:
