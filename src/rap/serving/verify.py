@@ -10,7 +10,7 @@ import transformers
 
 from .. import assets
 from ..checkpoint.load import load, load_config, load_tokenizer
-from ..evaluation.cost.footprint import footprint, layer_widths
+from ..evaluation.cost.footprint import footprint
 from ..model.errors import CheckpointError, RapError
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
@@ -152,10 +152,10 @@ def transcribe(model: Any, prompt: Sequence[int], max_tokens: int) -> Transcript
 
 def kept_fraction(config: Any) -> float:
     """Cached channels over those of the dense model, from the config; 1 for a dense one."""
-    kept = sum(
-        layer.num_kv_heads * (layer.key_width + layer.value_width) for layer in layer_widths(config)
-    )
-    return kept / _dense_channels(config, config.num_key_value_heads)
+    section = getattr(config, "rap", None) or {"layers": [None] * config.num_hidden_layers}
+    dense = 2 * dense_head_dim(config)
+    kept = sum(w["pairs"] * 2 + w["free"] + w["values"] if w else dense for w in section["layers"])
+    return kept / (config.num_hidden_layers * dense)
 
 
 def _dense_channels(config: Any, num_kv_heads: int) -> int:

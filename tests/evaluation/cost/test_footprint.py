@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from cases.family_cases import CASES, random_case_plan
+from cases.footprint_formula import formula
 from cases.models import random_tokens, tiny_model
 from rap.evaluation.cost.footprint import (
     Footprint,
     LayerWidths,
     compare,
     footprint,
-    formula,
-    layer_widths,
-    other_parameters,
 )
 from rap.model.errors import UnsupportedModelError
 from rap.model.layers import attention_layers
@@ -67,12 +65,6 @@ def large_footprint(model_type, pairs=()):
     return footprint(large_model(model_type, pairs))
 
 
-def expected(model, dtype, biased=""):
-    """The formula for a model, from its config alone."""
-    other = other_parameters(model.config)
-    return formula(layer_widths(model.config), dtype=dtype, biased=biased, other_parameters=other)
-
-
 TINY = {"layers": 3, "heads": 6, "kv_heads": 2, "head_dim": 16, "hidden": 24}
 WIDTHS = {
     "dense": None,
@@ -89,12 +81,12 @@ def test_measured_equals_formula(model_type, widths, dtype):
     if WIDTHS[widths]:
         fields = {k: v for k, v in model.config.to_dict().items() if k != "model_type"}
         model = prune(model_type, fields, WIDTHS[widths], dtype)
-    assert footprint(model) == expected(model, dtype, BIASES[model_type])
+    assert footprint(model) == formula(model.config, dtype, BIASES[model_type])
 
 
 def test_tied_weights_and_output_biases_count_once():
     model = tiny_model(tie_word_embeddings=True, attention_bias=True)
-    assert footprint(model) == expected(model, torch.float32, "qkvo")
+    assert footprint(model) == formula(model.config, torch.float32, "qkvo")
 
 
 def test_widths_of_a_config_count_channels_that_never_rotate():
@@ -174,7 +166,7 @@ def test_an_unknown_family_is_refused():
 @pytest.mark.parametrize("model_type", LARGE)
 def test_dense_8b_shapes(model_type):
     dense = large_footprint(model_type)
-    assert dense == expected(large_model(model_type, ()), torch.float16)
+    assert dense == formula(large_model(model_type, ()).config, torch.float16)
     assert dense.total_parameters == DENSE_TOTAL[model_type]
     assert dense.kv_bytes_per_token == 128 * KIB  # table `serving`
     # Appendix `cost_model`: W_q and W_o 16.78M each, W_k and W_v 4.19M each, a layer.
@@ -186,7 +178,7 @@ def test_dense_8b_shapes(model_type):
 def test_table_effsweep_column_rap(model_type, retain):
     pairs = (round(retain * 64),) * 32
     small = large_footprint(model_type, pairs)
-    assert small == expected(large_model(model_type, pairs), torch.float16)
+    assert small == formula(large_model(model_type, pairs).config, torch.float16)
     ratios = compare(large_footprint(model_type), small)
     for name in ("attention_parameters", "projection_flops", "mixing_flops", "kv_bytes_per_token"):
         assert ratios[name] == pairs[0] / 64
