@@ -103,8 +103,10 @@ def random_moments(generator, size, heads=2, complex_numbers=False):
 def test_keeping_more_never_costs_more(metric, seed):
     """Of any moments and any order: 16 of 32 channels rotate, nothing is mixed."""
     generator = torch.Generator().manual_seed(seed)
-    geometry = rap.rope.HeadGeometry(head_dim=32, rotary_dim=16)
-    shape = rap.rope.AttentionShape(num_heads=4, num_kv_heads=2, hidden_size=64, geometry=geometry)
+    geometry = rap.model.rope.HeadGeometry(head_dim=32, rotary_dim=16)
+    shape = rap.model.rope.AttentionShape(
+        num_heads=4, num_kv_heads=2, hidden_size=64, geometry=geometry
+    )
     keys, values, free = (
         tuple(random_moments(generator, size, complex_numbers=paired) for _ in range(2))
         for size, paired in ((8, True), (32, False), (16, False))

@@ -83,14 +83,14 @@ def test_directions_without_energy_do_not_break_the_factors() -> None:
     assert float((factors.up @ factors.down)[0, 0]) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_what_reads_the_values_is_summed_over_their_query_heads() -> None:
+def test_what_reads_the_values_is_the_gram_of_every_query_head() -> None:
     shape = AttentionShape(6, 2, 5, HeadGeometry(4, 4))
     w_o = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
-    for group, found in enumerate(output_gram(w_o, shape)):
-        heads = [
-            w_o[:, 4 * head : 4 * head + 4].double() for head in range(3 * group, 3 * group + 3)
-        ]
-        torch.testing.assert_close(found, sum(columns.mT @ columns for columns in heads))
+    found = output_gram(w_o, shape)
+    assert found.shape == (6, 4, 4)
+    for head, gram in enumerate(found):
+        columns = w_o[:, 4 * head : 4 * head + 4].double()
+        torch.testing.assert_close(gram, columns.mT @ columns)
 
 
 def test_groups_follow_the_turn_over_the_context() -> None:

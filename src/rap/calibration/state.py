@@ -41,13 +41,13 @@ def frozen(model: nn.Module, trainable: Sequence[Tensor] = ()) -> Iterator[None]
         for parameter, _, _ in parameters:
             parameter.requires_grad_(False)
             parameter.grad = None
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+        for wanted in trainable:
+            wanted.requires_grad_(True)
         yield
     finally:
-        for parameter, requires_grad, gradient in parameters:
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = gradient
+        for held, requires_grad, gradient in parameters:
+            held.requires_grad_(requires_grad)
+            held.grad = gradient
 
 
 @contextmanager

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from cases.family_cases import CASES, random_case_plan
-from cases.footprint_formula import formula
+from cases.footprint_formula import LayerWidths, formula, layer_widths
 from cases.models import random_tokens, tiny_model
 from rap.evaluation.cost.footprint import (
     Footprint,
-    LayerWidths,
     compare,
     footprint,
 )
