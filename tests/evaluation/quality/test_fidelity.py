@@ -1,13 +1,17 @@
 """Divergence of a pruned model from its dense one."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 
 import rap
 from cases.models import VOCABULARY, tiny_model
-from rap.evaluation.quality.fidelity import divergence, fidelity
+from rap.evaluation.quality import perplexity as scoring
+from rap.evaluation.quality.fidelity import DenseStates, divergence, fidelity
+from rap.evaluation.quality.perplexity import perplexity
 from rap.model.errors import RapError
 
 
@@ -33,12 +37,18 @@ def test_divergence_is_that_of_the_dense_model_from_the_other():
     assert not torch.allclose(kl.double(), (q * (q / p).log()).sum(-1), rtol=1e-2)
 
 
-def test_fidelity_is_what_whole_logits_give():
-    model, dense = tiny_model("llama"), tiny_model("llama")
+def _damaged(share: float = 0.5, family: str = "llama", **changes: object) -> torch.nn.Module:
+    """A model whose attention counts for less."""
+    model = tiny_model(family, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "o_proj" in name:
-                parameter.mul_(0.5)
+                parameter.mul_(share)
+    return model
+
+
+def test_fidelity_is_what_whole_logits_give():
+    model, dense = _damaged(), tiny_model("llama")
     ids = _ids(300)
     found = fidelity(model, dense, ids, window=300)
     with torch.no_grad():
@@ -52,6 +62,57 @@ def test_fidelity_is_what_whole_logits_give():
     ]
     assert found.positions[1].kl == pytest.approx(float(kl[128:256].double().mean()), rel=1e-4)
     assert found.kl_p99 == pytest.approx(float(kl.sort().values[296]), rel=1e-4)
+
+
+FAMILIES = {
+    "llama": {},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "cohere": {"logit_scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_perplexities_are_those_of_perplexity_to_the_last_digit(family, monkeypatch):
+    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 7 * VOCABULARY)  # 49 tokens are seven chunks
+    model, dense = _damaged(0.5, family, **FAMILIES[family]), tiny_model(family, **FAMILIES[family])
+    ids, sizes = _ids(5 * 50 + 9), {"window": 50, "max_windows": 4, "bos": 1}
+    found = fidelity(model, dense, ids, **sizes)
+    assert found.perplexity == perplexity(model, ids, **sizes)
+    assert found.dense_perplexity == perplexity(dense, ids, **sizes)
+    ratio = found.perplexity_ratio
+    assert ratio.value == pytest.approx(float(found.perplexity) / float(found.dense_perplexity))
+    assert ratio.low < ratio.value < ratio.high
+    # Chunks are for memory alone.
+    monkeypatch.undo()
+    whole = fidelity(model, dense, ids, **sizes)
+    assert found.kl.value == pytest.approx(whole.kl.value, rel=1e-5)
+    assert found.top1 == whole.top1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_pass_of_the_dense_model_serves_many_comparisons(dtype):
+    dense, ids = tiny_model("llama"), _ids(192)
+    sizes = {"window": 48, "dtype": dtype}
+    expected = [fidelity(_damaged(share), dense, ids, **sizes) for share in (0.5, 0.9)]
+    states, decoder = DenseStates(dense, ids, **sizes), weakref.ref(dense.model.layers[0])
+    calls = []
+    dense.model.register_forward_hook(lambda *_: calls.append(1))
+    found = [states.compare(_damaged(share)) for share in (0.5, 0.9, 0.5)]
+    assert found == [*expected, expected[0]]
+    assert calls == []
+    # The head is all that is held of the model.
+    del dense
+    gc.collect()
+    assert decoder() is None
+    assert states.compare(_damaged(0.9)) == expected[1]
+
+
+def test_a_model_that_is_not_finite_is_named():
+    broken = tiny_model("llama")
+    broken.lm_head.weight.data[0] = float("nan")
+    for pair, of in (((broken, tiny_model()), "pruned"), ((tiny_model(), broken), "dense")):
+        with pytest.raises(RapError, match=f"the loss of the {of} model is nan in windows 0 to 0"):
+            fidelity(*pair, _ids(64), window=32)
 
 
 def test_pruning_more_diverges_more(reference_model, tokenizer, test_tokens):

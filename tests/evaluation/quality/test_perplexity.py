@@ -63,6 +63,22 @@ def test_equals_the_window_by_window_loss(name, batch_size, monkeypatch):
     assert json.loads(json.dumps(asdict(found))) == asdict(found)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_every_window_has_its_loss(batch_size, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 7 * VOCABULARY)
+    model, ids = tiny_model(), random_tokens(1, 5 * WINDOW + 9)[0]
+    found = perplexity(model, ids, window=WINDOW, batch_size=batch_size)
+    alone = [
+        perplexity(model, ids[start : start + WINDOW], window=WINDOW).nats_per_token
+        for start in range(0, 5 * WINDOW, WINDOW)
+    ]
+    assert len(set(alone)) == 5
+    # float32 losses near 5: see above.
+    assert found.window_nats == pytest.approx(alone, rel=3e-6)
+    # Windows are of one length, so that the mean of their means is the mean.
+    assert sum(found.window_nats) / 5 == pytest.approx(found.nats_per_token, rel=1e-14)
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 5e-7)])
 def test_a_uniform_model_has_the_vocabulary_for_perplexity(dtype, bound):
     model = tiny_model(dtype=dtype)

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, C tokens of a chunk, E model dim, V vocabulary.
 """
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,10 +35,37 @@ def head_logits(model: Any, name: str, output: Any) -> Tensor:
     Some families scale or cap logits after the head's matrix, which this keeps. It runs the class's
     forward on a shallow copy whose decoder is a constant; the model itself is not touched.
     """
-    model = _headed(model)
-    view = copy.copy(model)
-    view._modules = {**model._modules, name: _Constant(_Complete(output))}
-    return type(model).forward(view, input_ids=None, use_cache=False).logits
+    return _with_decoder(_headed(model), name, _Constant(_Complete(output))).logits
+
+
+class Head:
+    """A causal LM above its decoder, to make logits of outputs that are kept.
+
+    It holds no part of the decoder: a model that is not needed otherwise is freed but for its head.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.name, _ = decoder_of(model)
+        self._model = _view(_headed(model), self.name, None)
+
+    def chunks(self, output: Any, hidden_NE: Tensor, step: int) -> Iterator[Tensor]:
+        """Logits [C, V] of hidden states, `step` tokens at a time; `output` is overwritten."""
+        for hidden_CE in hidden_NE.split(step):
+            output.last_hidden_state = hidden_CE.unsqueeze(0)
+            constant = _Constant(_Complete(output))
+            yield _with_decoder(self._model, self.name, constant).logits[0]
+
+
+def _with_decoder(headed: Any, name: str, decoder: nn.Module) -> Any:
+    view = _view(headed, name, decoder)
+    return type(headed).forward(view, input_ids=None, use_cache=False)
+
+
+def _view(headed: Any, name: str, decoder: nn.Module | None) -> Any:
+    """A shallow copy with another decoder, or with none."""
+    view = copy.copy(headed)
+    view._modules = {**headed._modules, name: decoder}
+    return view
 
 
 def _headed(model: Any) -> Any:

@@ -7,7 +7,7 @@ import copy
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ...calibration.progress import Progress
 from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ...model.layers import trained_length
-from .logits import decoder_of, head_logits
+from .logits import Head, decoder_of
 
 DEFAULT_WINDOW = 2048
 CHUNK_LOGITS = 2**25  # logits held at once, tokens x vocabulary: 128 MiB of float32
@@ -30,8 +30,9 @@ class Perplexity:
     """`value` is exp of `nats_per_token`, the mean loss of `num_tokens` predicted tokens.
 
     It covers `num_windows` whole windows of `window` tokens, the first of each the token `bos`, if
-    any; the `num_left_out` tokens of the text after the last of them were not read. `float()` gives
-    the value, `dataclasses.asdict` a dictionary for JSON.
+    any; the `num_left_out` tokens of the text after the last of them were not read. `window_nats`
+    are the mean losses of the windows one by one, so that two models can be compared in pairs.
+    `float()` gives the value, `dataclasses.asdict` a dictionary for JSON.
     """
 
     value: float
@@ -41,6 +42,8 @@ class Perplexity:
     window: int
     num_left_out: int = 0
     bos: int | None = None
+    # Results of earlier releases have none.
+    window_nats: list[float] = field(default_factory=list)
 
     def __float__(self) -> float:
         return self.value
@@ -78,33 +81,81 @@ def perplexity(
     Raises RapError for a text shorter than a window, ids outside the vocabulary, a quantized model
     with a `dtype`, or a loss that is not finite.
     """
-    window = _window(model, window)
+    window = evaluation_window(model, window)
     bos = bos_token(bos, config=model.config)
     windows_NT, num_left_out = whole_windows(model, token_ids, window, max_windows, bos)
     if batch_size < 1:
         raise RapError(f"batch_size must be at least 1, not {batch_size}")
-    total = torch.zeros((), dtype=torch.float64)
+    losses = Losses()
     model = in_precision(model, dtype)
     size = windows_NT.numel()
     bar = Progress("perplexity", size, "tokens", tokens=1, shown=progress, transient=True)
     with evaluating(model), bar:
-        for start in range(0, len(windows_NT), batch_size):
-            loss = _summed_loss(model, windows_NT[start : start + batch_size])
-            if not torch.isfinite(loss):
-                last = min(start + batch_size, len(windows_NT)) - 1
-                raise RapError(
-                    f"the loss is {float(loss)} in windows {start} to {last}: the weights hold NaN"
-                    " or inf, or activations overflow; check the checkpoint, in float32"
-                )
-            total += loss
-            bar.advance(min(batch_size, len(windows_NT) - start) * window)
-    num_tokens = len(windows_NT) * (window - 1)
-    nats = float(total / num_tokens)
-    value = math.exp(nats) if nats < 700 else math.inf
-    return Perplexity(value, nats, len(windows_NT), num_tokens, window, num_left_out, bos)
+        for ids_BT in windows_NT.split(batch_size):
+            losses.add(_predicted(model, ids_BT), len(ids_BT))
+            bar.advance(ids_BT.numel())
+    return losses.perplexity(window, num_left_out, bos)
 
 
+class Losses:
+    """Losses of a text as windows of it are scored, and the perplexity that they come to.
+
+    `of` says of which model, where there are several.
+    """
+
+    def __init__(self, of: str = "") -> None:
+        self.of = of
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.window_nats: list[float] = []
+
+    def add(self, chunks: Sequence[Tensor], num_windows: int = 1) -> None:
+        """The losses (nats) of all predicted tokens of so many windows, in order, in chunks [C].
+
+        Raises RapError for a loss that is not finite.
+        """
+        loss = torch.zeros((), dtype=torch.float64)
+        for loss_C in chunks:
+            loss += loss_C.sum(dtype=torch.float64).cpu()
+        if not torch.isfinite(loss):
+            first = len(self.window_nats)
+            raise RapError(
+                f"the loss{self.of} is {float(loss)} in windows {first} to "
+                f"{first + num_windows - 1}: the weights hold NaN or inf, or activations overflow; "
+                "check the checkpoint, in float32"
+            )
+        self.total += loss
+        loss_BT = torch.cat(list(chunks)).cpu().view(num_windows, -1)
+        self.window_nats += loss_BT.mean(1, dtype=torch.float64).tolist()
+
+    def perplexity(self, window: int, num_left_out: int, bos: int | None) -> Perplexity:
+        """That of all windows so far, each of `window` tokens, the first not predicted."""
+        count = len(self.window_nats)
+        num_tokens = count * (window - 1)
+        nats = float(self.total / num_tokens)
+        value = math.exp(nats) if nats < 700 else math.inf
+        return Perplexity(
+            value, nats, count, num_tokens, window, num_left_out, bos, self.window_nats
+        )
+
+
+<<<<<<< HEAD
 def _window(model: Any, window: int | None) -> int:
+=======
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, every module's own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def evaluation_window(model: Any, window: int | None) -> int:
+    """Tokens of a window: those asked for, or 2048, or the model's longest context if less."""
+>>>>>>> 8aeaf2d (Give every window its loss, and fidelity the digits of perplexity)
     longest = trained_length(model.config) or DEFAULT_WINDOW
     window = min(DEFAULT_WINDOW, longest) if window is None else window
     if window < 2:
@@ -136,7 +187,7 @@ def whole_windows(
         )
     if max_windows is not None and max_windows < 1:
         raise RapError(f"max_windows must be at least 1, not {max_windows}")
-    vocab = model.get_input_embeddings().weight.shape[0]
+    vocab = vocabulary(model)
     known = [int(ids.min()), int(ids.max()), bos or 0]
     low, high = min(known), max(known)
     if low < 0 or high >= vocab:
@@ -196,20 +247,30 @@ def _cast(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _summed_loss(model: Any, ids_BT: Tensor) -> Tensor:
-    """Sum of the losses (nats) of the B (T - 1) predicted tokens, float64 on the CPU."""
+def _predicted(model: Any, ids_BT: Tensor) -> list[Tensor]:
+    """Losses (nats) of the B (T - 1) predicted tokens, in chunks [C]."""
     ids_BT = ids_BT.to(model.get_input_embeddings().weight.device)
-    name, decoder = decoder_of(model)
+    _, decoder = decoder_of(model)
     output = decoder(input_ids=ids_BT, use_cache=False)
     hidden_NE = output.last_hidden_state[:, :-1].flatten(0, 1)
     targets_N = ids_BT[:, 1:].flatten()
-    step = max(1, CHUNK_LOGITS // model.get_input_embeddings().weight.shape[0])
-    total = torch.zeros((), dtype=torch.float64)
-    for hidden_CE, targets_C in zip(hidden_NE.split(step), targets_N.split(step), strict=True):
-        output.last_hidden_state = hidden_CE.unsqueeze(0)
-        logits_CV = head_logits(model, name, output)[0]
-        if logits_CV.dtype != torch.float64:
-            logits_CV = logits_CV.float()
-        loss_C = F.cross_entropy(logits_CV, targets_C.to(logits_CV.device), reduction="none")
-        total += loss_C.sum(dtype=torch.float64).cpu()
-    return total
+    step = chunk_tokens(model)
+    chunks = Head(model).chunks(output, hidden_NE, step)
+    return [token_losses(*pair) for pair in zip(chunks, targets_N.split(step), strict=True)]
+
+
+def chunk_tokens(model: Any) -> int:
+    """How many tokens logits are made for at a time."""
+    return max(1, CHUNK_LOGITS // vocabulary(model))
+
+
+def vocabulary(model: Any) -> int:
+    """Rows of the embedding."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def token_losses(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """Losses [C] in nats, float32 or better."""
+    if logits_CV.dtype != torch.float64:
+        logits_CV = logits_CV.float()
+    return F.cross_entropy(logits_CV, targets_C.to(logits_CV.device), reduction="none")
