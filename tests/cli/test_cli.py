@@ -18,6 +18,7 @@ import rap
 from cases.command import run
 from rap import assets
 from rap.cli import demo
+from rap.cli.inspect import alike
 from rap.model.fingerprint import fingerprint_model
 from rap.planning.plan import Plan
 
@@ -81,7 +82,9 @@ def test_doctor_names_what_is_missing_and_the_remedy():
 def test_inspect_shows_every_layer_of_a_model(compressed):
     dense = run("inspect", "bundled")
     assert dense.out.startswith("bundled: llama, dense, 3,072 KV bytes per token\n")
-    assert dense.out.count("default, theta 500000") == 6
+    assert dense.out.count("default, theta 500000") == 1, "six layers alike share a row"
+    assert re.search(r"^\W+0-5\W+default, theta 500000", dense.out, re.MULTILINE)
+    assert len(run("inspect", "bundled", "--json").json["layers"]) == 6
     report = run("inspect", compressed[0], "--json").json
     assert [layer["eligible"] for layer in report["layers"]] == ["pruned"] * 6
     assert report["kv_bytes_per_token"] == compressed[1]["pruned"]["kv_bytes_per_token"]
@@ -95,10 +98,34 @@ def test_inspect_plan_takes_a_file_or_a_checkpoint(compressed, plan_file):
     printed = run("inspect", "plan", plan_file).out
     plan = Plan.load(plan_file)
     assert f"asked 0.7, keeps {plan.kept_fraction:.4f}" in printed
-    first = plan.layers[0].frequency_GM[0].tolist()
-    shown = re.search(r"head 0: ([\d -]+)", printed).group(1).split()
-    spans = [[int(end) for end in part.split("-")] for part in shown]
-    assert [i for span in spans for i in range(span[0], span[-1] + 1)] == first
+    assert len(run("inspect", "plan", plan_file, "--json").json["layers"]) == 6
+    widths = [(layer.key_width, layer.value_width) for layer in plan.layers]
+    assert len(re.findall(r"\d+/64\D+\d+/64", printed)) == len(set(widths)) < 6
+    alone = next(i for i, width in enumerate(widths) if widths.count(width) == 1)
+    kept = plan.layers[alone].frequency_GM[0].tolist()
+    (shown,) = re.findall(rf"^\W+{alone} .*head 0: ([\d -]+)", printed, re.MULTILINE)
+    spans = [[int(end) for end in part.split("-")] for part in shown.split()]
+    assert [i for span in spans for i in range(span[0], span[-1] + 1)] == kept
+
+
+def test_inspect_puts_layers_together_that_are_alike():
+    def row(layer: int, keys: str, kept: str, note: str | None = None) -> dict:
+        return {"layer": layer, "keys": keys, "kept_pairs": kept, "key_limit": note}
+
+    same = [
+        row(0, "8/16", "head 0: 0-3"),
+        row(1, "6/16", "head 0: 0-2"),
+        row(2, "8/16", "head 0: 0-3"),
+    ]
+    assert alike(same) == [{**same[0], "layer": "0 2"}, {**same[1], "layer": "1"}]
+    # Which pairs are kept, or what a note says, does not tell layers apart.
+    other = [same[0], row(1, "8/16", "head 0: 2-4 7\nhead 1: 3 5-7", "a note")]
+    (found,) = alike(other)
+    assert found["layer"] == "0-1"
+    assert found["kept_pairs"] == "every head: 3\nsome heads: 0-2 4-7"
+    apart = [row(0, "2/16", "head 0: 0"), row(1, "2/16", "head 0: 1")]
+    assert alike(apart)[0]["kept_pairs"] == "every head: -\nsome heads: 0-1"
+    assert alike([row(4, "dense", "")])[0]["layer"] == "4"
 
 
 # Counts the cache by hand: bytes of every tensor that holds the prompt, over its tokens.

@@ -36,7 +36,10 @@ def inspect_command(
     retain: Annotated[float, typer.Option(help="Also show the cache at this budget.")] = 0.7,
     as_json: options.Json = False,
 ) -> None:
-    """Show a model's layers (RoPE, heads, eligible or why not, KV bytes), or a plan."""
+    """Show a model's layers (RoPE, heads, eligible or why not, KV bytes), or a plan.
+
+    Layers that are alike share a row; --json has one entry a layer.
+    """
     if target == "plan":
         if path is None:
             raise RapError("name the plan file: rap inspect plan FILE")
@@ -49,8 +52,10 @@ def inspect_command(
         print_json(report)
         return
     header = [name for name in report["layers"][0] if name not in NOTES]
-    rows = [_cells(layer, header) for layer in report["layers"]]
-    print_table(report["title"], [name.replace("_", " ") for name in header], rows)
+    rows = alike(report["layers"])
+    each = " each" if len(rows) < len(report["layers"]) else ""
+    names = [name.replace("_", " ") + (each if "bytes" in name else "") for name in header]
+    print_table(report["title"], names, [_cells(row, header) for row in rows])
     for note in _notes(report["layers"]):
         typer.echo(note)
 
@@ -158,6 +163,41 @@ def _kept_rows(plan: Plan) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def alike(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for all layers that differ in their number alone, or in which pairs they keep.
+
+    Rows are in the order of their first layers. What is printed as a note tells no rows apart.
+    """
+    apart = ("layer", "kept_pairs", *NOTES)
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for layer in layers:
+        key = tuple(f"{name}={value}" for name, value in layer.items() if name not in apart)
+        groups.setdefault(key, []).append(layer)
+    rows = []
+    for group in groups.values():
+        row = {**group[0], "layer": ranges([layer["layer"] for layer in group])}
+        if "kept_pairs" in row:
+            row["kept_pairs"] = _pairs_of_all([layer["kept_pairs"] for layer in group])
+        rows.append(row)
+    return rows
+
+
+def _pairs_of_all(texts: list[str]) -> str:
+    """The kept pairs of one layer as they are; of several, what all and only some heads keep."""
+    if len(set(texts)) == 1:
+        return texts[0]
+    heads = [_indices(line.partition(": ")[2]) for text in texts for line in text.splitlines()]
+    shared = set.intersection(*heads)
+    others = sorted(set.union(*heads) - shared)
+    return f"every head: {ranges(sorted(shared)) or '-'}\nsome heads: {ranges(others) or '-'}"
+
+
+def _indices(text: str) -> set[int]:
+    """What `ranges` wrote, as a set."""
+    spans = [[int(end) for end in part.split("-")] for part in text.split()]
+    return {index for span in spans for index in range(span[0], span[-1] + 1)}
 
 
 def ranges(indices: list[int]) -> str:
