@@ -48,6 +48,15 @@ _IMPORTS = {
 }
 
 
+# What tells how near a cut is to its dense model: the row, the dense model's own figure, a format.
+_NEARNESS = {
+    "perplexity_ratio": ("perplexity, multiple of dense", "1", ".3f"),
+    "kl": ("KL from dense, nats a token", "0", ".3g"),
+    "top1": ("same most likely token as dense", "100%", ".1%"),
+}
+_ENDS = ("value", "low", "high")
+
+
 def model_card(report: dict[str, Any], title: str) -> str:
     """The README.md of a checkpoint, from the report saved beside it, or `unmeasured`.
 
@@ -137,7 +146,17 @@ def comparison(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
     if "perplexity" in dense:
         rows.append(("perplexity", f"{dense['perplexity']:.3f}", f"{small['perplexity']:.3f}"))
+    for figure, (name, of_dense, form) in _NEARNESS.items():
+        # A checkpoint that was recovered, or is of an earlier release, has none.
+        if figure in small:
+            rows.append((name, of_dense, interval_text(small[figure], form)))
     return rows
+
+
+def interval_text(figure: Mapping[str, float], form: str) -> str:
+    """A figure with the ends of its interval in brackets, where it has one of some width."""
+    value, low, high = (format(figure[key], form) if key in figure else "" for key in _ENDS)
+    return f"{value} ({low} to {high})" if low != high else value
 
 
 def _row(name: str, dense: str, small: str) -> str:

@@ -18,6 +18,7 @@ import rap
 from cases.command import error_violations, run
 from rap import assets
 from rap.calibration import workbench
+from rap.checkpoint.card import interval_text
 from rap.checkpoint.files import write_json
 from rap.cli import compare as command_line
 from rap.methods import METHODS, Rap
@@ -26,7 +27,7 @@ from rap.studies.compare import run as running
 from rap.studies.compare.cells import CONFIG, RESULT, Cell, finished, store
 from rap.studies.compare.command import cell_command
 from rap.studies.compare.grid import Grid
-from rap.studies.compare.measurement import Measures
+from rap.studies.compare.measurement import Measures, dense_states
 
 TINY = Measures(
     window=128,
@@ -93,18 +94,65 @@ def test_every_cell_is_measured_on_the_same_things(grid, reference_model):
         assert cell["provenance"]["packages"]["torch"]
         assert [entry["distance"] for entry in cell["recall"]] == [64]
         assert cell["perplexity"] > dense["perplexity"]
+        assert cell["kl"]["low"] <= cell["kl"]["value"] <= cell["kl"]["high"]
+        assert 0 < cell["kl"]["value"] < cell["kl_p99"]
+        assert 0 < cell["top1"]["value"] < 1
+        assert len(cell["evaluation"]["window_nats"]) == TINY.num_windows
+        ratio = cell["perplexity"] / dense["perplexity"]
+        assert cell["perplexity_ratio"]["value"] == pytest.approx(ratio, rel=1e-12)
+    assert (dense["kl"]["value"], dense["kl_p99"], dense["top1"]["value"]) == (0, 0, 1)
     assert default["paper"] == {"perplexity": 10.82, "source": "here"}
     assert "paper" not in paper
 
 
 def test_the_table_shows_the_cells(grid):
-    (table,) = grid[1]["tables"]
+    table, near = grid[1]["tables"]
     header, rows = table["header"], {row[0]: row for row in table["rows"]}
     assert list(rows) == ["dense", "rap:paper", "rap"]
     by_name = dict(zip(header, rows["rap"], strict=True))
     assert by_name["KV"] == "50.0%"
     assert by_name["PPL, cut only"] == f"{grid[1]['cells'][2]['perplexity']:.2f}"
     assert by_name["paper PPL, cut only"] == "10.82"
+    rows = {row[0]: dict(zip(near["header"], row, strict=True)) for row in near["rows"]}
+    assert list(rows) == ["dense", "rap:paper", "rap"]
+    assert (rows["dense"]["KL"], rows["dense"]["top-1"]) == ("0", "100.0%")
+    for cell in grid[1]["cells"][1:]:
+        shown = rows[cell["method"]]
+        assert shown["KL"] == interval_text(cell["kl"], ".3g")
+        assert shown["top-1"] == interval_text(cell["top1"], ".1%")
+        # The dense cell's windows give the same pairs as those that the cut was compared with.
+        assert shown["PPL of dense"] == interval_text(cell["perplexity_ratio"], ".3f")
+
+
+def test_fidelity_can_be_left_out_and_changes_no_perplexity(grid, tiny, tmp_path):
+    plain = replace(tiny, fidelity=False, recall_documents=0, decode_steps=0)
+    asked = {"methods": ["rap"], "retain": (0.5,), "measures": plain}
+    found = rap.compare(output=tmp_path / "grid", **asked, **SMALL)
+    with_it = {cell["method"]: cell for cell in grid[1]["cells"]}
+    for cell in found["cells"]:
+        assert not {"kl", "kl_p99", "top1"} & cell.keys()
+        assert cell["evaluation"] == with_it[cell["method"]]["evaluation"]
+    # Windows in pairs need no divergence.
+    near = found["tables"][1]
+    shown = dict(zip(near["header"], near["rows"][1], strict=True))
+    assert shown["PPL of dense"] == interval_text(with_it["rap"]["perplexity_ratio"], ".3f")
+    assert (shown["KL"], shown["top-1"]) == ("", "")
+
+
+def test_the_dense_model_reads_the_text_once_for_all_cells(tiny, tmp_path, monkeypatch):
+    made: list[int] = []
+
+    def count(*given: Any) -> Any:
+        made.append(1)
+        return dense_states(*given)
+
+    monkeypatch.setattr(running, "dense_states", count)
+    fast = replace(tiny, recall_documents=0, decode_steps=0, num_windows=1)
+    asked = {"methods": ["rap", "random"], "retain": (0.5,), "measures": fast, **SMALL}
+    rap.compare(output=tmp_path / "grid", **asked)
+    assert made == [1]
+    rap.compare(output=tmp_path / "grid", **asked)
+    assert made == [1], "nothing was left to compare"
 
 
 def test_a_failed_cell_is_recorded_and_the_rest_goes_on(grid):
@@ -121,8 +169,8 @@ def test_a_failed_cell_is_recorded_and_the_rest_goes_on(grid):
 def test_a_finished_cell_is_not_run_again(grid, tiny, tmp_path, monkeypatch):
     output = tmp_path / "grid"
     shutil.copytree(grid[0], output)
-    monkeypatch.setattr(running, "measure", lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr(workbench, "calibrate", lambda *_, **__: pytest.fail("calibrated again"))
+    for place, name in ((running, "measure"), (running, "dense_states"), (workbench, "calibrate")):
+        monkeypatch.setattr(place, name, lambda *_, name=name, **__: pytest.fail(f"{name} again"))
     methods = ["rap:paper", "rap"]
     found = rap.compare(output=output, methods=methods, retain=(0.5,), measures=tiny, **SMALL)
     kept = {cell["cell"]: cell["perplexity"] for cell in grid[1]["cells"]}
@@ -142,6 +190,7 @@ def test_a_changed_setting_is_another_cell(reference_model):
         {"num_windows": 65},
         {"seed": 1},
         {"measures": Measures(num_windows=47)},
+        {"measures": Measures(fidelity=False)},
         {"methods": ("rap:values=channels",)},
     ):
         dense_and_cell = names(**change)
@@ -210,7 +259,9 @@ def test_the_command_of_a_cell_asks_for_that_cell(monkeypatch):
         recoveries=("none", "fast"),
         align=None,
         recovery={"learning_rate": 2e-5, "steps": 3},
-        measures=Measures(num_windows=None, recall_distances=(64, 128), text="a b.txt"),
+        measures=Measures(
+            num_windows=None, recall_distances=(64, 128), text="a b.txt", fidelity=False
+        ),
     )
     asked: dict[str, Any] = {}
 
@@ -262,6 +313,7 @@ def test_the_demo_ends_with_a_page(tiny, tmp_path, monkeypatch):
         ("--measure speed=4", "cannot measure 'speed=4'"),
         ("--measure window=0", "measure window cannot be 0: give 1 or more"),
         ("--measure window=soon", "measure window cannot be 'soon'"),
+        ("--measure fidelity=0", "measure fidelity cannot be 0: give true or false"),
     ],
 )
 def test_a_bad_request_is_refused_before_any_work(arguments, reason, tmp_path):

@@ -1,6 +1,7 @@
 """Tables of a comparison, made of its cells alone: capabilities, matched compute, sweeps."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from rap.evaluation.cost.cost import sizes_of
 from rap.methods import METHODS
 from rap.studies.compare.capability import ORDER, capability, family, furthest, saves
+from rap.studies.compare.closeness import closeness
 from rap.studies.compare.matched import matched, nearest
 from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED, tables
 
@@ -206,6 +208,47 @@ def test_methods_that_did_not_come_back_have_a_row_a_ratio():
     assert table["header"] == ["method", "retain", "cut only", "fast"]
     assert table["rows"] == [["elitekv", "0.5", "50,000", ""], ["elitekv", "0.7", "60.00", "12.00"]]
     assert titled(records[:2], "Methods that") == []
+
+
+def near(one: dict[str, Any], nats: list[float], kl: float, **more: Any) -> dict[str, Any]:
+    """A record with what tells how near it is to dense."""
+    figures = {"kl": {"value": kl, "low": kl / 2, "high": 2 * kl}, "kl_p99": 9 * kl}
+    agreed = {"top1": {"value": 0.75, "low": 0.7, "high": 0.8}}
+    scored = {**one["evaluation"], "window_nats": nats, **more}
+    return {**one, **figures, **agreed, "evaluation": scored}
+
+
+def test_nearness_to_dense_has_intervals_of_pairs():
+    hard, easy = 4.0, 1.0
+    dense = near(DENSE, [hard, easy], 0.0)
+    # Much harder windows for both, and always the same difference: no doubt about the ratio.
+    sure = near(cell("rap", 0.5, 10.0 * math.e), [hard + 1, easy + 1], 0.25)
+    unsure = near(cell("palu", 0.5, 10.0, "fast"), [hard - 1, easy + 1], 0.25)
+    table = closeness("m", 0.5, dense, [sure, unsure, cell("rap", 0.7)], RECOVERED)
+    rows = by_method(table)
+    assert list(rows) == ["dense", "rap, cut only", "palu, fast"]
+    assert rows["rap, cut only"] == {
+        "method": "rap, cut only",
+        "PPL": "27.18",
+        "PPL of dense": "2.718",
+        "KL": "0.25 (0.125 to 0.5)",
+        "KL p99": "2.25",
+        "top-1": "75.0% (70.0% to 80.0%)",
+    }
+    assert rows["palu, fast"]["PPL of dense"] == "1.000 (0.368 to 2.718)"
+    assert rows["dense"]["PPL of dense"] == "1.000"
+
+
+def test_cells_of_an_earlier_release_have_no_intervals():
+    old = cell("rap", 0.5, 12.0)
+    assert closeness("m", 0.5, DENSE, [old], RECOVERED)["rows"] == []
+    assert titled([old], "Near the dense model") == []
+    # Beside newer ones they have a ratio alone, as have cells of another window.
+    dense = near(DENSE, [4.0, 1.0], 0.0)
+    newer = near(cell("palu", 0.5), [5.0, 2.0], 0.1, window=64)
+    rows = by_method(closeness("m", 0.5, dense, [old, newer], RECOVERED))
+    assert (rows["rap"]["PPL of dense"], rows["rap"]["KL"]) == ("1.200", "")
+    assert rows["palu"]["PPL of dense"] == "1.000"
 
 
 @pytest.fixture(scope="module")

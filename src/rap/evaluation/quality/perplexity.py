@@ -138,24 +138,8 @@ class Losses:
         )
 
 
-<<<<<<< HEAD
-def _window(model: Any, window: int | None) -> int:
-=======
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, every module's own mode back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def evaluation_window(model: Any, window: int | None) -> int:
     """Tokens of a window: those asked for, or 2048, or the model's longest context if less."""
->>>>>>> 8aeaf2d (Give every window its loss, and fidelity the digits of perplexity)
     longest = trained_length(model.config) or DEFAULT_WINDOW
     window = min(DEFAULT_WINDOW, longest) if window is None else window
     if window < 2:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...evaluation.cost.footprint import footprint
 from ...evaluation.cost.latency import PLAIN, measure_point
+from ...evaluation.quality.fidelity import DenseStates
 from ...evaluation.quality.perplexity import evaluating, perplexity
 from ...evaluation.quality.recall import copy_loss, recall_grid
 from ...evaluation.quality.reconstruction import reconstructs
@@ -24,6 +25,7 @@ class Measures:
 
     text: held-out text, `bundled` or what `calibration.text` reads. Perplexity over `num_windows`
         (None: all) windows of `window` tokens of it.
+    fidelity: divergence from the dense model and agreement with it, on the same windows.
     recall: share of numbers given back, at each distance (tokens) among `recall_facts` facts, over
         `recall_documents` questions; 0 skips recall and copying.
     copy_documents: passages read a second time after 512 tokens.
@@ -33,6 +35,7 @@ class Measures:
     text: str = "bundled"
     window: int = 512
     num_windows: int | None = 48
+    fidelity: bool = True
     recall_distances: tuple[int, ...] = (256, 1000)
     recall_facts: int = 4
     recall_documents: int = 32
@@ -43,7 +46,9 @@ class Measures:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(field.default, str):
+            if isinstance(field.default, bool):
+                good, remedy = type(value) is bool, "give true or false"
+            elif isinstance(field.default, str):
                 good, remedy = isinstance(value, str) and bool(value), "name a text"
             elif isinstance(field.default, tuple):
                 good, remedy = _counts(value), "give whole numbers, such as 256,1000"
@@ -56,6 +61,10 @@ class Measures:
                 raise RapError(f"measure {field.name} cannot be {value!r}: {remedy}")
 
 
+# The dense model against itself.
+SAME = {"value": 0.0, "low": 0.0, "high": 0.0}
+ALL = {"value": 1.0, "low": 1.0, "high": 1.0}
+ITSELF = {"kl": SAME, "kl_p99": 0.0, "top1": ALL, "perplexity_ratio": ALL}
 SKIPPED_BY_ZERO = ("recall_documents", "decode_steps")
 
 
@@ -88,15 +97,16 @@ def measure(
     *,
     seed: int = 0,
     bos: int | None = None,
+    states: DenseStates | None = None,
+    progress: bool = False,
 ) -> dict[str, Any]:
     """Cost and quality of `model` as JSON-able data; `tokens` [N] are those of the held-out text.
 
-    Windows and documents of it begin with the token `bos`, if any.
-    The dense model is timed in turn with it, so that a busy machine slows both alike.
+    Windows and documents of it begin with the token `bos`, if any. `states` are `dense_states`,
+    which a model other than the dense one is compared with. The dense model is
+    timed in turn with it, so that a busy machine slows both alike.
     """
     cost = footprint(model)
-    sizes: dict[str, Any] = {"window": measures.window, "max_windows": measures.num_windows}
-    quality = perplexity(model, tokens, **sizes, bos=bos)
     result: dict[str, Any] = {
         **asdict(cost),
         "attention_flops": {
@@ -106,14 +116,47 @@ def measure(
         "prefill_kv_bytes_per_token": prefill_bytes(model),
         "reconstructs": reconstructs(model),
         "fingerprint": fingerprint_model(model),
-        "perplexity": quality.value,
-        "evaluation": asdict(quality),
+        **_quality(model, dense, tokens, measures, bos, states, progress),
     }
     if measures.recall_documents:
         result |= _context_use(model, tokenizer, tokens, measures, seed, bos)
     if measures.decode_steps:
         result |= _decode_seconds(model, dense, measures)
     return result
+
+
+def dense_states(
+    dense: Any, tokens: Tensor, measures: Measures, bos: int | None, progress: bool = False
+) -> DenseStates | None:
+    """What cells are compared with, if they are: the dense model's states on the held-out text."""
+    if not measures.fidelity:
+        return None
+    return DenseStates(dense, tokens, **_sizes(measures), bos=bos, progress=progress)
+
+
+def _sizes(measures: Measures) -> dict[str, Any]:
+    return {"window": measures.window, "max_windows": measures.num_windows}
+
+
+def _quality(
+    model: Any,
+    dense: Any,
+    tokens: Tensor,
+    measures: Measures,
+    bos: int | None,
+    states: DenseStates | None,
+    progress: bool,
+) -> dict[str, Any]:
+    """Perplexity, and what tells how near the dense model is, of one pass over the text."""
+    figures: dict[str, Any] = {}
+    if states is None or model is dense:
+        found = perplexity(model, tokens, **_sizes(measures), bos=bos, progress=progress)
+        if measures.fidelity and model is dense:
+            figures = ITSELF
+    else:
+        compared = states.compare(model, progress=progress)
+        found, figures = compared.perplexity, compared.figures()
+    return {"perplexity": found.value, "evaluation": asdict(found), **figures}
 
 
 def _context_use(

@@ -4,6 +4,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ...calibration.statistics import Statistics
 from ...calibration.workbench import CalibrationText, Workbench
 from ...checkpoint.files import check_output, write_json
 from ...checkpoint.provenance import provenance
+from ...evaluation.quality.fidelity import DenseStates
 from ...model.errors import RapError
 from ...recovery.config import PRESETS
 from ...recovery.runs import finish
@@ -21,7 +23,7 @@ from . import cells as folders
 from .cells import Cell
 from .command import cell_command
 from .grid import Grid
-from .measurement import Measures, measure
+from .measurement import Measures, dense_states, measure
 from .summary import summarize
 from .variants import all_variants
 
@@ -165,11 +167,20 @@ class Bench:
             recovery.get("distillation", {}).pop("history", None)
             made = {"kept_fraction": plan.kept_fraction, "recovery": recovery}
         asked: dict[str, Any] = {"seed": self.grid.seed, "bos": self.dense.bos}
+        asked["progress"] = self.progress
+        if cell.method is not None:
+            asked["states"] = self.states
         measures = self.grid.measures
         found = measure(
             model, self.dense.model, self.dense.tokenizer, self.tokens, measures, **asked
         )
         return {**made, **found, "provenance": provenance(**cell.config)}
+
+    @cached_property
+    def states(self) -> DenseStates | None:
+        """What all cut cells are compared with, computed once."""
+        asked = self.grid.measures, self.dense.bos, self.progress
+        return dense_states(self.dense.model, self.tokens, *asked)
 
     def statistics(self) -> Statistics:
         """What all methods of the grid need, collected once and kept beside the cells."""
@@ -177,4 +188,6 @@ class Bench:
 
 
 def _told(result: dict[str, Any]) -> str:
-    return f"perplexity {result['perplexity']:.2f}, {result['kv_bytes_per_token']:,} bytes a token"
+    near = f", KL {result['kl']['value']:.3g}" if "kl" in result else ""
+    cached = f"{result['kv_bytes_per_token']:,} bytes a token"
+    return f"perplexity {result['perplexity']:.2f}{near}, {cached}"

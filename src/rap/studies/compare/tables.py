@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .capability import capability
+from .closeness import closeness
 from .matched import matched
 from .variants import DENSE
 
@@ -25,14 +26,17 @@ MISSED = 0.025  # of dense: a cache that is farther from what was asked is point
 
 
 def tables(name: str, records: Sequence[Record], failed: Sequence[Record]) -> list[Table]:
-    """All tables there are data for: one a retain ratio, capabilities, matched compute, sweeps,
+    """All tables there are data for: two a retain ratio, capabilities, matched compute, sweeps,
     steelman and non-converging.
     """
     if not records or records[0]["method"] != DENSE or len(records) == 1:
         return []
     dense, cut = records[0], records[1:]
     retains = sorted({record["retain"] for record in cut}, reverse=True)
-    found = [_main(name, retain, dense, cut, failed) for retain in retains]
+    found = []
+    for retain in retains:
+        found.append(_main(name, retain, dense, cut, failed))
+        found.append(closeness(name, retain, dense, cut, RECOVERED))
     # Once is enough: it holds for all of them.
     found[0]["note"] = f"{_note(dense)} {found[0]['note']}".strip()
     found.append(capability(name, dense, cut, RECOVERED))

@@ -1,0 +1,72 @@
+"""How near each cut stays to the dense model, and how sure that is: a table a retain ratio."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...checkpoint.card import interval_text
+from ...evaluation.quality.intervals import perplexity_ratio_interval
+from .variants import DENSE
+
+Record = dict[str, Any]
+Table = dict[str, Any]
+
+
+def closeness(
+    name: str, retain: float, dense: Record, cut: Sequence[Record], recovered: dict[str, str]
+) -> Table:
+    """A row a cell of one retain ratio, the dense one first.
+
+    `recovered` maps the recoveries to what they are called. No rows if no cell was measured so, as
+    in a comparison of an earlier release.
+    """
+    here = [record for record in cut if record["retain"] == retain]
+    several = len({record["recover"] for record in here}) > 1
+    rows = [_row(DENSE, dense, dense)]
+    for record in here:
+        after = f", {recovered.get(record['recover'], record['recover'])}" if several else ""
+        rows.append(_row(f"{record['method']}{after}", record, dense))
+    measured = any("kl" in record or _paired(record, dense) for record in here)
+    return {
+        "title": f"Near the dense model at retain {retain:g}, {name}",
+        "note": _note(dense),
+        "header": ["method", "PPL", "PPL of dense", "KL", "KL p99", "top-1"],
+        "rows": rows if measured else [],
+    }
+
+
+def perplexity_ratio(record: Record, dense: Record) -> dict[str, float]:
+    """Perplexity as a multiple of dense, with its paired interval where both have their windows."""
+    if not _paired(record, dense):
+        return {"value": record["perplexity"] / dense["perplexity"]}
+    pair = (one["evaluation"]["window_nats"] for one in (record, dense))
+    return vars(perplexity_ratio_interval(*pair))
+
+
+def _paired(record: Record, dense: Record) -> bool:
+    """Whether losses of the same windows are there for both; older cells have none."""
+    ours, theirs = (one["evaluation"].get("window_nats") or [] for one in (record, dense))
+    same = all(record["evaluation"].get(k) == dense["evaluation"].get(k) for k in ("window", "bos"))
+    return same and 0 < len(ours) == len(theirs)
+
+
+def _row(name: str, record: Record, dense: Record) -> list[str]:
+    value = record["perplexity"]
+    return [
+        name,
+        f"{value:.2f}" if value < 1000 else f"{value:,.0f}",
+        interval_text(perplexity_ratio(record, dense), ".3f"),
+        interval_text(record["kl"], ".3g") if "kl" in record else "",
+        f"{record['kl_p99']:.3g}" if "kl_p99" in record else "",
+        interval_text(record["top1"], ".1%") if "top1" in record else "",
+    ]
+
+
+def _note(dense: Record) -> str:
+    scored = dense["evaluation"]
+    return (
+        "Perplexity as a multiple of dense; KL divergence of the dense model's next-token "
+        "distributions from the cut one's in nats a token, its mean and its 99th percentile over "
+        f"tokens; share of tokens that both think most likely. {scored['num_windows']} windows of "
+        f"{scored['window']:,} tokens; in brackets 95 % bootstrap intervals over them, of the "
+        "multiple by pairs of the same window."
+    )
