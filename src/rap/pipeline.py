@@ -15,13 +15,14 @@ from .checkpoint.files import PLAN_FILE, check_output, whole_directory, write_js
 from .checkpoint.load import copy_processor, load_tokenizer
 from .checkpoint.provenance import provenance
 from .evaluation.cost.footprint import footprint
-from .evaluation.quality.perplexity import DEFAULT_WINDOW, perplexity
+from .evaluation.quality.fidelity import fidelity
+from .evaluation.quality.perplexity import Perplexity, evaluation_window, perplexity
 from .methods import Method, parse_method, traits_of
 from .methods.base import traits
 from .model.errors import CheckpointError, RapError
 from .model.families import WRAPPERS
 from .model.fingerprint import fingerprint_model
-from .model.layers import base_model_type, trained_length
+from .model.layers import base_model_type
 from .planning.plan import Plan
 from .recovery.runs import finish
 from .recovery.stages import check_recovery, recover_stage, work_folder
@@ -62,8 +63,8 @@ def compress(
     """Compress a model (or checkpoint directory, hub name, `bundled`) to `retain` of its KV cache.
 
     Calibrates, plans, cuts, recovers (`recover` is one of `recovery.stages.RECOVERIES`), measures
-    perplexity and footprint before and after (`evaluate` names the held-out text, None skips it),
-    and writes the checkpoint to `output` if one is given. A live model needs its `tokenizer`.
+    perplexity, fidelity and footprint (`evaluate` names the held-out text, None skips it), and
+    writes the checkpoint to `output` if one is given. A live model needs its `tokenizer`.
     `method` is a method, which knows its own `retain`, or the text of one,
     `name[:recipe][:setting=value]...`. All windows of text begin as `bos.bos_token` decides.
     Raises a RapError for any input that cannot work, before the work it would waste.
@@ -100,8 +101,7 @@ def compress(
         "kept_fraction": plan.kept_fraction,
         "method": method.describe(),
         "traits": traits(method),
-        "dense": measure(bench.model, bench.tokenizer, evaluate, **judged),
-        "pruned": measure(small, bench.tokenizer, evaluate, **judged),
+        **measure_pair(small, bench.model, bench.tokenizer, evaluate, **judged),
         "recovery": recovery,
         "provenance": provenance(
             calibration=calibration,
@@ -133,18 +133,47 @@ def measure(
     `tokens` [N] are those of the text, for a caller that has them already. Windows begin as
     `bos.bos_token` decides.
     """
-    result: dict[str, Any] = {**_footprint(model), "fingerprint": fingerprint_model(model)}
+    result = _weights(model)
     if text is not None:
         found = perplexity(
             model,
             tokens if tokens is not None else evaluation_tokens(text, tokenizer),
-            window=_evaluation_window(model),
             max_windows=EVALUATION_WINDOWS,
             bos=bos_token(bos, tokenizer, model.config),
             progress=progress,
         )
-        result |= {"perplexity": found.value, "evaluation": {"text": text, **asdict(found)}}
+        result |= _quality(text, found)
     return result
+
+
+def measure_pair(
+    small: Any,
+    dense: Any,
+    tokenizer: Any,
+    text: str | None,
+    *,
+    tokens: Tensor | None = None,
+    bos: Bos = "auto",
+    progress: bool = False,
+) -> dict[str, Any]:
+    """As `measure`, of both models in one pass each: `dense`, and `pruned` with its fidelity."""
+    result = {"dense": _weights(dense), "pruned": _weights(small)}
+    if text is not None:
+        found = fidelity(
+            small,
+            dense,
+            tokens if tokens is not None else evaluation_tokens(text, tokenizer),
+            max_windows=EVALUATION_WINDOWS,
+            bos=bos_token(bos, tokenizer, dense.config),
+            progress=progress,
+        )
+        result["dense"] |= _quality(text, found.dense_perplexity)
+        result["pruned"] |= _quality(text, found.perplexity) | found.figures()
+    return result
+
+
+def _quality(text: str, found: Perplexity) -> dict[str, Any]:
+    return {"perplexity": found.value, "evaluation": {"text": text, **asdict(found)}}
 
 
 def save(
@@ -189,7 +218,7 @@ def _held_out(text: str | None, bench: Workbench) -> Tensor | None:
     """Tokens of the text to evaluate on, refused before the calibration that would be wasted."""
     if text is None:
         return None
-    tokens, window = bench.held_out(text), _evaluation_window(bench.model)
+    tokens, window = bench.held_out(text), evaluation_window(bench.model, None)
     if bench.bos is not None:
         window -= 1
     if len(tokens) < window:
@@ -200,12 +229,8 @@ def _held_out(text: str | None, bench: Workbench) -> Tensor | None:
     return tokens
 
 
-def _evaluation_window(model: Any) -> int:
-    longest = trained_length(model.config) or DEFAULT_WINDOW
-    return min(DEFAULT_WINDOW, int(longest))
-
-
-def _footprint(model: Any) -> dict[str, Any]:
+def _weights(model: Any) -> dict[str, Any]:
+    """Footprint and fingerprint."""
     found = asdict(footprint(model))
     found["parameters"] = found.pop("total_parameters")
-    return found
+    return {**found, "fingerprint": fingerprint_model(model)}

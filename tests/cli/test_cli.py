@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import rap
 from cases.command import run
 from rap import assets
+from rap.checkpoint.card import comparison, interval_text
 from rap.cli import demo
 from rap.cli.inspect import alike
 from rap.model.fingerprint import fingerprint_model
@@ -289,6 +290,46 @@ def test_evaluate_measures_a_checkpoint(compressed, text, tmp_path):
     assert result.json["value"] == pytest.approx(report["pruned"]["perplexity"], rel=1e-6)
     assert result.json["fingerprint"] == report["pruned"]["fingerprint"]
     assert "rap" in result.json["provenance"]
+
+
+def test_compress_says_how_near_the_cut_is(compressed):
+    folder, report = compressed
+    small = report["pruned"]
+    assert not {"kl", "top1"} & report["dense"].keys()
+    shown = {name: (dense, cut) for name, dense, cut in comparison(report)}
+    kl = interval_text(small["kl"], ".3g")
+    assert shown["KL from dense, nats a token"] == ("0", kl)
+    assert shown["same most likely token as dense"][1].startswith(f"{small['top1']['value']:.1%}")
+    assert f"| KL from dense, nats a token | 0 | {kl} |" in (folder / "README.md").read_text()
+    # Cards of checkpoints that were measured before, or recovered since, have no such row.
+    older = {**report, "pruned": {k: v for k, v in small.items() if k not in ("kl", "top1")}}
+    assert len(comparison(older)) == len(shown) - 2
+
+
+def test_evaluate_fidelity_compares_a_checkpoint_with_its_dense_model(compressed, text, tmp_path):
+    folder, report = compressed
+    output = tmp_path / "fidelity.json"
+    call = ("evaluate", "fidelity", folder, "--dense", "bundled", "--text", text)
+    found = run(*call, "--max-windows", 1, "-o", output, "--json").json
+    assert found == json.loads(output.read_text())
+    for figure in ("kl", "kl_p99", "top1", "perplexity_ratio", "positions"):
+        assert found[figure] == report["pruned"][figure]
+    assert found["perplexity"]["value"] == report["pruned"]["perplexity"]
+    assert found["dense_perplexity"]["value"] == report["dense"]["perplexity"]
+    assert found["fingerprint"] == report["pruned"]["fingerprint"]
+    assert found["dense_fingerprint"] == report["dense"]["fingerprint"]
+    printed = run(*call, "--window", 200, "--max-windows", 3)
+    assert printed.code == 0, printed.err
+    assert "fidelity: 600 tokens in" in printed.err
+    for row in (
+        "KL(dense || pruned)",
+        "99th percentile",
+        "perplexity, multiple",
+        "0-127",
+        "128-19",
+    ):
+        assert row in printed.out, row
+    assert re.search(r"nats a token +\S +[\d.e-]+ \([\d.e-]+ to [\d.e-]+\)", printed.out)
 
 
 _KILLED = """

@@ -107,6 +107,14 @@ def test_one_pass_of_the_dense_model_serves_many_comparisons(dtype):
     assert states.compare(_damaged(0.9)) == expected[1]
 
 
+def test_low_precision_is_compared_in_float32():
+    low = [model.to(torch.bfloat16) for model in (_damaged(), tiny_model("llama"))]
+    found = fidelity(*low, _ids(96), window=48)
+    assert {model.dtype for model in low} == {torch.bfloat16}
+    as_is = fidelity(*low, _ids(96), window=48, dtype=None)
+    assert fidelity(*(model.float() for model in low), _ids(96), window=48) == found != as_is
+
+
 def test_a_model_that_is_not_finite_is_named():
     broken = tiny_model("llama")
     broken.lm_head.weight.data[0] = float("nan")

@@ -115,6 +115,13 @@ def test_low_precision_is_evaluated_as_a_float32_copy():
     assert as_is.value == pytest.approx(found.value, rel=0.1)  # bfloat16 has 8 bits
 
 
+def test_losses_of_low_logits_are_float32():
+    logits, targets = torch.randn(5, 7).bfloat16(), torch.arange(5)
+    assert torch.equal(
+        module.token_losses(logits, targets), module.token_losses(logits.float(), targets)
+    )
+
+
 LOW = {
     "llama": {},
     "llama:yarn": {"rope": "yarn"},
