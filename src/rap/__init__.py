@@ -11,6 +11,7 @@ from .calibration.text import load_windows
 from .checkpoint.load import load
 from .checkpoint.version import __version__
 from .evaluation.cost.footprint import footprint
+from .evaluation.quality.fidelity import fidelity
 from .evaluation.quality.perplexity import perplexity
 from .methods import METHODS, Method, Rap, parse_method
 from .model.errors import RapError
@@ -45,6 +46,7 @@ __all__ = [
     "calibrate",
     "compare",
     "compress",
+    "fidelity",
     "fingerprint_model",
     "footprint",
     "load",

@@ -19,6 +19,7 @@ from ..model.errors import RapError
 from . import options
 from .cache import cache_command
 from .checkpoints import HELD_OUT, Quantize, ResultFile, finish, label, open_checkpoint
+from .fidelity import fidelity_command
 from .options import console, print_table
 
 evaluate_app = typer.Typer(no_args_is_help=True, help="Measure the quality of a checkpoint.")
@@ -31,6 +32,7 @@ FIGURES = (".png", ".svg")
 
 def add_commands(app: typer.Typer) -> None:
     """Register this module's commands."""
+    evaluate_app.command("fidelity")(fidelity_command)
     evaluate_app.command("cache")(cache_command)
     app.add_typer(evaluate_app, name="evaluate")
 

@@ -1,0 +1,95 @@
+"""`rap evaluate fidelity`: how near a pruned checkpoint stays to its dense model."""
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from ..calibration.text import evaluation_tokens
+from ..checkpoint.card import interval_text
+from ..checkpoint.load import load
+from ..checkpoint.provenance import provenance
+from ..checkpoint.source import resolve_source
+from ..evaluation.quality.fidelity import Fidelity, fidelity
+from ..model.fingerprint import fingerprint_model
+from . import options
+from .checkpoints import HELD_OUT, ResultFile, finish, label, open_checkpoint
+from .options import print_table
+
+Dense = Annotated[
+    str, typer.Option("--dense", help="The model it was cut from: a directory or hub name.")
+]
+Text = Annotated[
+    str,
+    typer.Option(
+        help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset."
+    ),
+]
+Window = Annotated[
+    int | None, typer.Option(help="Tokens per window; default 2048 or the model's maximum.")
+]
+MaxWindows = Annotated[
+    int | None, typer.Option(help="Stop after so many windows; default the whole text.")
+]
+
+
+def fidelity_command(
+    pruned: Annotated[str, typer.Argument(help="Pruned checkpoint, or any of that vocabulary.")],
+    dense: Dense,
+    text: Text = "bundled",
+    window: Window = None,
+    max_windows: MaxWindows = None,
+    device_map: options.DeviceMap = None,
+    bos: options.Bos = "auto",
+    output: ResultFile = None,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Divergence of PRUNED from its dense model: KL per token, top-1 agreement, perplexities.
+
+    Both run in float32 over contiguous non-overlapping windows, as for perplexity. Intervals are
+    bootstrap intervals over windows; that of the ratio of perplexities is over pairs of windows.
+    """
+    source = resolve_source(dense)
+    opened = open_checkpoint(pruned, device_map, [output], dtype="float32", bos=bos)
+    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+    original = load(source, dtype="float32", **placement)
+    found = fidelity(
+        opened.model,
+        original,
+        evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer),
+        window=window,
+        max_windows=max_windows,
+        bos=opened.bos,
+        progress=not as_json,
+    )
+    result = {
+        **opened.record,
+        "dense": dense,
+        "dense_fingerprint": fingerprint_model(original),
+        "text": text,
+        "bos": opened.bos,
+        **asdict(found),
+        "provenance": provenance(max_windows=max_windows),
+    }
+    finish(result, output, as_json)
+    if not as_json:
+        _show(f"{label(opened)} beside {dense}", found, text)
+
+
+def _show(title: str, found: Fidelity, text: str) -> None:
+    rows = [
+        ["KL(dense || pruned), nats a token", interval_text(vars(found.kl), ".4g")],
+        ["99th percentile over tokens", f"{found.kl_p99:.4g}"],
+        ["same most likely token", interval_text(vars(found.top1), ".2%")],
+        ["perplexity", f"{found.perplexity.value:.4f}"],
+        ["perplexity of dense", f"{found.dense_perplexity.value:.4f}"],
+        ["perplexity, multiple of dense", interval_text(vars(found.perplexity_ratio), ".4f")],
+    ]
+    windows = f"{found.num_windows} windows of {found.window:,} tokens of {text}"
+    print_table(f"{title}: {windows}", ["", "value (95 % interval)"], rows)
+    print_table(
+        "By position in the window",
+        ["tokens before", "KL", "same most likely token"],
+        [[f"{p.start:,}-{p.stop - 1:,}", f"{p.kl:.4g}", f"{p.top1:.2%}"] for p in found.positions],
+    )
