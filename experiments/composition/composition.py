@@ -32,7 +32,7 @@ from rap.evaluation.cache.compressed import (
 )
 from rap.evaluation.cache.presses import PRESSES, Press
 from rap.evaluation.cache.quantized_cache import CACHE_KINDS
-from rap.evaluation.cost.footprint import compare, footprint
+from rap.evaluation.cost.footprint import footprint, over_dense
 from rap.evaluation.quality.reconstruction import reconstructs
 from rap.evaluation.quantization import quantize_weights
 from rap.recovery.config import PRESETS
@@ -102,7 +102,7 @@ class Bench:
 
     def measure(self, model: Any) -> dict[str, Any]:
         """Every axis on one model, and what its attention costs."""
-        shares = compare(self.dense, cost := footprint(model))
+        shares = over_dense(self.dense, cost := footprint(model))
         flops = cost.attention_flops(WINDOW) / self.dense.attention_flops(WINDOW)
         return {
             "weights": {kind or "float32": self.weights(model, kind) for kind in self._kinds()},

@@ -24,7 +24,7 @@ from .model.families import WRAPPERS
 from .model.fingerprint import fingerprint_model
 from .model.layers import base_model_type
 from .planning.plan import Plan
-from .recovery.runs import finish
+from .recovery.runs import clear_work
 from .recovery.stages import check_recovery, recover_stage, work_folder
 from .surgery.replace import Replacement
 
@@ -115,7 +115,7 @@ def compress(
     }
     if output is not None:
         save(small, plan, output, bench.tokenizer, report=report, force=force)
-        finish(work_folder(output))
+        clear_work(work_folder(output))
     return Compression(small, plan, report)
 
 

@@ -405,7 +405,7 @@ def test_a_stopped_run_continues_to_the_same_weights(
     # Also when nothing but the saving of the result was left to do.
     again = distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION, work=tmp_path)
     assert equal(again.model.state_dict(), recovered.model.state_dict())
-    runs.finish(tmp_path)
+    runs.clear_work(tmp_path)
     assert not tmp_path.exists()
 
 

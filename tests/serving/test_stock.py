@@ -14,7 +14,7 @@ from rap.model.errors import CheckpointError, RapError, UnsupportedModelError
 from rap.model.layers import attention_layers
 from rap.planning.plan import LayerPlan
 from rap.planning.shared import shared_pairs
-from rap.serving.stock import export_stock, longrope_factors, shared_slots, stock_model
+from rap.serving.stock import export_stock, longrope_factors, slots_of_all_heads, stock_model
 from rap.surgery.apply import apply
 
 # A fixed list of pairs, 5 of 8: sqrt(10 / 16) is no power of two.
@@ -169,7 +169,7 @@ def test_model_of_another_profile_is_refused():
     with pytest.raises(CheckpointError, match="keys as wide as values"):
         stock_model(stock_profile(model, values=12))
     with pytest.raises(CheckpointError, match="no `rap` section"):
-        shared_slots(model)
+        slots_of_all_heads(model)
 
 
 def test_rope_without_fixed_frequencies_is_refused():

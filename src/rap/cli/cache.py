@@ -13,7 +13,7 @@ from ..evaluation.cache.presses import PRESSES, parse_press
 from ..evaluation.cache.quantized_cache import CACHE_KINDS
 from ..model.errors import RapError
 from . import options
-from .checkpoints import HELD_OUT, Opened, Quantize, ResultFile, finish, label, open_checkpoint
+from .checkpoints import HELD_OUT, Opened, Quantize, ResultFile, deliver, label, open_checkpoint
 from .options import print_table
 
 HEADER = ["cache", "perplexity", "recall", "after the prefix", "at the end", "of exact"]
@@ -92,7 +92,7 @@ def cache_command(
         "compressed": compressed,
         "provenance": provenance(seed=seed, quantize=quantize, dtype=dtype),
     }
-    finish(result, output, as_json)
+    deliver(result, output, as_json)
     if not as_json:
         title = f"{label(opened)}: {prefix} tokens read, then the cache compressed"
         print_table(title, HEADER, [_row(row, exact) for row in (exact, compressed)])

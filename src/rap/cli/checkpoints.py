@@ -67,7 +67,7 @@ def open_checkpoint(
     return Opened(loaded, tokenizer, record, bos_token(bos, tokenizer, loaded.config))
 
 
-def finish(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+def deliver(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
     """Write a result where that is wanted, and print it if it is printed as JSON."""
     if output is not None:
         write_result(output, result)

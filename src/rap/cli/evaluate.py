@@ -18,7 +18,7 @@ from ..evaluation.quality.recall import copy_loss, recall_grid
 from ..model.errors import RapError
 from . import options
 from .cache import cache_command
-from .checkpoints import HELD_OUT, Quantize, ResultFile, finish, label, open_checkpoint
+from .checkpoints import HELD_OUT, Quantize, ResultFile, deliver, label, open_checkpoint
 from .fidelity import fidelity_command
 from .options import console, print_table
 
@@ -73,7 +73,7 @@ def perplexity_command(
         progress=not as_json,
     )
     made = provenance(batch_size=batch_size, quantize=quantize)
-    finish({**opened.record, "text": text, **asdict(found), "provenance": made}, output, as_json)
+    deliver({**opened.record, "text": text, **asdict(found), "provenance": made}, output, as_json)
     if not as_json:
         print_table(
             f"Perplexity of {label(opened)}",
@@ -124,7 +124,7 @@ def recall_command(
         "copy": {**asdict(copied), "gain": copied.gain},
         "provenance": provenance(seed=seed, quantize=quantize),
     }
-    finish(result, output, as_json)
+    deliver(result, output, as_json)
     if as_json:
         return
     by_place = {(cell.distance, cell.num_facts): f"{cell.accuracy:.0%}" for cell in cells}
@@ -191,7 +191,7 @@ def needle_command(
         "needle": [asdict(cell) for cell in cells],
     }
     shown = {"table": table, "command": made["command"], "provenance": made}
-    finish({**opened.record, **grid, **shown}, output, as_json)
+    deliver({**opened.record, **grid, **shown}, output, as_json)
     if figure is not None:
         with whole_file(figure) as partial:
             kind = figure.suffix[1:]
@@ -243,7 +243,7 @@ def zero_shot_command(
         "bos": bos_token("auto", opened.tokenizer),
         "provenance": provenance(tasks=named, limit=limit, batch_size=batch_size, seed=seed),
     }
-    finish(result, output, as_json)
+    deliver(result, output, as_json)
     if not as_json:
         rows = [[s.task, s.metric, str(s.num_examples), f"{s.value:.4f}"] for s in scores]
         rows.append(["mean", "", "", f"{mean_score(scores):.4f}"])

@@ -13,7 +13,7 @@ from ..checkpoint.source import resolve_source
 from ..evaluation.quality.fidelity import Fidelity, fidelity
 from ..model.fingerprint import fingerprint_model
 from . import options
-from .checkpoints import HELD_OUT, ResultFile, finish, label, open_checkpoint
+from .checkpoints import HELD_OUT, ResultFile, deliver, label, open_checkpoint
 from .options import print_table
 
 Dense = Annotated[
@@ -72,7 +72,7 @@ def fidelity_command(
         **asdict(found),
         "provenance": provenance(max_windows=max_windows),
     }
-    finish(result, output, as_json)
+    deliver(result, output, as_json)
     if not as_json:
         _show(f"{label(opened)} beside {dense}", found, text)
 

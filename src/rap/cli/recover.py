@@ -20,7 +20,7 @@ from ..model.errors import RapError
 from ..pipeline import REPORT_FILE, measure, save
 from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, preset
-from ..recovery.runs import finish, processes
+from ..recovery.runs import clear_work, processes
 from ..recovery.stages import recover_stage, work_folder
 from ..surgery.replace import Replacement, load_plan
 from . import options
@@ -102,7 +102,7 @@ def recover_command(
         ),
     }
     save(recovered, plan, output, tokenizer, report=report, force=force)
-    finish(work_folder(output))
+    clear_work(work_folder(output))
     _say(report, output, as_json)
 
 

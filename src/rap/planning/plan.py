@@ -1,6 +1,6 @@
 """The decision as data: what every layer keeps, checked, saved and loaded without pickle."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,55 @@ from .layer_plan import LayerPlan as LayerPlan
 FILE = TensorFile("plan", 1, "a plan", PlanError, "write one with `rap plan`")
 
 
+class PlanHeader:
+    """What a plan of any method says beside its layers: the model it was made for, and by what."""
+
+    shapes: tuple[AttentionShape | None, ...]
+    model_type: str
+    retain: float
+    dense_fingerprint: str
+    method: dict[str, Any]
+
+    def header(self) -> dict[str, Any]:
+        """These, as JSON-able data for a file."""
+        return {
+            "shapes": [asdict(shape) if shape else None for shape in self.shapes],
+            "model_type": self.model_type,
+            "retain": self.retain,
+            "dense_fingerprint": self.dense_fingerprint,
+            "method": self.method,
+        }
+
+    @staticmethod
+    def read_header(about: Mapping[str, Any]) -> dict[str, Any]:
+        """What `header` wrote, as the fields of a plan."""
+        kept = ("model_type", "retain", "dense_fingerprint", "method")
+        return {"shapes": read_shapes(about["shapes"]), **{key: about[key] for key in kept}}
+
+    def check_model(
+        self,
+        model_type: str,
+        shapes: Sequence[AttentionShape | None],
+        fingerprint: str | None = None,
+    ) -> None:
+        """Raise PlanError unless the plan was made for a model of these shapes and weights."""
+        if model_type != self.model_type:
+            raise PlanError(f"the plan is for a {self.model_type} model, this one is {model_type}")
+        if len(shapes) != len(self.shapes):
+            raise PlanError(f"the plan has {len(self.shapes)} layers, the model {len(shapes)}")
+        for index, (mine, theirs) in enumerate(zip(self.shapes, shapes, strict=True)):
+            if mine != theirs:
+                what = f"planned for {mine}, the model has {theirs}"
+                raise PlanError(f"layer {index} differs: {what}")
+        if fingerprint and self.dense_fingerprint and fingerprint != self.dense_fingerprint:
+            raise PlanError(
+                f"the plan was made from other weights ({self.dense_fingerprint[:12]}) than this "
+                f"model's ({fingerprint[:12]}): make a new plan for this model"
+            )
+
+
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(PlanHeader):
     """One LayerPlan per decoder layer (None: left dense), and the model and method it came from.
 
     `retain` is what was asked for; `kept_fraction` what this plan keeps. `shapes` describes the
@@ -63,39 +110,14 @@ class Plan:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def check_model(
-        self,
-        model_type: str,
-        shapes: Sequence[AttentionShape | None],
-        fingerprint: str | None = None,
-    ) -> None:
-        """Raise PlanError unless the plan was made for a model of these shapes and weights."""
-        if model_type != self.model_type:
-            raise PlanError(f"the plan is for a {self.model_type} model, this one is {model_type}")
-        if len(shapes) != len(self.shapes):
-            raise PlanError(f"the plan has {len(self.shapes)} layers, the model {len(shapes)}")
-        for index, (mine, theirs) in enumerate(zip(self.shapes, shapes, strict=True)):
-            if mine != theirs:
-                what = f"planned for {mine}, the model has {theirs}"
-                raise PlanError(f"layer {index} differs: {what}")
-        if fingerprint and self.dense_fingerprint and fingerprint != self.dense_fingerprint:
-            raise PlanError(
-                f"the plan was made from other weights ({self.dense_fingerprint[:12]}) than this "
-                f"model's ({fingerprint[:12]}): make a new plan for this model"
-            )
-
     def save(self, path: str | Path) -> None:
         """Write one file: tensors in safetensors format, everything else as JSON in its header."""
         layers = [layer.tensors() if layer is not None else None for layer in self.layers]
         about = {
             "num_layers": len(self.layers),
             "planned": [index for index, layer in enumerate(self.layers) if layer is not None],
-            "shapes": [asdict(shape) if shape else None for shape in self.shapes],
-            "model_type": self.model_type,
-            "retain": self.retain,
-            "dense_fingerprint": self.dense_fingerprint,
-            "method": self.method,
             "qk_norm": self.qk_norm,
+            **self.header(),
         }
         FILE.save(path, layers, about)
 
@@ -109,9 +131,8 @@ class Plan:
         layers: list[LayerPlan | None] = [None] * about["num_layers"]
         for index in about["planned"]:
             layers[index] = LayerPlan(**tensors(index))
-        kept = ("model_type", "retain", "dense_fingerprint", "method")
-        header = {key: about[key] for key in kept} | {"qk_norm": about.get("qk_norm", "constant")}
-        return cls(layers=tuple(layers), shapes=read_shapes(about["shapes"]), **header)
+        mode = about.get("qk_norm", "constant")
+        return cls(layers=tuple(layers), qk_norm=mode, **cls.read_header(about))
 
 
 def read_shapes(

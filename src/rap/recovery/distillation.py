@@ -56,9 +56,9 @@ def distill(
     `windows` is held out. `small` and `teacher` are left untouched, but for the device of the
     teacher. The result is `small` itself if its held-out perplexity (float32) is the lower one,
     so it is never worse than what recovery started from. With a `work` folder the same call
-    continues a run that was killed, to the same weights; `runs.finish` clears it. Under torchrun
-    or `accelerate launch` every process calls this, and gets the same model; on several machines
-    `work` must be a folder they share.
+    continues a run that was killed, to the same weights; `runs.clear_work` removes it. Under
+    torchrun or `accelerate launch` every process calls this, and gets the same model; on several
+    machines `work` must be a folder they share.
 
     Raises RapError for windows or vocabularies that do not fit, a full disk, three steps without a
     finite loss before a good one, or adapters that turn out not to have been applied.

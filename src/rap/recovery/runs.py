@@ -59,7 +59,7 @@ def last_checkpoint(work: Path) -> Path | None:
     return max(whole, key=_step, default=None)
 
 
-def finish(work: Path) -> None:
+def clear_work(work: Path) -> None:
     """Remove a finished run's checkpoints and record; what else is in the folder stays."""
     for folder in _checkpoints(work):
         shutil.rmtree(folder)

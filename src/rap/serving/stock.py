@@ -50,7 +50,7 @@ def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any
 
 def stock_model(small: Any) -> Any:
     """The plain dense model that equals a pruned model of the stock profile."""
-    slots = shared_slots(small)
+    slots = slots_of_all_heads(small)
     config = stock_config(small, slots)
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(config)
@@ -63,7 +63,7 @@ def stock_model(small: Any) -> Any:
     return stock.eval()
 
 
-def shared_slots(small: Any) -> list[int]:
+def slots_of_all_heads(small: Any) -> list[int]:
     """The one list of dense pair indices that every head of every layer rotates at.
 
     Raises CheckpointError, naming the layer and head that differ.

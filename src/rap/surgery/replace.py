@@ -5,9 +5,9 @@ as numbers, so a replacement carries the tensors of the new attention themselves
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from ..model.layers import (
 from ..model.modeling import CONFIG_VERSION
 from ..model.rope import AttentionShape
 from ..planning.plan import FILE as PLAN_FILE
-from ..planning.plan import Plan, read_shapes
+from ..planning.plan import Plan, PlanHeader
 from .apply import assemble, config_with
 
 FILE = TensorFile(
@@ -48,7 +48,7 @@ class ReplacedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class Replacement:
+class Replacement(PlanHeader):
     """One ReplacedLayer per decoder layer (None: left dense), as Plan is for pair pruning.
 
     As large as the weights of attention it describes. `shapes`, `retain`, `dense_fingerprint` and
@@ -93,11 +93,7 @@ class Replacement:
                 {"widths": layer.widths, "cached": layer.cached} if layer is not None else None
                 for layer in self.layers
             ],
-            "shapes": [asdict(shape) if shape else None for shape in self.shapes],
-            "model_type": self.model_type,
-            "retain": self.retain,
-            "dense_fingerprint": self.dense_fingerprint,
-            "method": self.method,
+            **self.header(),
         }
         FILE.save(path, [layer.tensors if layer else None for layer in self.layers], about)
 
@@ -114,8 +110,7 @@ class Replacement:
             None if entry is None else ReplacedLayer(tensors=tensors(index), **entry)
             for index, entry in enumerate(about["layers"])
         )
-        kept = ("model_type", "retain", "dense_fingerprint", "method")
-        return cls(layers, read_shapes(about["shapes"]), **{key: about[key] for key in kept})
+        return cls(layers, **cls.read_header(about))
 
 
 def load_plan(path: str | Path) -> Plan | Replacement:
@@ -146,9 +141,7 @@ def replace(model: Any, replacement: Replacement) -> Any:
 def check_made_for(replacement: Replacement, model: Any) -> None:
     """Raise PlanError unless the replacement was made for this dense model."""
     refuse_pruned(model.config)
-    # A plan checks its layers' shapes and the fingerprint, and reads nothing else of itself.
-    Plan.check_model(
-        cast(Any, replacement),
+    replacement.check_model(
         base_model_type(model.config),
         [layer.shape for layer in attention_layers(model)],
         fingerprint_model(model),

@@ -12,8 +12,8 @@ from cases.footprint_formula import LayerWidths, formula, layer_widths
 from cases.models import random_tokens, tiny_model
 from rap.evaluation.cost.footprint import (
     Footprint,
-    compare,
     footprint,
+    over_dense,
 )
 from rap.model.errors import UnsupportedModelError
 from rap.model.layers import attention_layers
@@ -149,11 +149,11 @@ def test_comparison_and_json():
     dense, small = tiny_model("qwen2"), None
     fields = {k: v for k, v in dense.config.to_dict().items() if k != "model_type"}
     small = prune("qwen2", fields, [(4, 8), (4, 8)], torch.float32)
-    ratios = compare(footprint(dense), footprint(small))
+    ratios = over_dense(footprint(dense), footprint(small))
     assert ratios.pop("total_parameters") > 0.5
     assert set(ratios.values()) == {0.5}
     assert "kv_dtype" not in ratios
-    assert "attention_biases" not in compare(footprint(tiny_model()), footprint(tiny_model()))
+    assert "attention_biases" not in over_dense(footprint(tiny_model()), footprint(tiny_model()))
     assert json.loads(json.dumps(asdict(footprint(small)))) == asdict(footprint(small))
 
 
@@ -178,7 +178,7 @@ def test_table_effsweep_column_rap(model_type, retain):
     pairs = (round(retain * 64),) * 32
     small = large_footprint(model_type, pairs)
     assert small == formula(large_model(model_type, pairs).config, torch.float16)
-    ratios = compare(large_footprint(model_type), small)
+    ratios = over_dense(large_footprint(model_type), small)
     for name in ("attention_parameters", "projection_flops", "mixing_flops", "kv_bytes_per_token"):
         assert ratios[name] == pairs[0] / 64
         assert round(ratios[name], 3) == EFFSWEEP[retain]

@@ -92,7 +92,7 @@ def footprint(model: Any) -> Footprint:
     )
 
 
-def compare(dense: Footprint, small: Footprint) -> dict[str, float]:
+def over_dense(dense: Footprint, small: Footprint) -> dict[str, float]:
     """Each figure of `small` over that of `dense`; figures that are zero when dense are left out.
 
     Only KV bytes also depend on `kv_dtype`: compare models of the same precision.

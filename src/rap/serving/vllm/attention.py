@@ -20,7 +20,7 @@ from ...model.errors import CheckpointError, UnsupportedModelError
 from ..layout import HeadLayout, dense_head_dim, padded_width
 
 
-class RapAttention(nn.Module):
+class EngineAttention(nn.Module):
     """Attention of one pruned layer. The cache holds K and V in S channels each, S >= W and C."""
 
     def __init__(

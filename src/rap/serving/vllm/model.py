@@ -14,7 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ...model.errors import UnsupportedModelError
 from ...model.layers import base_model_type
 from ..layout import head_layouts
-from .attention import RapAttention, sliding_window
+from .attention import EngineAttention, sliding_window
 from .norm import RapNormAttention
 
 
@@ -28,7 +28,7 @@ def attention(*, config: Any, prefix: str, bias: bool, bias_o_proj: bool, **rest
     if layout is None:
         dense = _dense_qwen3 if family == "qwen3" else LlamaAttention
         return dense(**settings, **rest)
-    pruned = RapNormAttention if family == "qwen3" else RapAttention
+    pruned = RapNormAttention if family == "qwen3" else EngineAttention
     return pruned(layout, **settings, **rest)
 
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from ...model.errors import CheckpointError
 from ...model.modeling import norm_mode
-from .attention import RapAttention
+from .attention import EngineAttention
 
 
 class KeptRMSNorm(nn.Module):
@@ -36,7 +36,7 @@ class KeptRMSNorm(nn.Module):
         return x.to(x_THW.dtype)
 
 
-class RapNormAttention(RapAttention):
+class RapNormAttention(EngineAttention):
     """Pruned attention whose queries and keys are normalised per head before the rotation."""
 
     def width_before_norm(self, config: Any) -> int:

@@ -17,7 +17,7 @@ from ...checkpoint.provenance import provenance
 from ...evaluation.quality.fidelity import DenseStates
 from ...model.errors import RapError
 from ...recovery.config import PRESETS
-from ...recovery.runs import finish
+from ...recovery.runs import clear_work
 from ...recovery.stages import recover_stage, work_folder
 from . import cells as folders
 from .cells import Cell
@@ -143,7 +143,7 @@ class Bench:
             return f"failed: {message}"
         result["seconds"] = time.monotonic() - started
         folders.store(folder, cell, result=result)
-        finish(work_folder(folder))
+        clear_work(work_folder(folder))
         return f"{_told(result)} ({result['seconds']:.0f} s)"
 
     def _result(self, cell: Cell) -> dict[str, Any]:
