@@ -254,7 +254,7 @@ def test_attention_of_another_make_is_refused(family: str, reason: str) -> None:
         ("palu", {"ranks": "best"}, "unknown ranks"),
         ("kvpruner", {"rotation": "none"}, "unknown rotation"),
         ("elitekv", {"pairs": 0}, "0 elite pairs"),
-        ("elitekv", {"pairs": "all"}, "unknown pairs"),
+        ("elitekv", {"pairs": "all"}, "give a whole number or sweep"),
         ("matryoshka", {"widths": "best"}, "unknown widths"),
         ("kvpruner", {"budget": "error"}, "unknown budget"),
         ("kvpruner", {"budget": "sensitivity", "key_share": "pooled"}, "no scores of K and V"),
