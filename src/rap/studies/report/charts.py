@@ -1,176 +1,251 @@
-"""Line charts as inline SVG whose colours are CSS variables, so that a dark page themes them."""
+"""Line charts drawn by matplotlib, as inline SVG whose colours are CSS variables of the page.
 
+matplotlib is given a placeholder for each colour of page.css; the variable stands in its place in
+the SVG, so that a dark page or a printed one themes its charts.
+"""
+
+import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import Any
+from xml.etree import ElementTree
 
-WIDTH, HEIGHT = 440, 330
-LEFT, RIGHT, TOP, BOTTOM = 50, 14, 14, 46
-# From this ratio of largest to smallest value on, an axis is logarithmic.
-VALUES_LOG_FROM, SHARES_LOG_FROM = 3.0, 5.0
-NUM_COLORS = 8  # --series-0 ... of the style sheet
-MARKERS = (
-    "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",
-    "M-4,-4h8v8h-8z",
-    "M0,-5l5,9h-10z",
-    "M0,-5l5,5l-5,5l-5,-5z",
-    "M0,5l5,-9h-10z",
-    "M-4,-4l8,8m0,-8l-8,8",
-    "M-5,0h10m-5,-5v10",
-)
+import matplotlib
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+SIZE = (7.6, 5.2)  # inches of 72 units in the SVG, which takes the width it is given
+KEY_SIZE = (0.34, 0.2)
+# Shares are on a logarithmic axis from this ratio of the largest to the smallest on.
+SHARES_LOG_FROM = 5.0
+STEPS, COARSE = (1, 2, 5, 10), (1, 3, 10)  # of a logarithmic axis, within a decade
+NUM_COLORS = 7  # --series-0 ... of page.css; --series-rest is grey
+MARKERS = "osD^v<>*dx+PX1234"
+_NAMES = (*(f"series-{n}" for n in range(NUM_COLORS)), "series-rest", "soft", "rule", "page")
+# No black: that is what matplotlib leaves out.
+COLORS = {name: f"#0000{number:02x}" for number, name in enumerate(_NAMES, start=1)}
+REFERENCE: Any = {"color": COLORS["soft"], "linewidth": 1.5, "linestyle": (0, (4, 3))}
+SETTINGS: Any = {"svg.fonttype": "none", "font.size": 14, "axes.linewidth": 1.0}
+_UNUSED = {"metadata", "style", "clipPath"}  # of what matplotlib writes
+
+
+@dataclass(frozen=True)
+class Style:
+    """A colour by its name in `COLORS`, a marker, and whether the line stands in front."""
+
+    color: str
+    marker: str
+    front: bool = True
+
+
+@dataclass(frozen=True)
+class Point:
+    """A share of dense, a value, and what is said of the point where it is pointed at."""
+
+    share: float
+    value: float
+    said: str
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named line of (x, y) points."""
+    """A named line of points."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
 
 
-@dataclass(frozen=True)
-class Axis:
-    """Values to pixels, and where the ticks are."""
-
-    low: float
-    high: float
-    start: float
-    stop: float
-    log: bool = False
-
-    def __call__(self, value: float) -> float:
-        low, high, at = (
-            (math.log(self.low), math.log(self.high), math.log(value))
-            if self.log
-            else (self.low, self.high, value)
-        )
-        return self.start + (at - low) / (high - low) * (self.stop - self.start)
-
-    def ticks(self, count: int = 5) -> list[float]:
-        """Round values on the axis, about `count` of them."""
-        if self.log:
-            return _log_ticks(self.low, self.high, count)
-        step = _round_step((self.high - self.low) / count)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [step * index for index in range(first, last + 1)]
+def styles_of(names: Sequence[str], matter: Callable[[str], bool]) -> dict[str, Style]:
+    """A style a name, no two alike; where colours run out, those that do not `matter` are grey."""
+    first = sorted(names, key=lambda name: not matter(name))
+    coloured = first if len(first) <= NUM_COLORS else [name for name in first if matter(name)]
+    styles = {
+        name: Style(f"series-{index}", MARKERS[index])
+        for index, name in enumerate(coloured[:NUM_COLORS])
+    }
+    rest = [name for name in first if name not in styles]
+    styles |= {
+        name: Style("series-rest", MARKERS[index % len(MARKERS)], front=False)
+        for index, name in enumerate(rest)
+    }
+    return {name: styles[name] for name in names}
 
 
 def line_chart(
     series: Sequence[Series],
-    x_label: str,
-    y_label: str,
+    styles: dict[str, Style],
+    labels: tuple[str, str],
     *,
+    prefix: str,
     reference: float | None = None,
-    may_log: bool = True,
-) -> str:
-    """An SVG figure: a line and a marker a series, `reference` as a dashed line across.
+    floor: float | None = None,
+) -> Markup | None:
+    """A chart of a line and markers a series, `reference` dashed across; None without points.
 
-    Points that are not finite are left out, and those not above zero where the axis may be
-    logarithmic. X is a share, shown in percent.
+    `labels` of x and y. X is a share, in percent. With a `floor` y is logarithmic, and what is
+    below stands on the floor. Points that are not finite are left out. Ids begin with `prefix`.
     """
-    least = 0.0 if may_log else -math.inf
-    shown = [
-        Series(one.name, sorted(p for p in one.points if math.isfinite(p[1]) and p[1] > least))
-        for one in series
-    ]
-    values = [y for one in shown for _, y in one.points] + (
-        [] if reference is None else [reference]
-    )
-    shares = [x for one in shown for x, _ in one.points]
-    if not shares:
-        return ""
-    x = _axis(shares, LEFT, WIDTH - RIGHT, SHARES_LOG_FROM)
-    y = _axis(values, HEIGHT - BOTTOM, TOP, VALUES_LOG_FROM if may_log else math.inf)
-    parts = [*_grid(x, y, x_label, y_label)]
+    shown = {one.name: [p for p in one.points if math.isfinite(p.value)] for one in series}
+    points = [point for found in shown.values() for point in found]
+    if not points:
+        return None
+    figure, axes = _figure(SIZE)
+    said: dict[str, str] = {}
+    for name, found in shown.items():
+        line = sorted(found, key=lambda point: point.share)
+        shares = [point.share for point in line]
+        values = [max(point.value, floor or -math.inf) for point in line]
+        style = styles[name]
+        axes.add_line(_line(style, shares, values, marker=""))
+        for point, x, y in zip(line, shares, values, strict=True):
+            said[f"point-{len(said)}"] = f"{name}: {point.said}"
+            dot = _line(style, [x], [y])
+            dot.set_linewidth(0)
+            dot.set_gid(f"point-{len(said) - 1}")
+            axes.add_line(dot)
     if reference is not None:
-        at = f"{y(reference):.1f}"
-        parts.append(f'<path class="reference" d="M{LEFT},{at}H{WIDTH - RIGHT}"/>')
-    for index, one in enumerate(shown):
-        parts += _line(index, one, x, y)
-    label = escape(f"{y_label} against {x_label}", quote=True)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
-        f"{''.join(parts)}</svg>"
+        axes.axhline(reference, **REFERENCE)
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    _scale_shares(axes, [point.share for point in points])
+    values = [point.value for point in points]
+    _scale_values(axes, values if reference is None else [*values, reference], floor)
+    return _inline(figure, f"{labels[1]} against {labels[0]}", prefix, said)
+
+
+def legend_key(style: Style | None, prefix: str) -> Markup:
+    """The line and marker of a style, or the dashed line of a reference."""
+    figure, axes = _figure(KEY_SIZE)
+    axes.set(xlim=(-1, 1), ylim=(-1, 1))
+    axes.set_axis_off()
+    if style is None:
+        axes.add_line(Line2D([-0.9, 0.9], [0, 0], **REFERENCE))
+    else:
+        axes.add_line(_line(style, [-0.9, 0.9], [0, 0], marker=""))
+        axes.add_line(_line(style, [0], [0]))
+    return _inline(figure, "", prefix, {})
+
+
+def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    # A Figure of its own, not pyplot: no global state, no display.
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+    axes.spines[:].set_visible(False)
+    axes.grid(color=COLORS["rule"], linewidth=1)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelcolor=COLORS["soft"])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(COLORS["soft"])
+    return figure, axes
+
+
+def _line(
+    style: Style, xs: Sequence[float], ys: Sequence[float], marker: str | None = None
+) -> Line2D:
+    color = COLORS[style.color]
+    return Line2D(
+        xs,
+        ys,
+        color=color,
+        linewidth=2.2 if style.front else 1.2,
+        marker=style.marker if marker is None else marker,
+        markersize=8 if style.front else 6,
+        markerfacecolor=color if style.front else COLORS["page"],
+        markeredgecolor=COLORS["page"] if style.front else color,
+        zorder=3 if style.front else 2,
+        clip_on=False,
     )
 
 
-def legend(names: Sequence[str], reference: str = "") -> str:
-    """The key to the series of a `line_chart` in the same order, as HTML."""
-    keys = [
-        f'<li><svg viewBox="-8 -8 16 16" class="key">{_marker(index)}</svg>{escape(name)}</li>'
-        for index, name in enumerate(names)
-    ]
-    if reference:
-        line = '<svg viewBox="-8 -8 16 16" class="key"><path class="reference" d="M-8,0H8"/></svg>'
-        keys.insert(0, f"<li>{line}{escape(reference)}</li>")
-    return f'<ul class="legend">{"".join(keys)}</ul>'
+def _scale_shares(axes: Axes, shares: Sequence[float]) -> None:
+    low, high = min(shares), max(shares)
+    if low > 0 and high / low >= SHARES_LOG_FROM:
+        room = (high / low) ** 0.05
+        axes.set_xscale("log")
+        axes.set_xlim(low / room, high * room)
+        # Shares have up to six digits, such as 5,000%: fewer of them find room.
+        steps = STEPS if high / low < 10 * SHARES_LOG_FROM else COARSE
+        _tick(axes.xaxis, steps, lambda share: f"{share:,.0%}")
+        return
+    room = 0.06 * (high - low) or 0.05 * high
+    axes.set_xlim(low - room, high + room)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
 
 
-def _axis(values: Sequence[float], start: float, stop: float, log_from: float) -> Axis:
-    low, high = min(values), max(values)
-    if low > 0 and high / low >= log_from:
-        room = (high / low) ** 0.06
-        return Axis(low / room, high * room, start, stop, log=True)
-    room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
-    return Axis(low - room, high + room, start, stop)
+def _scale_values(axes: Axes, values: Sequence[float], floor: float | None) -> None:
+    if floor is None:
+        room = 0.08 * (max(values) - min(values)) or 1.0
+        axes.set_ylim(min(values) - room, max(values) + room)
+        return
+    low, high = max(min(values), floor), max(*values, floor)
+    axes.set_yscale("log")
+    # Below the lowest step is room for the markers on it.
+    axes.set_ylim(0.88 * _step(low, up=False), _step(high, up=True))
+    lowest = "\u2264" if min(values) < floor else ""
+    _tick(axes.yaxis, STEPS, lambda value: f"{lowest if value < 1.001 * floor else ''}{value:g}")
 
 
-def _grid(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
-    parts = []
-    for tick in y.ticks():
-        at = f"{y(tick):.1f}"
-        parts.append(f'<path class="grid" d="M{LEFT},{at}H{WIDTH - RIGHT}"/>')
-        parts.append(
-            f'<text x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end">{_number(tick)}</text>'
-        )
-    base = HEIGHT - BOTTOM
-    # Shares have up to six digits, such as 1,000%: fewer of them find room.
-    for tick in x.ticks(4 if x.log else 5):
-        at = f"{x(tick):.1f}"
-        parts.append(f'<path class="grid" d="M{at},{TOP}V{base}"/>')
-        parts.append(f'<text x="{at}" y="{base + 16}" text-anchor="middle">{tick:,.0%}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(
-        f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
-    )
-    up = f'transform="translate(13,{(TOP + base) / 2}) rotate(-90)"'
-    parts.append(f'<text {up} text-anchor="middle">{escape(y_label)}</text>')
-    return parts
+def _tick(axis: Axis, steps: Sequence[int], label: Callable[[float], str]) -> None:
+    axis.set_major_locator(LogLocator(subs=steps[:-1], numticks=99))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: label(value)))
+    axis.set_minor_locator(LogLocator(subs=()))
 
 
-def _line(index: int, series: Series, x: Axis, y: Axis) -> list[str]:
-    places = [(x(share), y(value)) for share, value in series.points]
-    path = "L".join(f"{px:.1f},{py:.1f}" for px, py in places)
-    parts = [f'<path class="line s{index % NUM_COLORS}" d="M{path}"/>'] if places else []
-    for (share, value), (px, py) in zip(series.points, places, strict=True):
-        said = escape(f"{series.name}: {value:,.2f} at {share:.1%}")
-        parts.append(
-            f'<g transform="translate({px:.1f},{py:.1f})"><title>{said}</title>{_marker(index)}</g>'
-        )
-    return parts
+def _step(value: float, *, up: bool) -> float:
+    """The next value of `STEPS` in any decade, above or below."""
+    decade = 10.0 ** math.floor(math.log10(value))
+    steps = [decade * step for step in STEPS]
+    return next(s for s in steps if s > value) if up else max(s for s in steps if s <= value)
 
 
-def _marker(index: int) -> str:
-    shape = MARKERS[index % len(MARKERS)]
-    return f'<path class="marker s{index % NUM_COLORS}" d="{shape}"/>'
+def _inline(figure: Figure, label: str, prefix: str, said: dict[str, str]) -> Markup:
+    """The figure as an SVG element of a page, with a title at the groups named in `said`."""
+    written = io.StringIO()
+    with matplotlib.rc_context(SETTINGS):
+        figure.savefig(written, format="svg", transparent=True)
+    root = ElementTree.fromstring(written.getvalue())
+    used = [value for element in root.iter() for name, value in element.items() if "href" in name]
+    ids = {value[1:]: f"{prefix}-{number}" for number, value in enumerate(dict.fromkeys(used))}
+    _clean(root, ids, said)
+    root.attrib = {"viewBox": root.attrib["viewBox"]}
+    root.attrib |= {"role": "img", "aria-label": label} if label else {"aria-hidden": "true"}
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-def _round_step(rough: float) -> float:
-    size = 10.0 ** math.floor(math.log10(rough))
-    return next(size * step for step in (1, 2, 5, 10) if size * step >= rough * 0.999)
+def _clean(element: ElementTree.Element, ids: dict[str, str], said: dict[str, str]) -> None:
+    """Of one element and those below: no namespaces, no unused ids, and the page's colours."""
+    element.tag = element.tag.partition("}")[2]
+    given = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+    name = given.pop("id", "")
+    given.pop("clip-path", None)
+    if name in ids:
+        given["id"] = ids[name]
+    if "href" in given:
+        given["href"] = "#" + ids[given["href"][1:]]
+    if "style" in given:
+        given["style"] = _themed(given["style"])
+    element.attrib = given
+    element.tail = None
+    if not (element.text or "").strip():
+        element.text = None
+    for child in list(element):
+        _clean(child, ids, said)
+        if child.tag in _UNUSED or (child.tag in {"g", "defs"} and not len(child)):
+            element.remove(child)
+    if name in said:
+        title = ElementTree.Element("title")
+        title.text = said[name]
+        element.insert(0, title)
 
 
-def _log_ticks(low: float, high: float, count: int) -> list[float]:
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    # The finest of these that does not crowd the axis.
-    for steps in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        found = [10.0**d * s for d in decades for s in steps if low <= 10.0**d * s <= high]
-        if len(found) <= count + 2:
-            return found
-    return found
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 20 else f"{value:.3g}"
+def _themed(style: str) -> str:
+    names = {placeholder: name for name, placeholder in COLORS.items()}
+    style = re.sub(r"#0000[0-9a-f]{2}\b", lambda found: f"var(--{names[found[0]]})", style)
+    return re.sub(r"font-family: [^;]*; ", "", style)

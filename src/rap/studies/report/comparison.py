@@ -1,0 +1,124 @@
+"""What a page draws of the cells of a comparison: quality against cost, and maps of recall."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from .charts import Point, Series, Style, legend_key, line_chart, styles_of
+from .recall_map import RecallMap, recall_maps
+
+Record = dict[str, Any]
+
+DENSE = "dense"
+# These have a colour of their own, alone or as published; the rest is grey where methods are many.
+MATTER = ("rap", "rap:paper", "palu", "svdllm", "a3", "kvpruner")
+# Nats a token over dense; differences below are noise, and a cut model can be better than dense.
+LOSS_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart, and what is said below it."""
+
+    chart: Markup
+    caption: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The key to all figures by name, the figures, and the maps of recall."""
+
+    legend: list[tuple[str, Markup]]
+    figures: list[Figure]
+    maps: list[RecallMap]
+
+
+def comparison_of(cells: Sequence[Record], prefix: str) -> Comparison | None:
+    """What is drawn of cells, None without a dense one and others; ids begin with `prefix`.
+
+    One figure a recovery of: loss over dense against KV bytes, the same against FLOPs, and recall.
+    """
+    dense = next((cell for cell in cells if cell["method"] == DENSE), None)
+    cut = [cell for cell in cells if cell["method"] != DENSE]
+    if dense is None or not cut:
+        return None
+    styles = styles_of(list(dict.fromkeys(cell["method"] for cell in cut)), matters)
+    labels = {
+        recover: "cut, not recovered" if recover == "none" else f"recovery: {recover}"
+        for recover in dict.fromkeys(cell["recover"] for cell in cut)
+    }
+    kinds = [(_loss_chart, label) for label in SHARES]
+    kinds += [(_recall_chart, next(iter(SHARES)))] if dense.get("recall") else []
+    figures: list[Figure] = []
+    for draw, x_label in kinds:
+        for recover, after in labels.items():
+            here = [cell for cell in cut if cell["recover"] == recover]
+            chart, caption = draw(here, dense, styles, x_label, f"{prefix}-{len(figures)}")
+            if chart is not None:
+                figures.append(Figure(chart, f"{caption}; {after}"))
+    return Comparison(_legend(styles, prefix), figures, recall_maps(dense, cut, labels))
+
+
+def matters(name: str) -> bool:
+    """Whether a method, or the method that this one is the published form of, is in `MATTER`."""
+    return name in MATTER or name.removesuffix(":paper") in MATTER
+
+
+def _legend(styles: dict[str, Style], prefix: str) -> list[tuple[str, Markup]]:
+    entries: list[tuple[str, Style | None]] = [(DENSE, None), *styles.items()]
+    return [
+        (name, legend_key(style, f"{prefix}-key{number}"))
+        for number, (name, style) in enumerate(entries)
+    ]
+
+
+def _loss_chart(
+    here: Sequence[Record], dense: Record, styles: dict[str, Style], x_label: str, prefix: str
+) -> tuple[Markup | None, str]:
+    def point(cell: Record) -> Point:
+        share, loss = SHARES[x_label](cell, dense), _loss(cell, dense)
+        said = f"perplexity {cell['perplexity']:,.2f}, {loss:+.4f} nats, at {share:.1%}"
+        return Point(share, loss, said)
+
+    labels = (x_label, "loss over dense, nats a token")
+    series = _series(here, styles, point)
+    chart = line_chart(series, styles, labels, prefix=prefix, floor=LOSS_FLOOR)
+    return chart, f"Loss over dense (perplexity {dense['perplexity']:,.2f}), logarithmic"
+
+
+def _recall_chart(
+    here: Sequence[Record], dense: Record, styles: dict[str, Style], x_label: str, prefix: str
+) -> tuple[Markup | None, str]:
+    def point(cell: Record) -> Point:
+        share, recalled = SHARES[x_label](cell, dense), _recalled(cell)
+        return Point(share, recalled, f"{recalled:.1f}% at {share:.1%}")
+
+    labels = (x_label, "recall, % of numbers given back")
+    series = _series(here, styles, point)
+    chart = line_chart(series, styles, labels, prefix=prefix, reference=_recalled(dense))
+    return chart, "Recall, mean of all distances"
+
+
+def _series(
+    here: Sequence[Record], styles: dict[str, Style], point: Callable[[Record], Point]
+) -> list[Series]:
+    return [Series(name, [point(c) for c in here if c["method"] == name]) for name in styles]
+
+
+def _loss(cell: Record, dense: Record) -> float:
+    return math.log(cell["perplexity"] / dense["perplexity"])
+
+
+def _recalled(cell: Record) -> float:
+    return 100 * sum(entry["accuracy"] for entry in cell["recall"]) / len(cell["recall"])
+
+
+SHARES: dict[str, Callable[[Record, Record], float]] = {
+    "KV bytes, part of dense": lambda c, d: c["kv_bytes_per_token"] / d["kv_bytes_per_token"],
+    "attention FLOPs of a decode step, part of dense": lambda c, d: (
+        c["attention_flops"]["value"] / d["attention_flops"]["value"]
+    ),
+}
