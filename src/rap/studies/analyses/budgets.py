@@ -2,6 +2,7 @@
 
 from matplotlib.axes import Axes
 
+from .curves import dense_line
 from .study import Analysis, Data, Study, paper_cut
 
 RETAIN = 0.7
@@ -55,7 +56,7 @@ def draw(data: Data, axes: Axes) -> None:
         places = [at + (number - (len(shares) - 1) / 2) * width for at in range(len(data["rows"]))]
         heights = [row["perplexity"][share] for row in data["rows"]]
         axes.bar_label(axes.bar(places, heights, width, label=share), fmt="%.1f", fontsize=8)
-    axes.axhline(data["dense"], color="0.6", linestyle="--", linewidth=1, label="dense")
+    dense_line(axes, data["dense"])
     axes.set_xticks(range(len(data["rows"])), [row["name"].split(":")[0] for row in data["rows"]])
     axes.set_ylabel("perplexity")
 

@@ -10,6 +10,7 @@ from ...methods.values import layer_losses
 from ...planning.budgets import Budget
 from ...planning.losses import one_width
 from ...planning.plan import Plan
+from .curves import curve_a_group
 from .study import RETAINS, Analysis, Data, Study
 
 BUDGETS: tuple[Budget, ...] = ("error", "uniform")
@@ -95,14 +96,8 @@ def draw(data: Data, axes: Axes) -> None:
     """Measured against expected, with the line on which both are the same."""
     largest = max(max(row["expected"], row["measured"]) for row in data["rows"])
     axes.plot([0, largest], [0, largest], ":", color="0.6", label="as expected")
-    for budget in dict.fromkeys(row["budget"] for row in data["rows"]):
-        rows = [row for row in data["rows"] if row["budget"] == budget]
-        axes.plot(
-            [row["expected"] for row in rows],
-            [row["measured"] for row in rows],
-            "o-",
-            label=f"budget {budget}",
-        )
+    label = "budget {}".format
+    curve_a_group(axes, data["rows"], by="budget", x="expected", y="measured", label=label)
     axes.set_xlabel("expected, nats per token")
     axes.set_ylabel("measured, nats per token")
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from matplotlib.axes import Axes
 
+from .curves import curve_a_group, dense_line
 from .study import Analysis, Data, Study, paper_cut
 
 RETAINS = (0.7, 0.5)
@@ -47,15 +48,9 @@ def table(data: Data) -> Data:
 
 def draw(data: Data, axes: Axes) -> None:
     """Perplexity against the layer that was cut."""
-    axes.axhline(data["dense"], color="0.6", linestyle="--", linewidth=1, label="dense")
-    for retain in dict.fromkeys(row["retain"] for row in data["rows"]):
-        rows = [row for row in data["rows"] if row["retain"] == retain]
-        axes.plot(
-            [row["layer"] for row in rows],
-            [row["perplexity"] for row in rows],
-            "o-",
-            label=f"retain {retain:g}",
-        )
+    dense_line(axes, data["dense"])
+    label = "retain {:g}".format
+    curve_a_group(axes, data["rows"], by="retain", x="layer", y="perplexity", label=label)
     axes.set_xlabel("layer that is cut")
     axes.set_ylabel("perplexity")
 

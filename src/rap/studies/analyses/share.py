@@ -3,6 +3,7 @@
 from matplotlib.axes import Axes
 
 from ...planning.plan import Plan
+from .curves import dense_line
 from .study import Analysis, Data, Study, paper_cut, percent
 
 SHARES = (0.35, 0.5, 0.65, "pooled")
@@ -60,7 +61,7 @@ def table(data: Data) -> Data:
 
 def draw(data: Data, axes: Axes) -> None:
     """Perplexity against the part of the keys that is kept."""
-    axes.axhline(data["dense"], color="0.6", linestyle="--", linewidth=1, label="dense")
+    dense_line(axes, data["dense"])
     fixed = [row for row in data["rows"] if row["share"] != "pooled"]
     pooled = [row for row in data["rows"] if row["share"] == "pooled"]
     for rows, style, label in ((fixed, "o-", "fixed share"), (pooled, "s", "one pool")):
