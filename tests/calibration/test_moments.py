@@ -10,6 +10,7 @@ from rap.calibration.backward import check_gradient
 from rap.calibration.run import calibrate
 from rap.model.errors import CalibrationError
 from rap.model.layers import attention_layers, attention_spec, projections
+from rap.planning.losses import free_moments, key_moments
 
 
 @pytest.mark.parametrize("name", ["qwen2", "glm"])
@@ -61,3 +62,18 @@ def test_a_single_bad_number_of_a_gradient_is_seen(bad):
     gradient[1, 2] = bad
     with pytest.raises(CalibrationError, match="layer 1, window 4: the gradient of k_proj"):
         check_gradient(SimpleNamespace(index=1), "k", gradient, 4)
+
+
+@pytest.mark.parametrize(
+    ("metric", "of_pairs", "of_free"),
+    [("loss", "key_gradient", "free_gradient"), ("output", "query_moment", "query_free_moment")],
+)
+def test_every_metric_reads_its_own_moments(metric, of_pairs, of_free):
+    """A loss is weighed by gradients, a logit by queries."""
+    found = calibrate(tiny_model("glm"), random_tokens(2, 17), {"pairs", "gradients"}).layers[0]
+    key, reader = (torch.view_as_real(moment) for moment in key_moments(found, metric))
+    assert torch.equal(key, found["key_moment"].double())
+    assert torch.equal(reader, found[of_pairs].double())
+    key, reader = free_moments(found, metric)
+    assert torch.equal(key, found["key_free_moment"].double())
+    assert torch.equal(reader, found[of_free].double())

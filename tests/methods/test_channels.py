@@ -98,11 +98,15 @@ def test_indexed_channels_in_other_layouts(model_type: str) -> None:
         torch.testing.assert_close(rest, small(ids).logits[:, 9:], rtol=0, atol=1e-5)
 
 
-def test_indexed_channels_turn_in_the_precision_of_the_family() -> None:
-    """ernie4_5 casts queries and keys to float32 to rotate them, and no further."""
-    model = tiny_model("ernie4_5", dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("cohere", "kvpruner"), ("cohere", "kvpruner-indexed"), ("ernie4_5", "kvpruner-indexed")],
+)
+def test_channels_turn_in_the_precision_of_the_family(model_type: str, name: str) -> None:
+    """Both cast queries and keys to float32 to rotate them; cohere's tables are bfloat16."""
+    model = tiny_model(model_type, dtype=torch.bfloat16)
     statistics = rap.calibrate(model, random_tokens(2, 16), {"fisher"})
-    whole, ids = made(model, statistics, "kvpruner-indexed", retain=1.0), random_tokens(1, 24)
+    whole, ids = made(model, statistics, name, retain=1.0), random_tokens(1, 24)
     with torch.no_grad():
         assert torch.equal(whole(ids).logits, model(ids).logits)
 

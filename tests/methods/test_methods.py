@@ -98,6 +98,16 @@ def _first_attention(model: Any, ids: Tensor) -> Tensor:
     return seen[0]
 
 
+def test_the_whole_basis_is_the_dense_model_biases_and_all() -> None:
+    """The mean of the values joins the bias of the output."""
+    model, ids = tiny_model(dtype=torch.float64, attention_bias=True), random_tokens(1, 20)
+    method = METHODS["matryoshka"](retain=1.0)
+    statistics = rap.calibrate(model, random_tokens(4, 16), method.needs)
+    small = method.apply(model, method.plan(model, statistics))
+    with torch.no_grad():
+        torch.testing.assert_close(small(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+
+
 @every_case
 @pytest.mark.parametrize("retain", [0.7, 0.5])
 def test_cache_holds_what_is_claimed(case: MethodCase, retain: float, calibrated: tuple) -> None:

@@ -183,6 +183,12 @@ def test_pooling_starves_the_side_with_less_mass():
         assert keys + values == pytest.approx(1.0, abs=4 / 64)
 
 
+def test_two_free_channels_count_as_a_pair_in_the_layer_score():
+    pairs, free = torch.tensor([[3.0, 5.0]]), torch.tensor([[1.0, 2.0, 4.0, 6.0]])
+    score = layer_score(LayerScores(pairs, free, torch.zeros(1, 8)))
+    assert score == (3 + 5 + 1 + 2 + 4 + 6) / 4
+
+
 def test_an_adaptive_budget_follows_the_layer_score():
     weak, strong = make_scores(pairs=64), make_scores(pairs=64, key_scale=3)
     assert layer_score(strong) == pytest.approx(3 * layer_score(weak))

@@ -10,6 +10,7 @@ from rap.model.errors import RapError
 from rap.recovery import loss as module
 from rap.recovery.config import PRESETS, RecoveryConfig, preset
 from rap.recovery.loss import distillation_loss, token_loss
+from rap.recovery.matching import matching_loss
 from rap.recovery.trainer import logits_head
 
 VARIANTS = {
@@ -125,6 +126,20 @@ def test_a_low_precision_head_is_scored_in_float32():
     loss = token_loss(*half, targets, config)
     assert loss.dtype == torch.float32
     assert torch.equal(loss, token_loss(half[0].float(), half[1].float(), targets, config))
+
+
+def test_matching_outputs_of_low_precision_is_done_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    outputs = [torch.randn(2, 2, 9, 6, generator=generator).bfloat16() for _ in range(2)]
+    found = matching_loss(list(outputs[0]), list(outputs[1]))
+    assert found.dtype == torch.float32
+    expected = [
+        float((mine - other).square().sum() / other.square().sum())
+        for mine, other in zip(outputs[0].double(), outputs[1].double(), strict=True)
+    ]
+    assert float(found) == pytest.approx(sum(expected) / 2, rel=1e-6)
+    mixed = matching_loss(list(outputs[0]), list(outputs[1].float()))
+    assert float(mixed) == pytest.approx(sum(expected) / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(

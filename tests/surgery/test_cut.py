@@ -9,6 +9,7 @@ from torch import Tensor
 from cases.layouts import llama_layout
 from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of, random_plan
+from rap.model.families import QKNorm
 from rap.model.rope import AttentionShape, HeadGeometry
 from rap.planning.plan import LayerPlan
 from rap.surgery.apply import apply
@@ -61,6 +62,38 @@ def test_cut_shares_no_memory_with_the_dense_tensor(role):
     bias = torch.ones(5)
     cut("o", bias, LAYER, SHAPE).zero_()
     assert (bias == 1).all()
+
+
+def test_rows_for_the_norm_are_cut_in_their_mode_alone():
+    """Two combinations of a head's channels behind those it keeps; `exact` keeps everything."""
+    sketch = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0))
+    layer = dataclasses.replace(LAYER, key_sketch_GSD=sketch)
+    weight = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
+    constant, rows, exact = (
+        cut("k", weight, layer, SHAPE, norm=QKNorm(), norm_mode=mode)
+        for mode in ("constant", "rows", "exact")
+    )
+    assert torch.equal(constant, cut("k", weight, LAYER, SHAPE))
+    assert torch.equal(exact, weight)
+    for head, found in enumerate(rows.unflatten(0, (2, 7))):
+        assert torch.equal(found[:5], constant.unflatten(0, (2, 5))[head])
+        torch.testing.assert_close(found[5:], sketch[head] @ weight[8 * head : 8 * head + 8])
+
+
+def test_what_works_on_single_channels_refuses_mixtures():
+    mix = _one_hot(LAYER.frequency_GM, 3)
+    folded = dataclasses.replace(LAYER, query_mix_GMP2=mix, key_mix_GMP2=mix)
+    for role, size in (("k", (16, 5)), ("q_norm.weight", (8,))):
+        with pytest.raises(PlanError, match="keys of a layer with QK-norm cannot be folded"):
+            cut(role, torch.ones(size), folded, SHAPE, norm=QKNorm())
+    subspace = dataclasses.replace(
+        LAYER,
+        channels_GC=None,
+        value_down_GCD=torch.ones(2, 3, 8),
+        value_up_GDC=torch.ones(2, 8, 3),
+    )
+    with pytest.raises(PlanError, match="values behind a gate cannot be a subspace"):
+        cut("gate", torch.ones(48, 5), subspace, SHAPE)
 
 
 def test_unknown_role_is_an_assertion():

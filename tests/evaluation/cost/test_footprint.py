@@ -2,7 +2,7 @@
 
 import functools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -153,6 +153,8 @@ def test_comparison_and_json():
     assert ratios.pop("total_parameters") > 0.5
     assert set(ratios.values()) == {0.5}
     assert "kv_dtype" not in ratios
+    bare = replace(footprint(small), attention_biases=0)
+    assert over_dense(footprint(dense), bare)["attention_biases"] == 0.0
     assert "attention_biases" not in over_dense(footprint(tiny_model()), footprint(tiny_model()))
     assert json.loads(json.dumps(asdict(footprint(small)))) == asdict(footprint(small))
 
@@ -226,6 +228,13 @@ def test_shared_and_gated_projections_are_counted_once(name: str):
             for module in layer.module.modules()
             if isinstance(module, torch.nn.Linear)
         ]
+        biases = [
+            module.bias.numel()
+            for layer in layers
+            for module in layer.module.modules()
+            if isinstance(module, torch.nn.Linear) and module.bias is not None
+        ]
+        assert found.attention_biases == sum(biases)
         assert found.attention_parameters == sum(linears)
         assert found.projection_flops == 2 * sum(linears)
         assert found.mixing_flops == sum(2 * 6 * width for width in widths)

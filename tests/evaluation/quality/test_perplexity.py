@@ -107,6 +107,8 @@ def test_low_precision_is_evaluated_as_a_float32_copy():
     before = {name: tensor.clone() for name, tensor in low.state_dict().items()}
     found = perplexity(low, ids, window=WINDOW)
     as_is = perplexity(low, ids, window=WINDOW, dtype=None)
+    # bfloat16 logits, and their loss in float32, as transformers takes it.
+    assert as_is.value == pytest.approx(reference(low, ids[0], WINDOW), rel=3e-6)
     after = low.state_dict()
     assert all(after[name].dtype == tensor.dtype for name, tensor in before.items())
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

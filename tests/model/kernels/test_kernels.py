@@ -69,6 +69,15 @@ def test_rotation(shape, dtype):
     check_rotation(triton.rotate, Layer(shape, dtype, strided=strided), clockwise=strided)
 
 
+@pytest.mark.parametrize("clockwise", [False, True])
+def test_the_reference_rounds_once(clockwise):
+    layer = Layer(Shape(), torch.bfloat16)
+    given, index = (*layer.states()[:2], *layer.tables()), layer.index()
+    found = rope_pairs.reference.rotate(*given, index, clockwise)
+    wide = rope_pairs.reference.rotate(*(x.float() for x in given), index, clockwise)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(found, wide, strict=True))
+
+
 def test_rotation_with_tables_of_every_sequence():
     from rap.model.kernels.rope_pairs import triton
 

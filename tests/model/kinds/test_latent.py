@@ -218,7 +218,25 @@ def test_the_moment_is_of_what_the_projections_read(calibrated: tuple) -> None:
     )
 
 
-@pytest.mark.parametrize("model_type", ["llama", "ernie4_5"])
+@pytest.mark.parametrize(
+    ("model_type", "biases"),
+    [("llama", {}), ("seed_oss", {"attention_bias": False, "attention_out_bias": True})],
+)
+def test_two_groups_of_two_heads_at_full_rank_are_dense(model_type: str, biases: dict) -> None:
+    """Every head reads the latent of its own group, and a bias of the output alone stays."""
+    shape = {"heads": 8, "kv_heads": HEADS, "head_dim": DIM, "hidden": HIDDEN}
+    model, ids = (
+        tiny_model(model_type, dtype=torch.float64, **shape, **biases),
+        random_tokens(1, 20),
+    )
+    method = METHODS["palu"](retain=1.0, group_size=2, ranks="uniform")
+    statistics = rap.calibrate(model, random_tokens(4, 32), method.needs)
+    small = method.apply(model, method.plan(model, statistics))
+    with torch.no_grad():
+        torch.testing.assert_close(small(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "cohere", "ernie4_5"])
 def test_queries_turn_as_in_whole_pairs(model_type: str) -> None:
     """To the last bit in bfloat16, also where the family rotates in float32."""
     model = tiny_model(model_type, dtype=torch.bfloat16, kv_heads=HEADS)

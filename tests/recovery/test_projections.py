@@ -1,0 +1,82 @@
+"""Training of projections, piece by piece: what bases let through, which widths, which loss."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import rap
+from cases.models import random_tokens, tiny_model
+from rap.methods import METHODS
+from rap.model.layers import attention_layers
+from rap.recovery import projections
+from rap.recovery.projections import SETTINGS, Bases, _loss, _Projecting
+
+HEADS, DIM = 2, 12
+
+
+def bases_of(model: Any) -> dict[int, Bases]:
+    """The bases of a projected model of half the width, turned a little."""
+    method = METHODS["matryoshka"](retain=0.5)
+    statistics = rap.calibrate(model, random_tokens(4, 32), method.needs)
+    small = method.apply(model, method.plan(model, statistics))
+    found = {
+        layer.index: Bases(layer, statistics.layers[layer.index])
+        for layer in attention_layers(small)
+    }
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for bases in found.values():
+            for skew in bases.skew.values():
+                skew.copy_(torch.randn(skew.shape, generator=generator) / 5)
+    return found
+
+
+@pytest.mark.parametrize("model_type", ["llama", "cohere"])
+@torch.no_grad()
+def test_bases_let_the_leading_directions_through(model_type):
+    """Keys in the family's order of channels, values about their mean, a width for every head."""
+    model = tiny_model(model_type, dtype=torch.float32, head_dim=DIM)
+    bases = bases_of(model)[0]
+    order = attention_layers(model)[0].shape.geometry.canonical_order()
+    assert (order.tolist() == list(range(DIM))) == (model_type == "llama")
+    assert float(bases.mean.abs().max()) > 0.1
+    x = torch.randn(3, HEADS, 5, DIM, generator=torch.Generator().manual_seed(1))
+    for name, widths in (("k", (3, 7)), ("v", (DIM, 1))):
+        found = bases.through(name, x, torch.tensor(widths))
+        whole = bases.basis(name)
+        for head, width in enumerate(widths):
+            basis = whole[head, :, :width]
+            torch.testing.assert_close(basis.mT @ basis, torch.eye(width), rtol=0, atol=1e-5)
+            own = x[:, head]
+            if name == "k":
+                expected = torch.empty_like(own)
+                expected[..., order] = own[..., order] @ basis @ basis.mT
+            else:
+                expected = (own - bases.mean[head]) @ basis @ basis.mT + bases.mean[head]
+            torch.testing.assert_close(found[:, head], expected, rtol=0, atol=1e-5)
+
+
+def test_widths_are_eighths_of_a_head_rounded_up(monkeypatch):
+    drawn: dict[str, set[int]] = {"k": set(), "v": set()}
+
+    class Recorder:
+        def through(self, name, states, width_G):
+            drawn[name].update(width_G.tolist())
+            return states
+
+    cache = _Projecting({0: Recorder()}, torch.Generator().manual_seed(0))
+    for _ in range(200):
+        cache.update(torch.zeros(1, HEADS, 3, DIM), torch.zeros(1, HEADS, 3, DIM), 0)
+    assert drawn == {"k": {2, 3, 5, 6, 8, 9, 11, 12}, "v": {2, 3, 5, 6, 8, 9, 11, 12}}
+
+
+def test_the_loss_of_whole_bases_is_the_dense_models_own(monkeypatch):
+    """Nothing is projected away, so that teacher and student agree and cross-entropy is left."""
+    monkeypatch.setattr(projections, "WIDTH_STEPS", 1)
+    model, ids = tiny_model(dtype=torch.float32, head_dim=DIM), random_tokens(2, 15)
+    bases = bases_of(model)
+    with torch.no_grad():
+        found = _loss(bases, model, ids, SETTINGS, torch.Generator().manual_seed(0))
+        expected = SETTINGS.ce_weight * model(ids, labels=ids).loss
+    assert float(found) == pytest.approx(float(expected), rel=1e-4)
