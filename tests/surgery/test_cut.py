@@ -9,6 +9,7 @@ from torch import Tensor
 from cases.layouts import llama_layout
 from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of, random_plan
+from rap.model.errors import PlanError
 from rap.model.families import QKNorm
 from rap.model.rope import AttentionShape, HeadGeometry
 from rap.planning.plan import LayerPlan
