@@ -94,7 +94,7 @@ def test_replacing_is_one_step(old):
 
 _KILLED = """
 import os, signal, sys
-from rap.checkpoint import whole_directory
+from rap.checkpoint.files import whole_directory
 with whole_directory(sys.argv[1], force=True) as partial:
     (partial / "half").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -335,7 +335,7 @@ def test_evaluate_fidelity_compares_a_checkpoint_with_its_dense_model(compressed
 _KILLED = """
 import os, signal
 from rap.cli import main
-from rap.plan import Plan
+from rap.planning.plan import Plan
 Plan.save = lambda self, path: os.kill(os.getpid(), signal.SIGKILL)
 main()
 """

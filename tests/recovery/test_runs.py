@@ -19,7 +19,7 @@ from accelerate import PartialState
 from cases.models import tiny_model, random_tokens
 from cases.plans import random_plan
 from rap import apply
-from rap.fingerprint import fingerprint_model
+from rap.model.fingerprint import fingerprint_model
 from rap.recovery import trainer
 from rap.recovery.config import RecoveryConfig
 from rap.recovery.distillation import distill
