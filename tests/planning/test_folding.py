@@ -38,9 +38,10 @@ def test_the_pairs_with_most_logit_energy_stay_at_their_own_frequencies(candidat
 
 def test_the_best_of_candidates_that_differ_is_chosen():
     query, key = moment(0), moment(1)
-    alone = [fold_head(query, key, FREQUENCIES, 3, CONTEXT, [edges]).error for edges in EDGES]
+    slow = FREQUENCIES / 10  # so that every candidate makes groups of its own
+    alone = [fold_head(query, key, slow, 3, CONTEXT, [edges]).error for edges in EDGES]
     assert max(alone) > 1.05 * min(alone)
-    assert fold_head(query, key, FREQUENCIES, 3, CONTEXT).error == min(alone)
+    assert fold_head(query, key, slow, 3, CONTEXT).error == min(alone)
 
 
 def test_a_direction_turns_with_the_pair_that_gives_it_most():
@@ -67,7 +68,7 @@ def test_errors_are_means_over_distances():
     for kept, turning in (([0, 1, 3], [0, 1, 3]), ([2, 4, 5], [1, 1, 1])):
         mean = 0.0
         for distance in distances:
-            turn = torch.polar(torch.ones(SIZE).double(), distance * FREQUENCIES)
+            turn = torch.polar(torch.ones(SIZE).double(), -distance * FREQUENCIES)
             lost = turn.diag()
             for pair, other in zip(kept, turning, strict=True):
                 lost[pair, pair] -= turn[other]
