@@ -81,38 +81,15 @@ def compress(
 
     plan = bench.plan(method)
     small = method.apply(bench.model, plan)
+    models = (small, bench.model, bench.tokenizer)
+    rest: dict[str, Any] = {"seed": seed, "progress": progress}
     small, recovery = recover_stage(
-        small,
-        bench.model,
-        bench.tokenizer,
-        recover,
-        texts=[calibration],
-        seed=seed,
-        output=output,
-        bos=bench.bos,
-        progress=progress,
+        *models, recover, texts=[calibration], output=output, bos=bench.bos, **rest
     )
     judged: dict[str, Any] = {"tokens": held_out, "bos": bench.bos, "progress": progress}
-    report = {
-        "source": bench.name,
-        "model_type": plan.model_type,
-        "calibration": reading.describe(bench.bos),
-        "retain": method.retain,
-        "kept_fraction": plan.kept_fraction,
-        "method": method.describe(),
-        "traits": traits(method),
-        **measure_pair(small, bench.model, bench.tokenizer, evaluate, **judged),
-        "recovery": recovery,
-        "provenance": provenance(
-            calibration=calibration,
-            num_windows=num_windows,
-            window=window,
-            evaluate=evaluate,
-            dtype=str(dtype),
-            seed=seed,
-            bos=bos,
-        ),
-    }
+    figures = measure_pair(small, bench.model, bench.tokenizer, evaluate, **judged)
+    report = _report(bench, method, plan) | figures
+    report |= {"recovery": recovery, "provenance": _provenance(reading, evaluate, dtype)}
     if output is not None:
         save(small, plan, output, bench.tokenizer, report=report, force=force)
         clear_work(work_folder(output))
@@ -212,6 +189,31 @@ def save(
         if report is not None:
             card = model_card(report, Path(output).resolve().name)
             (folder / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def _report(bench: Workbench, method: Method, plan: Plan | Replacement) -> dict[str, Any]:
+    """What was cut and how, as JSON-able data."""
+    return {
+        "source": bench.name,
+        "model_type": plan.model_type,
+        "calibration": bench.reading.describe(bench.bos),
+        "retain": method.retain,
+        "kept_fraction": plan.kept_fraction,
+        "method": method.describe(),
+        "traits": traits(method),
+    }
+
+
+def _provenance(read: CalibrationText, evaluate: str | None, dtype: Any) -> dict[str, Any]:
+    return provenance(
+        calibration=read.text,
+        num_windows=read.num_windows,
+        window=read.window,
+        evaluate=evaluate,
+        dtype=str(dtype),
+        seed=read.seed,
+        bos=read.bos,
+    )
 
 
 def _held_out(text: str | None, bench: Workbench) -> Tensor | None:
