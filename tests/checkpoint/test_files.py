@@ -11,7 +11,7 @@ import torch
 
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
-from rap.checkpoint import load as checkpoint
+from rap.checkpoint import files
 from rap.checkpoint.files import check_safetensors, whole_directory, write_json
 from rap.checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
 from rap.model.errors import CheckpointError
@@ -77,8 +77,8 @@ def test_empty_output_needs_no_force(tmp_path):
 
 @pytest.mark.parametrize("atomic", [True, False], ids=["exchange", "no exchange"])
 def test_force_replaces_the_whole_directory(old, atomic):
-    real = checkpoint._exchange
-    with mock.patch.object(checkpoint, "_exchange", real if atomic else lambda *paths: False):
+    real = files._exchange
+    with mock.patch.object(files, "_exchange", real if atomic else lambda *paths: False):
         _write(old, force=True)
     assert _names(old) == ["new"]
     assert _names(old.parent) == ["out"]
