@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...calibration.state import evaluating
 from ...evaluation.cost.footprint import footprint
 from ...evaluation.cost.latency import PLAIN, measure_point
 from ...evaluation.quality.fidelity import DenseStates
-from ...evaluation.quality.perplexity import evaluating, perplexity
+from ...evaluation.quality.perplexity import perplexity
 from ...evaluation.quality.recall import copy_loss, recall_grid
 from ...evaluation.quality.reconstruction import reconstructs
 from ...methods.settings import read_value, split_setting
