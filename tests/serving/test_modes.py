@@ -1,12 +1,19 @@
 """Modes of the engine that change numerics: compiled, bfloat16, and a cache in eight bits."""
 
 import pytest
+import torch
 
 from rap import assets
 from rap.serving.agreement import agreement
 from rap.serving.engine import Round, run_vllm
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
+
+# vLLM's attention on CPUs refuses such a cache elsewhere.
+EIGHT_BITS = pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"),
+    reason="vLLM reads a cache of fp8 on a CPU with AVX-512 or AMX alone",
+)
 
 
 def run(path, prompts, **engine):
@@ -25,8 +32,10 @@ def test_compiled(aligned, prompts):
 # and half as much again, for the largest of some thousand errors is a noisy figure.
 @pytest.mark.parametrize(
     "engine",
-    [{"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}],
-    ids=["bfloat16", "fp8 cache"],
+    [
+        pytest.param({"dtype": "bfloat16"}, id="bfloat16"),
+        pytest.param({"kv_cache_dtype": "fp8"}, id="fp8 cache", marks=EIGHT_BITS),
+    ],
 )
 def test_rounding_costs_no_more_than_it_costs_the_dense_model(aligned, prompts, engine):
     pruned = agreement(aligned.reference, run(aligned.path, prompts, **engine))

@@ -105,7 +105,7 @@ def needle_grid(
             documents = [opened(document, first) for document in documents]
             right = [
                 right[document.kinds[1:] == ANSWER]
-                for document, _, right in token_losses(model, documents, batch_size)
+                for document, _, right in token_losses(model, documents, batch_size, ANSWER)
             ]
             whole = float(np.mean([answer.all() for answer in right]))
             token = float(np.mean(np.concatenate(right)))
