@@ -54,15 +54,18 @@ class ReindexedAttention(RapAttention):
 
         Positions are slots of the cache: pairs are whole, so attention sees distances only.
         """
-        return self._tables(hidden_states, int(self.num_cached(cache))), cache
+        # The family's tables tell the precision that it rotates in: ernie4_5 keeps float32.
+        like = tables[0] if isinstance(tables, tuple) else hidden_states
+        seen = int(self.num_cached(cache))
+        return self._tables(seen, seen + hidden_states.shape[1], like), cache
 
-    def _tables(self, like: Tensor, cached: int) -> Tables:
+    def _tables(self, start: int, stop: int, like: Tensor) -> Tables:
         """cos and sin in the family's layout, made in float32 as transformers makes them.
 
         As wide as the dense head's, which rotation counts on; no slot reads beyond column M.
         """
         exact: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
-        positions = torch.arange(cached, cached + like.shape[1], **exact)
+        positions = torch.arange(start, stop, **exact)
         angles = (positions[:, None] * torch.tensor(self.frequencies, **exact))[None]
         more = self.dense_shape.geometry.num_pairs - angles.shape[-1]
         angles = nn.functional.pad(angles, (0, more))
