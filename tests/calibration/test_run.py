@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
+from rap.calibration import logits, memory
 from rap.calibration import statistics as statistics_file
+from rap.calibration.loss import next_token_loss, output_gradient
 from rap.calibration.memory import describe_memory, estimate_memory
 from rap.calibration.observers import WatchedLayer
 from rap.calibration.registry import STATISTICS, Fisher, GateFisher
@@ -196,14 +199,67 @@ def test_partial_statistics_equal_those_collected_together(model, windows, stati
 
 
 def test_checkpointing_changes_nothing(model, windows, statistics):
-    assert_same(calibrate(model, windows, ALL, checkpointing=False), statistics, rtol=0, atol=0)
+    """What is computed again is not counted again."""
+    for again in (False, True):
+        mine = calibrate(model, windows, ALL, checkpointing=again)
+        assert_same(mine, statistics, rtol=0, atol=0)
+
+
+def test_the_text_is_read_once(windows):
+    """Activations and gradients come from the same pass, whatever is asked for."""
+    model, seen = tiny_model("llama"), []
+    model.model.layers[0].register_forward_pre_hook(lambda _, ids: seen.append(len(ids[0])))
+    calibrate(model, windows, ALL, checkpointing=False)
+    assert seen == [1] * len(windows)
+
+
+@pytest.mark.parametrize(("share", "again"), [(1.9, True), (2.1, False)])
+def test_layers_are_recomputed_if_they_would_take_half_of_what_is_free(
+    windows, monkeypatch, share, again
+):
+    model, seen = tiny_model("llama"), []
+    needed = estimate_memory(model, windows, {"gradients"}, checkpointing=False)["total"]
+    monkeypatch.setattr(memory, "free_memory", lambda device: int(share * needed))
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: seen.append(1))
+    calibrate(model, windows, {"gradients"})
+    assert len(seen) == (2 if again else 1) * len(windows)
+
+
+def test_free_memory_is_a_part_of_what_there_is():
+    total = psutil.virtual_memory().total
+    assert 0 < memory.free_memory(torch.device("cpu")) < total
+
+
+@pytest.mark.parametrize("name", ["llama", "cohere", "granite", "gemma2"])
+def test_the_output_layer_in_chunks_is_the_whole_one(name, windows, monkeypatch):
+    """Also where a family scales or caps its logits."""
+    case = next((case for case in CASES if case.name == name), None)
+    model = case.model(dtype=torch.float64) if case else tiny_model(name, dtype=torch.float64)
+    monkeypatch.setattr(logits, "CHUNK_LOGITS", 5 * logits.vocabulary(model))
+    ids = windows[:1]
+    output = logits.decoder_of(model)[1](input_ids=ids, use_cache=False)
+    states = output.last_hidden_state.detach().clone()
+    loss, gradient = output_gradient(model, output, ids)
+    assert float(loss) == pytest.approx(float(next_token_loss(model, ids).detach()), rel=1e-6)
+    whole = states.clone().requires_grad_()
+    output.last_hidden_state = whole
+    made = logits.head_logits(model, logits.decoder_of(model)[0], output)[0, :-1].float()
+    cross_entropy(made, ids[0, 1:]).backward()
+    torch.testing.assert_close(gradient, whole.grad, rtol=1e-4, atol=1e-7)
+    assert gradient[0, -1].abs().max() == 0  # nothing is known of what follows
+
+
+@pytest.mark.parametrize("need", ["logits", "rotated"])
+def test_the_batch_decides_nothing(model, windows, need):
+    one, three = (calibrate(model, windows, {need}, batch_size=size) for size in (1, 3))
+    assert_same(one, three, rtol=1e-5, atol=1e-6)
 
 
 def test_checkpointing_does_recompute_and_leaves_dropout_off(windows):
     model = tiny_model("llama", attention_dropout=0.5)
     modes = []
     model.model.layers[0].self_attn.register_forward_pre_hook(lambda m, _: modes.append(m.training))
-    calibrate(model.train(), windows, {"fisher"})
+    calibrate(model.train(), windows, {"fisher"}, checkpointing=True)
     assert len(modes) == 2 * len(windows)
     assert not any(modes)
     assert model.model.layers[0].self_attn.training

@@ -11,11 +11,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from cases.family_cases import CASES, Case, masked_by_hooks, random_case_plan
 from cases.models import random_tokens
 from cases.published import PUBLISHED
+from rap.calibration.logits import decoder_of, head_logits
 from rap.calibration.run import calibrate
 from rap.checkpoint.load import load
 from rap.cli.inspect import describe_config
 from rap.evaluation.cost.footprint import footprint
-from rap.evaluation.quality.logits import decoder_of, head_logits
 from rap.evaluation.quality.perplexity import perplexity
 from rap.methods import Rap
 from rap.pipeline import save

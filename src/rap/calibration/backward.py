@@ -17,6 +17,7 @@ from .observers import (
     COMPLEX,
     FLOAT,
     GradientStatistic,
+    Reading,
     WatchedLayer,
     by_kv_head,
     by_query_head,
@@ -72,7 +73,7 @@ class GradientMoment(GradientStatistic):
 
 
 def watch_gradients(
-    moments: list[tuple[WatchedLayer, GradientStatistic]], position: list[int], tokens: int
+    moments: list[tuple[WatchedLayer, GradientStatistic]], reading: Reading, tokens: int
 ) -> list[RemovableHandle]:
     """Hooks that hand the gradients of k's outputs and o's inputs to their statistics."""
 
@@ -92,7 +93,7 @@ def watch_gradients(
     ) -> None:
         rows = linear_of(layer, role)[1]
         taken = gradient if rows is None else gradient[..., rows.to(gradient.device)]
-        check_gradient(layer, role, taken, position[0])
+        check_gradient(layer, role, taken, reading.windows.start)
         # The loss is a mean over the window; moments are of the gradient of the sum.
         statistic.see(role, taken.float() * (tokens - 1))
 

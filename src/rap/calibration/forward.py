@@ -1,13 +1,27 @@
-"""Statistics that the baselines ask for: what projections read, rotated states, sampled logits.
+"""Activations of projections, and statistics of them that the baselines ask for.
+
+What projections read, rotated states, sampled logits.
 
 Shapes: B batch, T tokens, H query heads, G KV heads, D head dim, P pairs, E model dim, N samples.
 """
 
-import torch
-from torch import Tensor
+from functools import partial
 
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..model.errors import CalibrationError
 from ..model.layers import split_heads
-from .observers import COMPLEX, FLOAT, LONG, ForwardStatistic, WatchedLayer, complex_pairs
+from .observers import (
+    COMPLEX,
+    FLOAT,
+    LONG,
+    ForwardStatistic,
+    Reading,
+    WatchedLayer,
+    complex_pairs,
+)
 
 # Query and key positions sampled from every window of a batch, for distances between logits.
 SAMPLES_PER_WINDOW = 64
@@ -105,14 +119,20 @@ class LogitSamples(ForwardStatistic):
             self.query = pairs_BTHP
             return
         batch, length = pairs_BTHP.shape[:2]
-        samples = (batch, SAMPLES_PER_WINDOW)
-        query = torch.randint(length, samples, generator=self.generator)
-        key = (torch.rand(samples, generator=self.generator) * (query + 1)).long()
+        # Drawn window by window, so that a batch of them draws what they do one by one.
+        drawn = [self._draw(length) for _ in range(batch)]
+        query, key = (torch.stack(places) for places in zip(*drawn, strict=True))
         row = torch.arange(batch)[:, None]
         keys = pairs_BTHP[row, key].repeat_interleave(shape.group_size, 2)
         self.products.append((self.query[row, query] * keys.conj()).flatten(0, 1).cpu())
         self.distances.append((query - key).flatten())
         self.query = torch.empty(0)
+
+    def _draw(self, length: int) -> tuple[Tensor, Tensor]:
+        """Positions of queries, and of a key that each can see, both [N]."""
+        query = torch.randint(length, (SAMPLES_PER_WINDOW,), generator=self.generator)
+        share = torch.rand(SAMPLES_PER_WINDOW, generator=self.generator)
+        return query, (share * (query + 1)).long()
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
         products_HNP = torch.cat(self.products).transpose(0, 1)
@@ -120,6 +140,37 @@ class LogitSamples(ForwardStatistic):
             "logit_products": torch.view_as_real(products_HNP.contiguous()),
             "logit_distances": torch.cat(self.distances).float(),
         }
+
+
+def watch_activations(
+    statistics: list[tuple[WatchedLayer, ForwardStatistic]], reading: Reading
+) -> list[RemovableHandle]:
+    """Hooks that hand inputs and outputs of projections to their statistics."""
+
+    @torch.no_grad()
+    def see(
+        layer: WatchedLayer,
+        statistic: ForwardStatistic,
+        role: str,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        outputs: Tensor,
+    ) -> None:
+        if not reading.forward:
+            return
+        if not torch.isfinite(outputs).all():
+            first, last = reading.windows[0], reading.windows[-1]
+            raise CalibrationError(
+                f"layer {layer.index}: {role}_proj gives values that are not finite in windows "
+                f"{first} to {last}: check the weights of this layer"
+            )
+        statistic.see(role, inputs[0].detach(), outputs.detach())
+
+    return [
+        layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
+        for layer, statistic in statistics
+        for role in statistic.roles
+    ]
 
 
 def _rotated(states_BTGD: Tensor, layer: WatchedLayer) -> Tensor:

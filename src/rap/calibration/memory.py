@@ -3,9 +3,12 @@
 from collections.abc import Collection
 from typing import Any
 
+import psutil
+import torch
 from torch import Tensor
 
 from ..model.layers import text_config
+from .logits import CHUNK_LOGITS
 from .observers import ForwardStatistic
 from .registry import STATISTICS, WINDOWS, check_needs, watched_layers
 
@@ -18,9 +21,9 @@ def estimate_memory(
     """Bytes that `calibrate` will hold beside the weights, by part; `total` is their sum.
 
     Exact for `accumulators` and `gradients` (the largest one: each is freed as it comes), an upper
-    estimate for `logits` (one window, in float32 with its gradient) and `activations` (all layers'
-    inputs, or everything without checkpointing, and one layer's inside; for statistics that need no
-    gradients one layer's inside for a batch of windows).
+    estimate for `logits` (a chunk of tokens, in float32 with its gradient) and `activations` (all
+    layers' inputs, or everything without checkpointing, and one layer's inside; for statistics that
+    need no gradients one layer's inside for a batch of windows).
     """
     needs = check_needs(needs)
     layers = watched_layers(model)
@@ -35,13 +38,28 @@ def estimate_memory(
     kept = config.hidden_size if checkpointing else inner
     batch = min(FORWARD_BATCH, len(windows)) if forward else 0
     activations = [tokens * size * (kept * len(layers) + inner)] if backward else [0]
+    logits = min(tokens * config.vocab_size, CHUNK_LOGITS)
     estimate = {
         "accumulators": sum(one.num_bytes(i, len(windows)) for i in layers for one in wanted),
         "gradients": max((w.numel() * size for w in weights), default=0) if backward else 0,
-        "logits": tokens * config.vocab_size * (12 + 2 * size) if backward else 0,
+        "logits": logits * (12 + 2 * size) if backward else 0,
         "activations": max(*activations, batch * tokens * size * inner),
     }
     return estimate | {"total": sum(estimate.values())}
+
+
+def must_recompute(model: Any, windows: Tensor, needs: Collection[str]) -> bool:
+    """Whether activations kept for the backward pass would take more than half of what is free."""
+    kept = estimate_memory(model, windows, needs, checkpointing=False)["total"]
+    return kept > free_memory(model.get_input_embeddings().weight.device) / 2
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device; of a CPU those that a process can have without swapping."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    return int(psutil.virtual_memory().available)
 
 
 def describe_memory(estimate: dict[str, int]) -> str:

@@ -42,6 +42,17 @@ class WatchedLayer:
         return x_HD[:, self.shape.geometry.canonical_order().to(x_HD.device)]
 
 
+@dataclass
+class Reading:
+    """Where calibration is in the text: the windows of this step, and which way it goes.
+
+    Hooks look here: `forward` is false while checkpointing computes a second time what was seen.
+    """
+
+    windows: range = range(0)
+    forward: bool = True
+
+
 class Statistic(ABC):
     """What calibration accumulates of one layer; one of the three kinds below says of what.
 

@@ -1,4 +1,6 @@
-"""Windows of tokens to per-layer statistics, streamed: no activation or gradient is kept.
+"""Windows of tokens to per-layer statistics, in one reading of the text.
+
+No activation or gradient is kept longer than its window needs.
 
 Shapes: N windows, B batch, T tokens, V vocabulary.
 """
@@ -9,13 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, refuse_pruned, trained_length
 from .backward import check_gradient, linear_of, watch_gradients
-from .observers import BackwardStatistic, ForwardStatistic, GradientStatistic, WatchedLayer
+from .forward import watch_activations
+from .logits import decoder_of
+from .loss import output_gradient
+from .memory import FORWARD_BATCH, must_recompute
+from .observers import (
+    BackwardStatistic,
+    ForwardStatistic,
+    GradientStatistic,
+    Reading,
+    WatchedLayer,
+)
 from .progress import Progress
 from .registry import STATISTICS, WINDOWS, check_needs, watched_layers
 from .state import removed, restored
@@ -30,18 +41,19 @@ def calibrate(
     windows: Tensor,
     needs: Collection[str],
     *,
-    batch_size: int = 8,
-    checkpointing: bool = True,
+    batch_size: int = FORWARD_BATCH,
+    checkpointing: bool | None = None,
     progress: bool = False,
 ) -> Statistics:
-    """Statistics of every attention layer over `windows`, LongTensor [N, T].
+    """Statistics of every attention layer over `windows`, LongTensor [N, T], read once.
 
     The loss is the mean next-token cross-entropy of one window, in float32; gradients are taken
     for each window alone, because the square of a batch mean is not the empirical Fisher.
-    `batch_size` is for statistics that need no gradient. `checkpointing` recomputes activations
-    where the model can, without turning dropout on. The model is left as it was found, also after
-    an error. It may be spread over devices; offloaded weights have no gradients and are refused.
-    The result names the weights it is of. float16 gradients can underflow: use bfloat16 or float32.
+    `batch_size` is for needs that take no gradient. `checkpointing` recomputes activations where
+    the model can, without turning dropout on; by default if they would take more than half of the
+    memory that is free. The model is left as it was found, also after an error. It may be spread
+    over devices; offloaded weights have no gradients and are refused. The result names the weights
+    it is of. float16 gradients can underflow: use bfloat16 or float32.
 
     Raises CalibrationError for unknown needs, unusable windows, or the first loss, activation or
     gradient that is not finite; UnsupportedModelError for a model without pairs.
@@ -54,10 +66,12 @@ def calibrate(
     forward = [(layer, one) for layer, one in watched if isinstance(one, ForwardStatistic)]
     backward = [(layer, one) for layer, one in watched if isinstance(one, BackwardStatistic)]
     gradient = [(layer, one) for layer, one in watched if isinstance(one, GradientStatistic)]
-    if forward:
-        _forward_pass(model, windows, forward, batch_size, progress)
     if backward or gradient:
-        _backward_pass(model, windows, backward, gradient, checkpointing, progress)
+        if checkpointing is None:
+            checkpointing = must_recompute(model, windows, needs)
+        _both_passes(model, windows, forward, backward, gradient, checkpointing, progress)
+    elif forward:
+        _forward_pass(model, windows, forward, batch_size, progress)
 
     found: dict[int, dict[str, Tensor]] = {layer.index: {} for layer in layers}
     tokens = windows.numel()
@@ -105,85 +119,80 @@ def _forward_pass(
     batch_size: int,
     progress: bool,
 ) -> None:
-    position = [0]
-
-    def see(
-        layer: WatchedLayer,
-        statistic: ForwardStatistic,
-        role: str,
-        module: nn.Module,
-        inputs: tuple[Tensor, ...],
-        outputs: Tensor,
-    ) -> None:
-        if not torch.isfinite(outputs).all():
-            raise CalibrationError(
-                f"layer {layer.index}: {role}_proj gives values that are not finite in windows "
-                f"{position[0]} to {position[0] + batch_size - 1}: check the weights of this layer"
-            )
-        statistic.see(role, inputs[0], outputs)
-
+    reading = Reading()
     device = model.get_input_embeddings().weight.device
-    with restored(model, [], False), _bar("activations", windows, progress) as bar, torch.no_grad():
-        handles = [
-            layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
-            for layer, statistic in statistics
-            for role in statistic.roles
-        ]
-        with removed(handles):
-            for batch in windows.split(batch_size):
-                model.base_model(input_ids=batch.to(device), use_cache=False)
-                position[0] += len(batch)
-                bar.advance(batch.numel())
+    with (
+        restored(model, [], False),
+        _bar("activations", windows, progress) as bar,
+        torch.no_grad(),
+        removed(watch_activations(statistics, reading)),
+    ):
+        for batch in windows.split(batch_size):
+            reading.windows = range(reading.windows.stop, reading.windows.stop + len(batch))
+            model.base_model(input_ids=batch.to(device), use_cache=False)
+            bar.advance(batch.numel())
 
 
-def _backward_pass(
+def _both_passes(
     model: Any,
     windows: Tensor,
-    statistics: list[tuple[WatchedLayer, BackwardStatistic]],
-    moments: list[tuple[WatchedLayer, GradientStatistic]],
+    forward: list[tuple[WatchedLayer, ForwardStatistic]],
+    backward: list[tuple[WatchedLayer, BackwardStatistic]],
+    gradient: list[tuple[WatchedLayer, GradientStatistic]],
     checkpointing: bool,
     progress: bool,
 ) -> None:
-    position = [0]
-    watching = _parameters(statistics)
+    reading = Reading()
+    watching = _parameters(backward)
 
     def consume(watchers: list[_Watcher], parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None
         for layer, role, rows, interested in watchers:
-            taken = slice(None) if rows is None else rows.to(gradient.device)
-            check_gradient(layer, role, gradient[taken], position[0])
+            taken = slice(None) if rows is None else rows.to(grad.device)
+            check_gradient(layer, role, grad[taken], reading.windows.start)
             for statistic in interested:
-                statistic.see(role, parameter[taken], gradient[taken])
+                statistic.see(role, parameter[taken], grad[taken])
 
     device = model.get_input_embeddings().weight.device
     trainable = [parameter for parameter, _ in watching]
     if not trainable:  # a graph must start somewhere: below everything that is watched
-        trainable = [linear_of(moments[0][0], role)[0].weight for role in "kv"]
+        trainable = [linear_of(gradient[0][0], role)[0].weight for role in "kv"]
+    what = "activations and gradients" if forward else "gradients"
     with (
         restored(model, trainable, checkpointing),
-        _bar("gradients", windows, progress) as bar,
+        _bar(what, windows, progress) as bar,
         torch.enable_grad(),
     ):
         handles = [
             parameter.register_post_accumulate_grad_hook(partial(consume, watchers))
             for parameter, watchers in watching
         ]
-        handles += watch_gradients(moments, position, windows.shape[1])
+        handles += watch_gradients(gradient, reading, windows.shape[1])
+        handles += watch_activations(forward, reading)
         with removed(handles):
             for index, ids in enumerate(windows.split(1)):
-                position[0] = index
-                loss = next_token_loss(model, ids.to(device))
-                if not torch.isfinite(loss):
-                    where = _first_bad_layer(model, ids.to(device))
-                    raise CalibrationError(
-                        f"window {index}: the loss is {loss.item()}, first {where}: check the "
-                        "weights, or calibrate in float32 or bfloat16"
-                    )
-                loss.backward()
-                for _, statistic in statistics:
+                reading.windows = range(index, index + 1)
+                _differentiate(model, ids.to(device), reading)
+                for _, statistic in backward:
                     statistic.end_window()
                 bar.advance(ids.numel())
+
+
+def _differentiate(model: Any, ids_BT: Tensor, reading: Reading) -> None:
+    """Gradients of one window's loss, to whoever watches; activations are seen on the way."""
+    reading.forward = True
+    output = decoder_of(model)[1](input_ids=ids_BT, use_cache=False)
+    reading.forward = False  # what checkpointing computes again has been seen
+    hidden_BTE = output.last_hidden_state
+    loss, gradient_BTE = output_gradient(model, output, ids_BT)
+    if not torch.isfinite(loss):
+        where = _first_bad_layer(model, ids_BT)
+        raise CalibrationError(
+            f"window {reading.windows.start}: the loss is {loss.item()}, first {where}: check the "
+            "weights, or calibrate in float32 or bfloat16"
+        )
+    hidden_BTE.backward(gradient_BTE)
 
 
 # A layer's role, the rows of the parameter that have it (None: all), and who wants its gradient.
@@ -204,12 +213,6 @@ def _parameters(
                     watcher[3].append(statistic)
     parameters = list(dict.fromkeys(parameter for parameter, _ in wanted))
     return [(p, [wanted[p, role] for role in "kv" if (p, role) in wanted]) for p in parameters]
-
-
-def next_token_loss(model: Any, ids_BT: Tensor) -> Tensor:
-    """Mean next-token cross-entropy in float32."""
-    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
-    return cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten().to(logits_BTV.device))
 
 
 def _first_bad_layer(model: Any, ids_BT: Tensor) -> str:

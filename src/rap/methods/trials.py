@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..calibration.run import next_token_loss
+from ..calibration.loss import next_token_loss
 from ..calibration.state import restored
 from ..calibration.statistics import Statistics
 from ..model.errors import CalibrationError

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.trainer_callback import ExportableState
 
+from ..calibration.logits import decoder_of, head_logits
 from ..calibration.progress import Progress
-from ..evaluation.quality.logits import decoder_of, head_logits
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from .config import RecoveryConfig

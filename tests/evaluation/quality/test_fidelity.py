@@ -9,7 +9,7 @@ import torch
 
 import rap
 from cases.models import VOCABULARY, tiny_model
-from rap.evaluation.quality import perplexity as scoring
+from rap.calibration import logits
 from rap.evaluation.quality.fidelity import DenseStates, divergence, fidelity
 from rap.evaluation.quality.perplexity import perplexity
 from rap.model.errors import RapError
@@ -73,7 +73,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_perplexities_are_those_of_perplexity_to_the_last_digit(family, monkeypatch):
-    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 7 * VOCABULARY)  # 49 tokens are seven chunks
+    monkeypatch.setattr(logits, "CHUNK_LOGITS", 7 * VOCABULARY)  # 49 tokens are seven chunks
     model, dense = _damaged(0.5, family, **FAMILIES[family]), tiny_model(family, **FAMILIES[family])
     ids, sizes = _ids(5 * 50 + 9), {"window": 50, "max_windows": 4, "bos": 1}
     found = fidelity(model, dense, ids, **sizes)

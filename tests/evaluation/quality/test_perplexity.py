@@ -9,6 +9,7 @@ import torch
 
 from cases.models import MAX_POSITIONS, VOCABULARY, random_tokens, tiny_model
 from rap import assets
+from rap.calibration import logits
 from rap.evaluation.quality import perplexity as module
 from rap.evaluation.quality.perplexity import perplexity
 from rap.model.errors import RapError
@@ -53,7 +54,7 @@ MODELS = {
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_window_by_window_loss(name, batch_size, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 7 * VOCABULARY)  # chunks straddle the windows
+    monkeypatch.setattr(logits, "CHUNK_LOGITS", 7 * VOCABULARY)  # chunks straddle the windows
     model, ids = MODELS[name](), random_tokens(1, 3 * WINDOW + 9)[0]
     found = perplexity(model, ids, window=WINDOW, batch_size=batch_size)
     # float32 losses near 5: rounding of each is 2e-7, their means differ by no more.
@@ -65,7 +66,7 @@ def test_equals_the_window_by_window_loss(name, batch_size, monkeypatch):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_every_window_has_its_loss(batch_size, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 7 * VOCABULARY)
+    monkeypatch.setattr(logits, "CHUNK_LOGITS", 7 * VOCABULARY)
     model, ids = tiny_model(), random_tokens(1, 5 * WINDOW + 9)[0]
     found = perplexity(model, ids, window=WINDOW, batch_size=batch_size)
     alone = [
@@ -193,7 +194,7 @@ def test_default_window_is_2048_or_the_longest_position(longest, window):
 
 
 def test_no_chunk_of_logits_is_larger_than_allowed(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 11 * VOCABULARY + 5)
+    monkeypatch.setattr(logits, "CHUNK_LOGITS", 11 * VOCABULARY + 5)
     model, sizes = tiny_model(), []
     model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(logits.numel()))
     perplexity(model, random_tokens(1, 8 * WINDOW), window=WINDOW, batch_size=4)

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from ...calibration.bos import Bos, bos_token
+from ...calibration.logits import decoder_of
 from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ..quality.documents import ANSWER, Document, FactWriter
-from ..quality.logits import decoder_of
 from ..quality.perplexity import in_precision, whole_windows
 from ..quality.recall import RecallCell, recall_documents
 from .presses import Press, check_press, pressed

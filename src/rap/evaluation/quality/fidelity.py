@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from ...calibration.bos import Bos, bos_token
+from ...calibration.logits import Head, chunk_tokens, decoder_of, vocabulary
 from ...calibration.progress import Progress
 from ...calibration.state import evaluating
 from ...model.errors import RapError
 from .intervals import Interval, mean_interval, perplexity_ratio_interval
-from .logits import Head, decoder_of
 from .perplexity import (
     Losses,
     Perplexity,
-    chunk_tokens,
     evaluation_window,
     in_precision,
     token_losses,
-    vocabulary,
     whole_windows,
 )
 

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...calibration.bos import Bos, bos_token, with_bos
+from ...calibration.logits import Head, chunk_tokens, decoder_of, vocabulary
 from ...calibration.progress import Progress
 from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ...model.layers import trained_length
-from .logits import Head, decoder_of
 
 DEFAULT_WINDOW = 2048
-CHUNK_LOGITS = 2**25  # logits held at once, tokens x vocabulary: 128 MiB of float32
 
 
 @dataclass(frozen=True)
@@ -241,16 +240,6 @@ def _predicted(model: Any, ids_BT: Tensor) -> list[Tensor]:
     step = chunk_tokens(model)
     chunks = Head(model).chunks(output, hidden_NE, step)
     return [token_losses(*pair) for pair in zip(chunks, targets_N.split(step), strict=True)]
-
-
-def chunk_tokens(model: Any) -> int:
-    """How many tokens logits are made for at a time."""
-    return max(1, CHUNK_LOGITS // vocabulary(model))
-
-
-def vocabulary(model: Any) -> int:
-    """Rows of the embedding."""
-    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def token_losses(logits_CV: Tensor, targets_C: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...model.errors import RapError
-from ...model.layers import text_decoder
+from ..model.errors import RapError
+from ..model.layers import text_decoder
+
+CHUNK_LOGITS = 2**25  # logits held at once, tokens x vocabulary: 128 MiB of float32
 
 
 def decoder_of(model: Any) -> tuple[str, nn.Module]:
@@ -27,6 +29,16 @@ def decoder_of(model: Any) -> tuple[str, nn.Module]:
         f"{type(model).__name__} has no decoder directly below its head: use the causal LM itself"
         " (of a PEFT model, model.get_base_model())"
     )
+
+
+def chunk_tokens(model: Any) -> int:
+    """How many tokens logits are made for at a time."""
+    return max(1, CHUNK_LOGITS // vocabulary(model))
+
+
+def vocabulary(model: Any) -> int:
+    """Rows of the embedding."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def head_logits(model: Any, name: str, output: Any) -> Tensor:

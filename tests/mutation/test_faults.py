@@ -1,0 +1,28 @@
+"""Faults that the mutation run plants quote the code as it is."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src"
+
+
+def _runner():
+    spec = importlib.util.spec_from_file_location("mutation_run", HERE / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RUNNER = _runner()
+
+
+@pytest.mark.parametrize("entry", RUNNER.read_faults([]), ids=lambda entry: entry["path"])
+def test_every_fault_is_planted_in_one_place(entry):
+    code = RUNNER._file_of(SOURCE, entry["path"]).read_text(encoding="utf-8")
+    lost = {before: code.count(before) for before, *_ in entry["faults"]}
+    assert {before: count for before, count in lost.items() if count != 1} == {}
+    assert all(before != after for before, after, *_ in entry["faults"])
+    RUNNER._pytest_arguments(entry)  # finds every test file that is named, once
