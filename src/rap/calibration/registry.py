@@ -73,12 +73,13 @@ class Energy(ForwardStatistic):
             self.raw[role] += centred(states_BTHD, norm).square().sum((0, 1))
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
-        found = {f"energy_{role}": total / num_tokens for role, total in self.sums.items()}
+        energies = {f"energy_{role}": total / num_tokens for role, total in self.sums.items()}
         for role, weight in zip(self.raw, self.layer.norm_weights, strict=True):
-            found[f"energy_{role}"] *= weight.to(found[f"energy_{role}"]).square()
-            found[f"raw_energy_{role}"] = self.raw[role] / num_tokens
-        values = found.pop("energy_v")
-        return {name: self.layer.canonical(x) for name, x in found.items()} | {"energy_v": values}
+            energies[f"energy_{role}"] *= weight.to(energies[f"energy_{role}"]).square()
+            energies[f"raw_energy_{role}"] = self.raw[role] / num_tokens
+        values = energies.pop("energy_v")
+        ordered = {name: self.layer.canonical(x) for name, x in energies.items()}
+        return ordered | {"energy_v": values}
 
 
 class ValueMoment(ForwardStatistic):
@@ -136,11 +137,11 @@ class PairMoment(ForwardStatistic):
         self.free[role] += free_GNF.mT @ free_GNF
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
-        found = {}
+        moments = {}
         for role, side in (("q", "query"), ("k", "key")):
-            found[f"{side}_moment"] = torch.view_as_real(self.sums[role] / num_tokens)
-            found[f"{side}_free_moment"] = self.free[role] / num_tokens
-        return found
+            moments[f"{side}_moment"] = torch.view_as_real(self.sums[role] / num_tokens)
+            moments[f"{side}_free_moment"] = self.free[role] / num_tokens
+        return moments
 
 
 class Fisher(BackwardStatistic):
@@ -166,16 +167,16 @@ class Fisher(BackwardStatistic):
             self.sums[role].addcmul_(gradient, gradient)
 
     def result(self, num_windows: int) -> dict[str, Tensor]:
-        found = {}
+        scores = {}
         for role, total in self.sums.items():
             fisher = total / num_windows
             weight = self.layer.linears[role].weight.detach().float()
             root = fisher.sqrt().sum(1).view(-1, self.layer.shape.head_dim)
             weighted = (fisher * weight.square()).sum(1).view(-1, self.layer.shape.head_dim)
             order = self.layer.canonical if role == "k" else Tensor.contiguous
-            found[f"root_fisher_{role}"] = order(root)
-            found[f"weighted_fisher_{role}"] = order(weighted)
-        return found
+            scores[f"root_fisher_{role}"] = order(root)
+            scores[f"weighted_fisher_{role}"] = order(weighted)
+        return scores
 
 
 class GateFisher(BackwardStatistic):

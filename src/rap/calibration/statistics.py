@@ -99,8 +99,8 @@ class Statistics:
         windows = about.get("windows")
         return cls(
             layers=tuple(
-                None if names is None else {name: found[name] for name in names}
-                for names, found in ((n, tensors(i)) for i, n in enumerate(about["layers"]))
+                None if names is None else {name: loaded[name] for name in names}
+                for names, loaded in ((n, tensors(i)) for i, n in enumerate(about["layers"]))
             ),
             num_windows=about["num_windows"],
             window=about["window"],

@@ -104,13 +104,13 @@ def evaluation_tokens(text: str, tokenizer: Any) -> Tensor:
     Of a streamed dataset (C4) the first four million characters are read.
     """
     if text == "bundled":
-        found = assets.reference_text("test")
+        content = assets.reference_text("test")
     else:
-        found = read_text(text, max_characters=STREAMED_CHARACTERS)
-    if not found.strip():
+        content = read_text(text, max_characters=STREAMED_CHARACTERS)
+    if not content.strip():
         raise RapError("the evaluation text is empty: give a text with some words in it")
     # verbose=False: the text is longer than the model's window on purpose.
-    ids = tokenizer(found, add_special_tokens=False, verbose=False).input_ids
+    ids = tokenizer(content, add_special_tokens=False, verbose=False).input_ids
     return torch.tensor(ids)
 
 
@@ -133,19 +133,19 @@ def _from_stretches(
 
 def _from_whole(text: str, tokenizer: Any, num_windows: int, window: int, seed: int) -> Tensor:
     ids = _encode(tokenizer, text)
-    found = len(ids) // window
-    if found == 0:
+    whole = len(ids) // window
+    if whole == 0:
         raise CalibrationError(
             f"the calibration text has {len(ids)} tokens, one window needs {window}: give a longer "
             "text or a shorter window"
         )
-    if found < num_windows:
+    if whole < num_windows:
         raise CalibrationError(
-            f"the calibration text has {len(ids)} tokens, enough for {found} windows of {window}, "
+            f"the calibration text has {len(ids)} tokens, enough for {whole} windows of {window}, "
             f"not {num_windows}: give more text, or ask for fewer or shorter windows"
         )
-    rows = torch.tensor(ids[: found * window]).view(found, window)
-    return rows[_sample(found, num_windows, seed)]
+    rows = torch.tensor(ids[: whole * window]).view(whole, window)
+    return rows[_sample(whole, num_windows, seed)]
 
 
 def _sample(size: int, count: int, seed: int) -> list[int]:

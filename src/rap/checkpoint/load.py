@@ -84,9 +84,9 @@ def load_tokenizer(source: str | Path) -> Any:
 def copy_processor(source: str | Path, folder: Path) -> None:
     """Copy what prepares images for a multimodal model, as it is, from a checkpoint that has it."""
     for name in _PROCESSOR_FILES:
-        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
-            shutil.copyfile(found, folder / name)
+        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            shutil.copyfile(path, folder / name)
 
 
 def _load(source: str | Path, config: Any, **kwargs: Any) -> Any:

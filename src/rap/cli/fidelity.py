@@ -54,7 +54,7 @@ def fidelity_command(
     opened = open_checkpoint(pruned, device_map, [output], dtype="float32", bos=bos)
     placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
     original = load(source, dtype="float32", **placement)
-    found = fidelity(
+    measured = fidelity(
         opened.model,
         original,
         evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer),
@@ -69,27 +69,30 @@ def fidelity_command(
         "dense_fingerprint": fingerprint_model(original),
         "text": text,
         "bos": opened.bos,
-        **asdict(found),
+        **asdict(measured),
         "provenance": provenance(max_windows=max_windows),
     }
     deliver(result, output, as_json)
     if not as_json:
-        _show(f"{label(opened)} beside {dense}", found, text)
+        _show(f"{label(opened)} beside {dense}", measured, text)
 
 
-def _show(title: str, found: Fidelity, text: str) -> None:
+def _show(title: str, measured: Fidelity, text: str) -> None:
     rows = [
-        ["KL(dense || pruned), nats a token", interval_text(vars(found.kl), ".4g")],
-        ["99th percentile over tokens", f"{found.kl_p99:.4g}"],
-        ["same most likely token", interval_text(vars(found.top1), ".2%")],
-        ["perplexity", f"{found.perplexity.value:.4f}"],
-        ["perplexity of dense", f"{found.dense_perplexity.value:.4f}"],
-        ["perplexity, multiple of dense", interval_text(vars(found.perplexity_ratio), ".4f")],
+        ["KL(dense || pruned), nats a token", interval_text(vars(measured.kl), ".4g")],
+        ["99th percentile over tokens", f"{measured.kl_p99:.4g}"],
+        ["same most likely token", interval_text(vars(measured.top1), ".2%")],
+        ["perplexity", f"{measured.perplexity.value:.4f}"],
+        ["perplexity of dense", f"{measured.dense_perplexity.value:.4f}"],
+        ["perplexity, multiple of dense", interval_text(vars(measured.perplexity_ratio), ".4f")],
     ]
-    windows = f"{found.num_windows} windows of {found.window:,} tokens of {text}"
+    windows = f"{measured.num_windows} windows of {measured.window:,} tokens of {text}"
     print_table(f"{title}: {windows}", ["", "value (95 % interval)"], rows)
     print_table(
         "By position in the window",
         ["tokens before", "KL", "same most likely token"],
-        [[f"{p.start:,}-{p.stop - 1:,}", f"{p.kl:.4g}", f"{p.top1:.2%}"] for p in found.positions],
+        [
+            [f"{p.start:,}-{p.stop - 1:,}", f"{p.kl:.4g}", f"{p.top1:.2%}"]
+            for p in measured.positions
+        ],
     )

@@ -37,9 +37,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = written[name].annotation(**{one: given.pop(one) for one in members})
         command(**given)
 
-    found: Any = run
-    found.__signature__ = inspect.Signature(spelled)
-    found.__annotations__ = {one.name: one.annotation for one in spelled}
+    flat: Any = run
+    flat.__signature__ = inspect.Signature(spelled)
+    flat.__annotations__ = {one.name: one.annotation for one in spelled}
     return run
 
 

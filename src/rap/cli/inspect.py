@@ -77,9 +77,9 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     # A config of a pruned model states widths; of a dense one, the same numbers follow from it.
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
-    found = attention_layers(model)
-    layers = [_describe_layer(layer, config, element) for layer in found]
-    shapes = [layer.shape for layer in found if layer.shape is not None]
+    attentions = attention_layers(model)
+    layers = [_describe_layer(layer, config, element) for layer in attentions]
+    shapes = [layer.shape for layer in attentions if layer.shape is not None]
     total = sum(layer["kv_bytes_per_token"] for layer in layers)
     dense = sum(layer["dense_kv_bytes_per_token"] for layer in layers)
     state = f"pruned to {total / dense:.1%}" if is_pruned(config) else "dense"
@@ -88,7 +88,7 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     return {
         "title": f"{target}: {config.model_type}, {state}, {total:,} KV bytes per token",
         "model_type": config.model_type,
-        "rope": ", ".join(dict.fromkeys(_rope(text, layer) for layer in found if layer.shape)),
+        "rope": ", ".join(dict.fromkeys(_rope(text, layer) for layer in attentions if layer.shape)),
         "num_pairs": max((shape.geometry.num_pairs for shape in shapes), default=0),
         "num_layers": len(layers),
         "attention_layers": len(shapes),
@@ -264,11 +264,11 @@ def _rope(config: Any, layer: AttentionLayer) -> str:
 
 def _notes(layers: list[dict[str, Any]]) -> list[str]:
     """What the table has no column for: each note once, after the layers it is about."""
-    found: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for layer in layers:
         for text in filter(None, (layer.get(name) for name in NOTES)):
-            found.setdefault(text, []).append(layer["layer"])
-    return [f"layers {ranges(where)}: {text}" for text, where in found.items()]
+            places.setdefault(text, []).append(layer["layer"])
+    return [f"layers {ranges(where)}: {text}" for text, where in places.items()]
 
 
 def _cells(layer: dict[str, Any], header: list[str]) -> list[str]:

@@ -66,8 +66,8 @@ def report_command(
 
 def default_sources(root: Path) -> list[Path]:
     """Every experiment of a checkout in the order of names, and its benchmarks' results."""
-    found = sorted(path for path in (root / EXPERIMENTS).glob("*") if path.is_dir())
-    return [*found, *([root / BENCHMARKS] if (root / BENCHMARKS).is_dir() else [])]
+    experiments = sorted(path for path in (root / EXPERIMENTS).glob("*") if path.is_dir())
+    return [*experiments, *([root / BENCHMARKS] if (root / BENCHMARKS).is_dir() else [])]
 
 
 def _write(path: Path, text: str) -> None:

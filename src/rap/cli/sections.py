@@ -37,7 +37,7 @@ def read_figures(path: Path | None) -> list[dict[str, Any]]:
     """
     if path is None:
         return []
-    found = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("paper") or []
-    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+    figures = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("paper") or []
+    if not isinstance(figures, list) or not all(isinstance(entry, dict) for entry in figures):
         raise RapError(f"--config {path}: paper must be a list of figures, each with a method")
-    return found
+    return figures

@@ -38,7 +38,7 @@ def verify_command(
 ) -> None:
     """Compare an engine's tokens and cache with the reference; exit code 1 if it fails."""
     source = resolve_source(model)
-    found = verify(
+    verdict = verify(
         source,
         engine,
         dtype=dtype,
@@ -47,12 +47,12 @@ def verify_command(
     )
     if as_json:
         settings = {"model": model, "tensor_parallel_size": tensor_parallel_size}
-        report = {**asdict(found), "capacity_ratio": found.capacity_ratio}
+        report = {**asdict(verdict), "capacity_ratio": verdict.capacity_ratio}
         print_json({**report, "provenance": provenance(**settings)})
     else:
-        print_table(f"{model} in {found.engine} {found.version}", ["", ""], _rows(found))
-        console.print("passed" if found.passed else "FAILED")
-    if not found.passed:
+        print_table(f"{model} in {verdict.engine} {verdict.version}", ["", ""], _rows(verdict))
+        console.print("passed" if verdict.passed else "FAILED")
+    if not verdict.passed:
         raise typer.Exit(1)
 
 
@@ -110,14 +110,14 @@ def export_stock_command(
         )
 
 
-def _rows(found: Verification) -> list[tuple[str, str]]:
+def _rows(verdict: Verification) -> list[tuple[str, str]]:
     return [
-        ("tokens compared", str(found.num_tokens)),
-        ("greedy tokens that differ", str(found.mismatched_tokens)),
-        ("max |delta log-probability|", f"{found.max_logprob_error:.1e}"),
-        ("tolerance", f"{found.tolerance:.1e}"),
-        ("KV cache, tokens per GiB", f"{found.tokens_per_gib:,}"),
-        ("the dense model's", f"{found.dense_tokens_per_gib:,}"),
-        ("ratio", f"{found.capacity_ratio:.3f}"),
-        ("1 / kept fraction", f"{1 / found.kept_fraction:.3f}"),
+        ("tokens compared", str(verdict.num_tokens)),
+        ("greedy tokens that differ", str(verdict.mismatched_tokens)),
+        ("max |delta log-probability|", f"{verdict.max_logprob_error:.1e}"),
+        ("tolerance", f"{verdict.tolerance:.1e}"),
+        ("KV cache, tokens per GiB", f"{verdict.tokens_per_gib:,}"),
+        ("the dense model's", f"{verdict.dense_tokens_per_gib:,}"),
+        ("ratio", f"{verdict.capacity_ratio:.3f}"),
+        ("1 / kept fraction", f"{1 / verdict.kept_fraction:.3f}"),
     ]

@@ -189,10 +189,10 @@ class PairPruning(Method):
         rows = self.norm_rows if self.qk_norm == "rows" else 0
         return Plan(
             layers=tuple(
-                with_denominators(layer, shape, found, rows)
+                with_denominators(layer, shape, layer_statistics, rows)
                 if layer is not None and shape is not None
                 else None
-                for layer, shape, found in zip(
+                for layer, shape, layer_statistics in zip(
                     self.cut_layers(scores, statistics, dense),
                     dense.shapes,
                     statistics.layers,
@@ -281,8 +281,8 @@ def dense_layers(model: Any) -> DenseLayers:
 
 def _weights(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Tensor]:
     assert layer.shape is not None
-    found = {role: linear.weight for role, linear in projections(layer, spec).items()}
+    weights = {role: linear.weight for role, linear in projections(layer, spec).items()}
     if layer.norm is not None:
-        weight = norm_weights(layer)[1].to(found["k"].device)
-        found["key_sizes"] = row_sizes(found["k"], layer.shape, layer.norm, weight)
-    return found
+        weight = norm_weights(layer)[1].to(weights["k"].device)
+        weights["key_sizes"] = row_sizes(weights["k"], layer.shape, layer.norm, weight)
+    return weights

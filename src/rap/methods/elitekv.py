@@ -119,7 +119,7 @@ class EliteKv(Replacing):
         value = layer.weight("v")
         moment, scale = None, 1.0
         if self.whiten:
-            moment = layer.found["input_moment"].double()
+            moment = layer.statistics["input_moment"].double()
             energy = [float(((w @ moment) * w).sum()) for w in (rest, value)]
             scale = (energy[1] / energy[0]) ** 0.5 if min(energy) > 0 else 1.0
         up, down = whitened_factors(torch.cat([rest * scale, value]), moment, rank)
@@ -145,8 +145,8 @@ def elite_pairs(layer: DenseLayer, count: int) -> Tensor:
     Starting from none, each round adds the pair that brings the sampled logits nearest to the dense
     ones, in the mean of |difference| over samples and the head's queries.
     """
-    products_HNP = torch.view_as_complex(layer.found["logit_products"].double().contiguous())
-    angle_NP = layer.found["logit_distances"].double()[:, None] * layer.frequencies
+    products_HNP = torch.view_as_complex(layer.statistics["logit_products"].double().contiguous())
+    angle_NP = layer.statistics["logit_distances"].double()[:, None] * layer.frequencies
     turned = products_HNP * torch.polar(torch.ones_like(angle_NP), angle_NP)
     lost_HNP = products_HNP.real - turned.real
     lost_GSP = lost_HNP.unflatten(0, (layer.shape.num_kv_heads, -1)).flatten(1, 2)

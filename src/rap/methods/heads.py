@@ -41,7 +41,7 @@ class Heads(Replacing):
         """Kept KV heads, ascending, as the only entry of a layer's `widths`."""
         made = []
         for layer in layers:
-            score_G = sum(layer.found[f"root_fisher_{role}"].sum(1) for role in "kv")
+            score_G = sum(layer.statistics[f"root_fisher_{role}"].sum(1) for role in "kv")
             assert isinstance(score_G, Tensor)
             count = nearest_rank(self.retain, layer.shape.num_kv_heads)
             kept = score_G.argsort(descending=True, stable=True)[:count].sort().values

@@ -62,9 +62,9 @@ class _Channels(Replacing):
         self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
     ) -> Iterator[ReplacedLayer]:
         """As many channels as RAP's budget has, the best by root-Fisher."""
-        found = [layer.found for layer in layers]
+        by_layer = [layer.statistics for layer in layers]
         shapes = [layer.shape for layer in layers]
-        scores = score_layers("fisher", found, [None] * len(layers), shapes)
+        scores = score_layers("fisher", by_layer, [None] * len(layers), shapes)
         settings: dict[str, Any] = {
             "key_share": self.key_share,
             "align": aligned(self.align, shapes),
@@ -83,8 +83,8 @@ class _Channels(Replacing):
     ) -> Iterator[ReplacedLayer]:
         for layer, budget in zip(layers, budgets, strict=True):
             assert budget is not None
-            keys = _best(layer.found["root_fisher_k"], 2 * budget.pairs + budget.free)
-            values = _best(layer.found["root_fisher_v"], budget.values)
+            keys = _best(layer.statistics["root_fisher_k"], 2 * budget.pairs + budget.free)
+            values = _best(layer.statistics["root_fisher_v"], budget.values)
             yield self._layer(layer, model, keys, values)
 
     def _layer(
@@ -187,14 +187,14 @@ def _cached(keys_GW: Tensor, values_GC: Tensor) -> int:
 def _cut(layer: DenseLayer, keys_GW: Tensor, values_GC: Tensor) -> dict[str, Tensor]:
     """Kept rows of q, k and v (q and k by canonical channel), and kept columns of o."""
     kept = {"q": keys_GW, "k": keys_GW, "v": values_GC}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for role, channels in kept.items():
         bias = layer.bias(role)
         cut = None if bias is None else _rows(bias, channels, layer.shape.head_dim)
         rows = _rows(layer.weight(role), channels, layer.shape.head_dim)
-        found |= layer.linear(role, rows, cut)
+        tensors |= layer.linear(role, rows, cut)
     columns = _rows(layer.weight("o").mT, values_GC, layer.shape.head_dim).mT
-    return found | layer.linear("o", columns.contiguous(), layer.bias("o"))
+    return tensors | layer.linear("o", columns.contiguous(), layer.bias("o"))
 
 
 def _rows(tensor: Tensor, kept_GW: Tensor, head_dim: int) -> Tensor:

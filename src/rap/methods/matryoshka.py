@@ -54,8 +54,8 @@ class Matryoshka(Replacing):
         if self.widths == "uniform":
             nearest = (nearest_rank(self.retain, layer.shape.head_dim) for layer in layers)
             return (_layer(layer, w, w) for layer, w in zip(layers, nearest, strict=True))
-        found = self._searched(layers, Trials(model, statistics))
-        keys, values = found[: len(layers)], found[len(layers) :]
+        widths = self._searched(layers, Trials(model, statistics))
+        keys, values = widths[: len(layers)], widths[len(layers) :]
         return (_layer(*item) for item in zip(layers, keys, values, strict=True))
 
     def _searched(self, layers: Sequence[DenseLayer], trials: Trials) -> list[int]:
@@ -113,13 +113,13 @@ def searched_widths(
 
 
 def _layer(layer: DenseLayer, key_width: int, value_width: int) -> ReplacedLayer:
-    shape, found = layer.shape, layer.found
+    shape, statistics = layer.shape, layer.statistics
     tensors: dict[str, Tensor] = {"frequency_index": every_pair(shape)}
     tensors |= layer.dense("q", "k", "v")
     tensors |= projected_tensors(
-        _leading(found["rotated_key_moment"], key_width),
-        _leading(found["value_moment_about_mean"], value_width),
-        found["value_mean"].double(),
+        _leading(statistics["rotated_key_moment"], key_width),
+        _leading(statistics["value_moment_about_mean"], value_width),
+        statistics["value_mean"].double(),
         layer.weight("o"),
         layer.bias("o"),
         layer.names["o"],

@@ -54,17 +54,17 @@ def parse_method(
     those count that it has, that are not None, and that are not set otherwise. Raises RapError for
     what does not exist, is set twice, or cannot be.
     """
-    found = read_method(text)
+    named = read_method(text)
     given = dict(settings or {})
-    _check_names(found.name, given)
+    _check_names(named.name, given)
     for name in given:
-        if name in found.settings:
+        if name in named.settings:
             raise RapError(f"{name} is set by {text!r} and once more beside it: say it once")
-    method = METHODS[found.name]
-    make: Any = getattr(method, found.recipe) if found.recipe else method
+    method = METHODS[named.name]
+    make: Any = getattr(method, named.recipe) if named.recipe else method
     known = {field.name for field in fields(method)}
     common = {key: value for key, value in shared.items() if key in known and value is not None}
-    made: Method = make(retain=retain, **(common | dict(found.settings) | given))
+    made: Method = make(retain=retain, **(common | dict(named.settings) | given))
     return made
 
 

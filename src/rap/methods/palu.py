@@ -65,7 +65,9 @@ class Palu(Replacing):
         if self.ranks == "uniform":
             nearest = [nearest_rank(self.retain, size, self.multiple) for size in sizes]
             return [(rank, rank) for rank in nearest]
-        scores = [float(layer.found[f"root_fisher_{r}"].mean()) for r in "kv" for layer in layers]
+        scores = [
+            float(layer.statistics[f"root_fisher_{r}"].mean()) for r in "kv" for layer in layers
+        ]
         kept = allocate(scores, self.retain, sizes + sizes, unit=self.multiple)
         return list(zip(kept[: len(sizes)], kept[len(sizes) :], strict=True))
 
@@ -84,7 +86,7 @@ class Palu(Replacing):
         ranks = {"k": key_rank, "v": value_rank}
         factors = {
             role: [
-                whitened_factors(rows, layer.found["input_moment"], ranks[role])
+                whitened_factors(rows, layer.statistics["input_moment"], ranks[role])
                 for rows in layer.weight(role).chunk(groups)
             ]
             for role in "kv"

@@ -27,7 +27,7 @@ from .base import Method, Ships, dense_layers
 class DenseLayer:
     """One layer as such a method sees it: its sizes, and names and linears by role.
 
-    Rows of q and k are in canonical order. `found` are the layer's statistics, `frequencies` [P],
+    Rows of q and k are in canonical order. `statistics` are those of the layer, `frequencies` [P],
     `rotary_factor` is what the family multiplies cos and sin by (YaRN's attention factor).
     """
 
@@ -35,7 +35,7 @@ class DenseLayer:
     shape: AttentionShape
     names: dict[str, str]
     linears: dict[str, Any]
-    found: Named
+    statistics: Named
     frequencies: Tensor
     rotary_factor: float = 1.0
 
@@ -50,10 +50,10 @@ class DenseLayer:
 
     def dense(self, *roles: str) -> dict[str, Tensor]:
         """Projections as they are, as tensors of a state dict."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for role in roles:
-            found |= self.linear(role, self.weight(role), self.bias(role))
-        return found
+            tensors |= self.linear(role, self.weight(role), self.bias(role))
+        return tensors
 
     def linear(self, role: str, weight: Tensor, bias: Tensor | None = None) -> dict[str, Tensor]:
         """Tensors of the linear that has the name of a role's projection."""
@@ -68,8 +68,8 @@ class DenseLayer:
 
 def linear(name: str, weight: Tensor, bias: Tensor | None = None) -> dict[str, Tensor]:
     """A linear layer's tensors by their names in a state dict."""
-    found = {f"{name}.weight": weight}
-    return found if bias is None else {**found, f"{name}.bias": bias}
+    tensors = {f"{name}.weight": weight}
+    return tensors if bias is None else {**tensors, f"{name}.bias": bias}
 
 
 def every_pair(shape: AttentionShape) -> Tensor:
@@ -96,7 +96,7 @@ class Replacing(Method):
     ) -> Iterable[ReplacedLayer]:
         """The new attention of each of these layers, best one at a time: they come in float64.
 
-        `statistics` say what was calibrated on; each layer has its own part of them in `found`.
+        `statistics` say what was calibrated on; each layer has its own part of them.
         """
 
     def plan(self, model: Any, statistics: Statistics) -> Replacement:
@@ -132,7 +132,7 @@ def as_stored(layer: DenseLayer, new: ReplacedLayer) -> ReplacedLayer:
 
 def _layers(model: Any, statistics: Statistics) -> list[DenseLayer]:
     dense, spec = dense_layers(model), attention_spec(model.config)
-    names, found = spec.projection_names(), []
+    names, layers = spec.projection_names(), []
     factor = float(cast(Any, rotary_module(model)).attention_scaling)
     for layer, frequencies in zip(attention_layers(model), dense.frequencies, strict=True):
         if layer.shape is None:
@@ -141,5 +141,5 @@ def _layers(model: Any, statistics: Statistics) -> list[DenseLayer]:
         linears = projections(layer, spec)
         statistic = statistics.layers[layer.index] or {}
         sizes = (layer.index, layer.shape, names)
-        found.append(DenseLayer(*sizes, linears, statistic, frequencies, factor))
-    return found
+        layers.append(DenseLayer(*sizes, linears, statistic, frequencies, factor))
+    return layers

@@ -25,12 +25,12 @@ def split_setting(text: str) -> tuple[str, str]:
 
 def read_settings(texts: Sequence[str]) -> dict[str, Any]:
     """A dictionary of `name=value` texts; RapError for one without a value, or named twice."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in map(split_setting, texts):
-        if name in found:
+        if name in settings:
             raise RapError(f"{name} is set twice: say it once")
-        found[name] = read_value(value)
-    return found
+        settings[name] = read_value(value)
+    return settings
 
 
 def read_value(text: str) -> Any:

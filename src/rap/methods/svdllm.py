@@ -61,7 +61,7 @@ def _layer(layer: DenseLayer, key_rank: int, value_rank: int) -> ReplacedLayer:
     tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
     tensors |= layer.dense("q", "o")
     for role, rank in ranks.items():
-        factors = whitened_factors(layer.weight(role), layer.found["input_moment"], rank)
+        factors = whitened_factors(layer.weight(role), layer.statistics["input_moment"], rank)
         tensors |= layer.linear(role, factors.down)
         tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
     widths = {"kind": LatentAttention.kind, "groups": 1, "fold": False}

@@ -46,7 +46,8 @@ class SvdLlm2(SvdLlm):
         """The least E ||(W - Z) x||^2 of a token at the rank that `retain` asks for."""
         weight = layer.weight(role)
         rank = nearest_rank(self.retain, len(weight), self.multiple)
-        squares = torch.linalg.eigvalsh(weight @ layer.found["input_moment"].double() @ weight.mT)
+        moment = layer.statistics["input_moment"].double()
+        squares = torch.linalg.eigvalsh(weight @ moment @ weight.mT)
         return float(squares.clamp_min(0)[: len(weight) - rank].sum())
 
 

@@ -49,8 +49,8 @@ class Trials:
         """Relative L2 change of the last hidden states from the dense model's."""
         if self._dense is None:
             self._dense = self._hidden({})
-        found = self._hidden(cuts)
-        pairs = list(zip(found, self._dense, strict=True))
+        hidden = self._hidden(cuts)
+        pairs = list(zip(hidden, self._dense, strict=True))
         moved = sum(float((cut - dense).double().square().sum()) for cut, dense in pairs)
         whole = sum(float(dense.double().square().sum()) for _, dense in pairs)
         return math.sqrt(_finite(moved, cuts) / whole)

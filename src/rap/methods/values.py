@@ -39,8 +39,8 @@ def layer_losses(
     shape, frequencies = dense.shapes[index], dense.frequencies[index]
     assert shape is not None
     assert frequencies is not None
-    found = statistics.layers[index] or {}
-    keys, free = key_moments(found, "loss"), free_moments(found, "loss")
+    layer_statistics = statistics.layers[index] or {}
+    keys, free = key_moments(layer_statistics, "loss"), free_moments(layer_statistics, "loss")
     if dense.normalises_keys(index):
         keys, free = apart(keys), apart(free)
     values = layer_values(index, statistics, dense, "loss")
@@ -58,11 +58,11 @@ def layer_errors(
     shape, frequencies = dense.shapes[index], dense.frequencies[index]
     assert shape is not None
     assert frequencies is not None
-    found = statistics.layers[index] or {}
+    layer_statistics = statistics.layers[index] or {}
     return width_errors(
-        key_moments(found, "output"),
+        key_moments(layer_statistics, "output"),
         layer_values(index, statistics, dense, "output"),
-        free_moments(found, "output"),
+        free_moments(layer_statistics, "output"),
         shape,
         frequencies,
         context,

@@ -169,10 +169,10 @@ class RapAttention(nn.Module):
         """Rotation, cache and attention in one call."""
         q, k, v = self._clip(states[0]), self._clip(states[1]), states[2]
         clockwise, pair_tables = self.spec.clockwise, self._pair_tables(tables)
-        found: Tensor = attend.decode_step(
+        attended: Tensor = attend.decode_step(
             self, (q, k, v), pair_tables, cache, mask, clockwise=clockwise, **self._arguments()
         )
-        return found
+        return attended
 
     def prepare(
         self, hidden_states: Tensor, tables: Tables | None, cache: StateCache | None
@@ -189,19 +189,19 @@ class RapAttention(nn.Module):
 
         Neither normalised nor rotated. Where the norm is exact, q and k have the dense width D.
         """
-        found: dict[str, Tensor] = {}
+        projected: dict[str, Tensor] = {}
         for name, roles in self.inputs:
             output = getattr(self, name)(hidden_states)
             if len(roles) == 1:
-                found[roles[0]] = output
+                projected[roles[0]] = output
             else:
                 sizes = [_num_rows(self, role) for role in roles]
-                found |= zip(roles, output.split(sizes, dim=-1), strict=True)
+                projected |= zip(roles, output.split(sizes, dim=-1), strict=True)
         heads = (*hidden_states.shape[:-1], -1)
         q, k, v = (
-            found[role].view(*heads, self.role_widths[role]).transpose(1, 2) for role in "qkv"
+            projected[role].view(*heads, self.role_widths[role]).transpose(1, 2) for role in "qkv"
         )
-        return q, k, self._clip(v), found.get("gate")
+        return q, k, self._clip(v), projected.get("gate")
 
     def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """Normalised and rotated queries [B, H, T, W] and keys [B, G, T, W]."""

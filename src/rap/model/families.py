@@ -112,14 +112,14 @@ class AttentionSpec:
 
     def linears(self) -> dict[str, tuple[str, ...]]:
         """Every linear layer of the attention by name, and the roles its rows have, in order."""
-        found: dict[str, tuple[str, ...]] = {}
+        linears: dict[str, tuple[str, ...]] = {}
         for role, name in self.projection_names().items():
-            found[name] = (*found.get(name, ()), role)
+            linears[name] = (*linears.get(name, ()), role)
         if self.gate == "query":
-            found[self.projections[0]] += ("gate",)
+            linears[self.projections[0]] += ("gate",)
         elif self.gate is not None:
-            found[self.gate] = ("gate",)
-        return found
+            linears[self.gate] = ("gate",)
+        return linears
 
     @property
     def per_head(self) -> bool:

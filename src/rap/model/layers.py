@@ -147,19 +147,19 @@ def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
     """The frequencies [P] a layer rotates at: its own layer type's, where there are several."""
     kinds = ("layer_type", "attention_type")
     kind = next((getattr(attention, name) for name in kinds if hasattr(attention, name)), None)
-    found = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
-    if not isinstance(found, Tensor):
+    buffer = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
+    if not isinstance(buffer, Tensor):
         raise UnsupportedModelError(
             f"{type(rotary).__name__} has no inv_freq: its RoPE frequencies cannot be read"
         )
-    return found
+    return buffer
 
 
 def layer_frequencies(model: Any, layer: AttentionLayer) -> Tensor:
     """Angular frequency per position of every pair of a layer, float64 [P]; P is 0 without RoPE."""
     assert layer.shape is not None
-    found = frequency_buffer(rotary_module(model), layer.module)[: layer.shape.geometry.num_pairs]
-    return found.detach().double().cpu()
+    frequencies = frequency_buffer(rotary_module(model), layer.module)
+    return frequencies[: layer.shape.geometry.num_pairs].detach().double().cpu()
 
 
 def rotates(spec: AttentionSpec, attention: nn.Module) -> bool:
@@ -182,7 +182,7 @@ def norm_weights(layer: AttentionLayer) -> tuple[Tensor, ...]:
     norm, shape = layer.norm, layer.shape
     if norm is None or shape is None:
         return ()
-    found = []
+    weights = []
     for name, heads in zip(norm.names, (shape.num_heads, shape.num_kv_heads), strict=True):
         module = getattr(layer.module, name)
         parts = [module] if not norm.one_module_per_head else module.norms
@@ -191,8 +191,8 @@ def norm_weights(layer: AttentionLayer) -> tuple[Tensor, ...]:
             [w.detach().reshape(-1, shape.head_dim) for w in stored]
             or [torch.ones(1, shape.head_dim)]
         )
-        found.append((factors + norm.weight_offset).expand(heads, -1))
-    return tuple(found)
+        weights.append((factors + norm.weight_offset).expand(heads, -1))
+    return tuple(weights)
 
 
 class ProjectionPart:
@@ -222,15 +222,15 @@ class ProjectionPart:
 def projections(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Any]:
     """The q, k, v and o of a layer by role: linear layers, or parts of shared ones."""
     assert layer.shape is not None
-    found: dict[str, Any] = {}
+    by_role: dict[str, Any] = {}
     for name, roles in spec.linears().items():
         linear = getattr(layer.module, name)
         widths = getattr(layer.module, "role_widths", dict.fromkeys(roles, layer.shape.head_dim))
         pruned = hasattr(layer.module, "role_widths")
         rows = role_rows(roles, widths, layer.shape, per_head=spec.per_head and not pruned)
         for role in set(roles) & set(ROLES):
-            found[role] = linear if len(roles) == 1 else ProjectionPart(linear, rows[role])
-    return {role: found[role] for role in ROLES}
+            by_role[role] = linear if len(roles) == 1 else ProjectionPart(linear, rows[role])
+    return {role: by_role[role] for role in ROLES}
 
 
 def role_rows(
@@ -241,15 +241,15 @@ def role_rows(
     `widths` are the rows of one head of each role.
     """
     heads = {role: shape.num_kv_heads if role in "kv" else shape.num_heads for role in roles}
-    found, start = {}, 0
+    by_role, start = {}, 0
     for role in roles:
         rows = torch.arange(heads[role] * widths[role])
         if per_head:
             step = sum(widths[other] for other in roles)
             rows = rows % widths[role] + rows // widths[role] * step
-        found[role] = rows + start
+        by_role[role] = rows + start
         start += widths[role] if per_head else len(rows)
-    return found
+    return by_role
 
 
 def projection_tensors(
@@ -281,9 +281,9 @@ def split_heads(states: Tensor, head_dim: int) -> Tensor:
 def text_decoder(model: nn.Module) -> Any:
     """The module that holds the decoder layers of the language model."""
     find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
-    found = find() if find is not None else model
+    decoder = find() if find is not None else model
     # Llama 4's text model gives itself.
-    return found if hasattr(found, "layers") else getattr(found, "model", found)
+    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
 
 
 def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

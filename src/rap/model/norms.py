@@ -97,12 +97,12 @@ def pruned_norms(
         raise UnsupportedModelError(
             "this family has a norm module per head, which cannot be cut: plan with qk_norm='exact'"
         )
-    found = {}
+    norms = {}
     heads = (shape.num_heads, shape.num_kv_heads)
     for name, old, count in zip(norm_names(norm, exact=exact), norm.names, heads, strict=True):
         module = getattr(dense, old)
-        found[name] = module if exact else KeptNorm(norm, module, count, key_width, shape.head_dim)
-    return found
+        norms[name] = module if exact else KeptNorm(norm, module, count, key_width, shape.head_dim)
+    return norms
 
 
 def normalise_dense(norm: QKNorm, module: nn.Module, x_BHTD: Tensor) -> Tensor:

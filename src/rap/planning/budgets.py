@@ -148,8 +148,8 @@ def kv_budgets(
     else:
         ranks = [layer_score(layer) for layer in present] if ranks is None else ranks
         steps = _shared(present, ranks, retain, budget, key_share, unit)
-    found = iter([_layer_budget(*pair) for pair in zip(present, *steps, strict=True)])
-    return [None if layer is None else next(found) for layer in scores]
+    budgets = iter([_layer_budget(*pair) for pair in zip(present, *steps, strict=True)])
+    return [None if layer is None else next(budgets) for layer in scores]
 
 
 def check_settings(key_share: KeyShare, align: int) -> None:

@@ -78,7 +78,7 @@ def fold_head(
     Within a grouping the directions with the largest weights stay, whichever their group. Between
     groupings `logit_error` decides, rotation mismatch included; `turned` as it says.
     """
-    found = []
+    heads = []
     for edges in candidates:
         groups = frequency_groups(frequencies, context, edges)
         directions = group_directions(query_PP, key_PP, groups)
@@ -90,8 +90,8 @@ def fold_head(
         head = fill_slots(
             query_PP, key_PP, frequencies, groups, directions, slots, context, turned=turned
         )
-        found.append(head)
-    return min(found, key=lambda head: head.error)
+        heads.append(head)
+    return min(heads, key=lambda head: head.error)
 
 
 def frequency_groups(frequencies: Tensor, context: int, edges: Sequence[float]) -> list[int]:
@@ -109,7 +109,7 @@ def group_directions(
     """All directions of every group of one head, the most important of a group first."""
     directions = {}
     for group in sorted(set(groups)):
-        members = torch.tensor([pair for pair, found in enumerate(groups) if found == group])
+        members = torch.tensor([pair for pair, own in enumerate(groups) if own == group])
         query, key = query_PP[members[:, None], members], key_PP[members[:, None], members]
         factors = weighted_subspace(key, query, len(members))
         energy = factors.down.abs().square() * torch.diagonal(key).real
@@ -144,7 +144,7 @@ def fill_slots(
     unit = torch.eye(len(query_PP), dtype=torch.complex128)
     for group, pairs in slots.items():
         if len(pairs) == len(directions[group]):
-            members = [pair for pair, found in enumerate(groups) if found == group]
+            members = [pair for pair, own in enumerate(groups) if own == group]
             filled += [Direction(0.0, pair, unit[pair], unit[pair]) for pair in members]
             continue
         chosen = sorted(directions[group][: len(pairs)], key=lambda direction: direction.pair)

@@ -81,9 +81,9 @@ def _cheapest(
         option_B = torch.zeros(len(grown_B), dtype=torch.int32)
         for option in reversed(range(len(price))):
             reach = slice(price[option], price[option] + len(least_B))
-            found = least_B + error[option]
-            better = found < grown_B[reach]
-            grown_B[reach] = torch.where(better, found, grown_B[reach])
+            summed_B = least_B + error[option]
+            better = summed_B < grown_B[reach]
+            grown_B[reach] = torch.where(better, summed_B, grown_B[reach])
             option_B[reach] = torch.where(better, option, option_B[reach])
         least_B = grown_B
         tables.append(option_B)

@@ -64,24 +64,25 @@ class Orders(NamedTuple):
 DIRECTIONS = Orders()
 
 
-def key_moments(found: Mapping[str, Tensor], metric: Metric) -> Moments:
+def key_moments(statistics: Mapping[str, Tensor], metric: Metric) -> Moments:
     """Of a layer's key pairs, complex [G, P, P], and of what reads them in units of `metric`."""
-    return _complex(found["key_moment"]), _complex(found[_KEY_READER[metric]])
+    return _complex(statistics["key_moment"]), _complex(statistics[_KEY_READER[metric]])
 
 
-def free_moments(found: Mapping[str, Tensor], metric: Metric) -> Moments:
+def free_moments(statistics: Mapping[str, Tensor], metric: Metric) -> Moments:
     """Of a layer's key channels that never rotate, [G, F, F], and of what reads them."""
-    reader = found[{"loss": "free_gradient", "output": "query_free_moment"}[metric]]
-    return found["key_free_moment"].double(), reader.double()
+    reader = statistics[{"loss": "free_gradient", "output": "query_free_moment"}[metric]]
+    return statistics["key_free_moment"].double(), reader.double()
 
 
 def value_moments(
-    found: Mapping[str, Tensor], w_o: Tensor, shape: AttentionShape, metric: Metric
+    statistics: Mapping[str, Tensor], w_o: Tensor, shape: AttentionShape, metric: Metric
 ) -> Moments:
     """Of what o_proj reads, [G, R, D, D], and of what that adds to, in units of `metric`."""
-    reader = found["value_gradient"] if metric == "loss" else output_gram(w_o, shape).cpu()
+    reader = statistics["value_gradient"] if metric == "loss" else output_gram(w_o, shape).cpu()
     groups = (shape.num_kv_heads, shape.group_size)
-    return found["value_moment"].double().unflatten(0, groups), reader.double().unflatten(0, groups)
+    values = statistics["value_moment"].double()
+    return values.unflatten(0, groups), reader.double().unflatten(0, groups)
 
 
 def value_subspace(values: Moments, rank: int) -> Factors:

@@ -29,7 +29,10 @@ def row_sizes(w_k: Tensor, shape: AttentionShape, norm: QKNorm, weight_GD: Tenso
 
 
 def with_denominators(
-    layer: LayerPlan, shape: AttentionShape, found: Mapping[str, Tensor] | None, num_rows: int = 0
+    layer: LayerPlan,
+    shape: AttentionShape,
+    statistics: Mapping[str, Tensor] | None,
+    num_rows: int = 0,
 ) -> LayerPlan:
     """The plan of a normalised layer with energy ratios and, for mode `rows`, `num_rows` sketches.
 
@@ -37,18 +40,18 @@ def with_denominators(
     S rows carry as much of the dropped energy. The ratio is all energy over that of kept channels
     and rows. A layer without the statistics is left as it is.
     """
-    if found is None or "raw_energy_k" not in found or layer.mixes_keys:
+    if statistics is None or "raw_energy_k" not in statistics or layer.mixes_keys:
         return layer
     kept_GW = layer.kept_channels(shape)
     num_rows = min(num_rows, shape.head_dim - layer.key_width)
     fields: dict[str, Any] = {}
     for side, role in (("query", "q"), ("key", "k")):
-        all_HD = found[f"raw_energy_{role}"][:, shape.geometry.canonical_order().argsort()]
+        all_HD = statistics[f"raw_energy_{role}"][:, shape.geometry.canonical_order().argsort()]
         kept_HW = kept_GW.repeat_interleave(len(all_HD) // len(kept_GW), 0)
         seen_H = all_HD.gather(1, kept_HW).sum(1)
         suffix = "H" if role == "q" else "G"
         if num_rows:
-            sketch_HSD, energy_H = _sketch(found[f"norm_moment_{role}"], kept_HW, num_rows)
+            sketch_HSD, energy_H = _sketch(statistics[f"norm_moment_{role}"], kept_HW, num_rows)
             fields[f"{side}_sketch_{suffix}SD"] = sketch_HSD
             seen_H = seen_H + energy_H
         fields[f"{side}_ratio_{suffix}"] = all_HD.sum(1) / seen_H

@@ -59,16 +59,16 @@ def score_layers(
         if shape is None:
             scored.append(None)
             continue
-        found = SCORES[name].layer(
+        scores = SCORES[name].layer(
             layer_statistics or {}, layer_weights or {}, shape, seed * 1_000_003 + index
         )
-        for what, tensor in vars(found).items():
+        for what, tensor in vars(scores).items():
             if not torch.isfinite(tensor).all():
                 raise CalibrationError(
                     f"layer {index}: score {name!r} is not finite in {what}: check the weights of "
                     "this layer, or calibrate in float32 or bfloat16"
                 )
-        scored.append(found)
+        scored.append(scores)
     return scored
 
 

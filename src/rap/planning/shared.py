@@ -105,12 +105,12 @@ def shared_slots(
     lowest = float("inf")
     for edges in candidates:
         groups = frequency_groups(frequencies, context, edges)
-        found = [group_directions(query, key, groups) for query, key in heads]
-        totals = [_total(directions) if relative else 1.0 for directions in found]
-        slots = _shared_list(found, totals, num_slots)
+        by_head = [group_directions(query, key, groups) for query, key in heads]
+        totals = [_total(directions) if relative else 1.0 for directions in by_head]
+        slots = _shared_list(by_head, totals, num_slots)
         filled = [
             fill_slots(query, key, frequencies, groups, directions, slots, context, turned=turned)
-            for (query, key), directions in zip(heads, found, strict=True)
+            for (query, key), directions in zip(heads, by_head, strict=True)
         ]
         error = sum(head.error / total for head, total in zip(filled, totals, strict=True))
         if error < lowest:

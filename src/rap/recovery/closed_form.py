@@ -118,14 +118,14 @@ def _refit(
 
 def _seen(model: Any, linear: nn.Linear, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Input and output [N, .] of one projection on a batch of ids; later layers do not run."""
-    found: list[Tensor] = []
+    seen: list[Tensor] = []
 
     def take(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        found.extend((inputs[0].flatten(0, -2), output.flatten(0, -2)))
+        seen.extend((inputs[0].flatten(0, -2), output.flatten(0, -2)))
         raise _Reached
 
     with removed([linear.register_forward_hook(take)]), suppress(_Reached):
         model.base_model(
             input_ids=ids.to(model.get_input_embeddings().weight.device), use_cache=False
         )
-    return found[0], found[1]
+    return seen[0], seen[1]

@@ -117,17 +117,17 @@ def _pack(
     window = window if bos is None else window - 1
     # verbose=False: the text is longer than the model's window on purpose.
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-    found = len(ids) // window
-    if found == 0:
+    whole = len(ids) // window
+    if whole == 0:
         raise RapError(
             f"the recovery text has {len(ids)} tokens, one window needs {window}: give a longer "
             "text or a shorter window"
         )
-    rows = with_bos(ids[: found * window].view(found, window), bos)
-    if limit is None or limit >= found:
+    rows = with_bos(ids[: whole * window].view(whole, window), bos)
+    if limit is None or limit >= whole:
         return rows
     generator = torch.Generator().manual_seed(seed)
-    return rows[torch.randperm(found, generator=generator)[:limit].sort().values]
+    return rows[torch.randperm(whole, generator=generator)[:limit].sort().values]
 
 
 def _enough(num_windows: int | None, window: int) -> int | None:

@@ -31,17 +31,17 @@ def matching_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 def attention_outputs(model: Any) -> Iterator[list[Tensor]]:
     """A list that receives what each attention layer adds to the residual stream, in order."""
     modules = [layer.module for layer in attention_layers(model) if layer.module is not None]
-    with last_outputs(modules) as found:
-        yield found
+    with last_outputs(modules) as outputs:
+        yield outputs
 
 
 @contextmanager
 def last_outputs(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
     """A list that receives the first output of every call of `modules` inside."""
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def take(module: nn.Module, inputs: Any, output: Any) -> None:
-        found.append(output if isinstance(output, Tensor) else output[0])
+        outputs.append(output if isinstance(output, Tensor) else output[0])
 
     with removed([module.register_forward_hook(take) for module in modules]):
-        yield found
+        yield outputs

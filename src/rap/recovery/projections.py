@@ -60,11 +60,12 @@ def train_projections(
     weights are still those of `dense`.
     """
     _check(small, dense)
-    found = calibrate(dense, windows[:CALIBRATION_WINDOWS], {"rotated"}).layers
+    statistics = calibrate(dense, windows[:CALIBRATION_WINDOWS], {"rotated"}).layers
     layers = [layer for layer in attention_layers(dense) if layer.shape is not None]
     trained, spec = copy.deepcopy(small), attention_spec(dense.config)
     own = attention_layers(trained)
-    bases = {i: Bases(own[i], found[i]).to(dense.device) for i in (item.index for item in layers)}
+    indices = [layer.index for layer in layers]
+    bases = {i: Bases(own[i], statistics[i]).to(dense.device) for i in indices}
     with frozen(dense), evaluating(dense):
         _train(bases, dense, windows, config, progress)
     with torch.no_grad():
@@ -78,12 +79,15 @@ class Bases(nn.Module):
 
     order: Tensor
 
-    def __init__(self, layer: AttentionLayer, found: Any):
+    def __init__(self, layer: AttentionLayer, statistics: Any):
         super().__init__()
         module: Any = layer.module
         # Stock attention has keys in the dense order of channels, the bases in the canonical one.
         self.register_buffer("order", module.dense_shape.geometry.canonical_order().argsort())
-        covariances = {"k": found["rotated_key_moment"], "v": found["value_moment_about_mean"]}
+        covariances = {
+            "k": statistics["rotated_key_moment"],
+            "v": statistics["value_moment_about_mean"],
+        }
         for name, down in (("k", module.key_down), ("v", module.value_down)):
             leading = torch.stack([part.weight.detach().cpu().double().mT for part in down])
             start = _completed(leading, covariances[name].double())
@@ -91,7 +95,7 @@ class Bases(nn.Module):
         self.skew = nn.ParameterDict(
             {name: nn.Parameter(torch.zeros_like(covariances[name])) for name in "kv"}
         )
-        self.mean = nn.Parameter(found["value_mean"].clone())
+        self.mean = nn.Parameter(statistics["value_mean"].clone())
 
     def basis(self, name: str) -> Tensor:
         """The orthogonal [G, D, D] basis of keys (canonical order) or of values."""

@@ -101,11 +101,11 @@ def recover_stage(
         from .distillation import distill
 
         work = work_folder(output) if output is not None else None
-        found = distill(
+        distilled = distill(
             small, dense, windows, config, validation=validation, work=work, progress=progress
         )
-        small, report["distillation"] = found.model, found.report
-        report["perplexity_distilled"] = found.report["perplexity_after"]
+        small, report["distillation"] = distilled.model, distilled.report
+        report["perplexity_distilled"] = distilled.report["perplexity_after"]
     report["perplexity_after"] = min(
         value for key, value in report.items() if key.startswith("perplexity_")
     )

@@ -65,8 +65,8 @@ class DistillationTrainer(Trainer):
     @property
     def bad_steps(self) -> list[int]:
         """Steps that were skipped because their gradient was not finite."""
-        found = [c for c in self.callback_handler.callbacks if isinstance(c, BadSteps)]
-        return found[0].steps
+        counters = [c for c in self.callback_handler.callbacks if isinstance(c, BadSteps)]
+        return counters[0].steps
 
     def run(self, checkpoint: Path | None) -> None:
         """Train from the start or from a checkpoint, also one of the last step.
@@ -134,14 +134,14 @@ class DistillationTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Held-out perplexity of the student, in its own precision."""
-        found = perplexity(
+        held_out = perplexity(
             self.model.get_base_model(),
             self.validation_NT.flatten(),
             window=self.validation_NT.shape[1],
             bos=None,
             dtype=None,
         )
-        metrics = {"eval_perplexity": found.value}
+        metrics = {"eval_perplexity": held_out.value}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics

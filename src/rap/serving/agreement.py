@@ -49,7 +49,7 @@ def reference_logprobs(reference: Any, transcript: Transcript) -> Tensor:
     return logits.double().log_softmax(-1).cpu()
 
 
-def _errors(logprobs_TV: Tensor, tokens: Tensor, found: list[float]) -> list[float]:
+def _errors(logprobs_TV: Tensor, tokens: Tensor, reported: list[float]) -> list[float]:
     expected = logprobs_TV.gather(1, tokens[:, None])[:, 0]
-    errors: list[float] = (expected - torch.tensor(found, dtype=torch.float64)).abs().tolist()
+    errors: list[float] = (expected - torch.tensor(reported, dtype=torch.float64)).abs().tolist()
     return errors

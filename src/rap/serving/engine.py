@@ -114,14 +114,14 @@ def run_vllm(
             timeout=timeout,
             check=False,
         )
-        found = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else {}
-    if "error" in found or not found:
-        raise failure(done.stdout + done.stderr, found.get("error", ""))
+        result = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else {}
+    if "error" in result or not result:
+        raise failure(done.stdout + done.stderr, result.get("error", ""))
     return EngineRun(
-        rounds=[[Transcript(**each) for each in one] for one in found["rounds"]],
-        capacity_tokens=found["capacity_tokens"],
-        start_seconds=found["start_seconds"],
-        version=found["vllm"],
+        rounds=[[Transcript(**each) for each in one] for one in result["rounds"]],
+        capacity_tokens=result["capacity_tokens"],
+        start_seconds=result["start_seconds"],
+        version=result["vllm"],
     )
 
 

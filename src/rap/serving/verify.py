@@ -88,7 +88,7 @@ def verify(
         transcripts = [transcribe(model, prompt, MAX_TOKENS) for prompt in prompts]
         version, capacity = transformers.__version__, GIB // footprint(model).kv_bytes_per_token
     reference = load(source, dtype="float32", attn_implementation="eager")
-    found = agreement(reference, transcripts)
+    compared = agreement(reference, transcripts)
     bound = tolerance if tolerance is not None else TOLERANCES[dtype]
     heads = max(1, config.num_key_value_heads // tensor_parallel_size)
     dense_bytes = _dense_channels(config, heads) * getattr(torch, dtype).itemsize
@@ -96,14 +96,14 @@ def verify(
         engine=engine,
         version=version,
         dtype=dtype,
-        num_tokens=found.num_tokens,
-        mismatched_tokens=found.mismatched_tokens,
-        max_logprob_error=found.max_logprob_error,
+        num_tokens=compared.num_tokens,
+        mismatched_tokens=compared.mismatched_tokens,
+        max_logprob_error=compared.max_logprob_error,
         tolerance=bound,
         tokens_per_gib=capacity,
         dense_tokens_per_gib=GIB // dense_bytes,
         kept_fraction=kept_fraction(config),
-        passed=_agrees(found, bound, dtype) and capacity >= 0.99 * (GIB // dense_bytes),
+        passed=_agrees(compared, bound, dtype) and capacity >= 0.99 * (GIB // dense_bytes),
     )
 
 
@@ -162,6 +162,6 @@ def _dense_channels(config: Any, num_kv_heads: int) -> int:
     return config.num_hidden_layers * num_kv_heads * 2 * dense_head_dim(config)
 
 
-def _agrees(found: Agreement, tolerance: float, dtype: str) -> bool:
-    same = found.mismatched_tokens == 0 or dtype != "float32"
-    return same and found.max_logprob_error <= tolerance
+def _agrees(compared: Agreement, tolerance: float, dtype: str) -> bool:
+    same = compared.mismatched_tokens == 0 or dtype != "float32"
+    return same and compared.max_logprob_error <= tolerance

@@ -77,10 +77,10 @@ def models_page() -> str:
 
 
 def _by_reason() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for name, reason in REASONS.items():
-        found.setdefault(reason, []).append(name)
-    return found
+        by_reason.setdefault(reason, []).append(name)
+    return by_reason
 
 
 def _row(spec: AttentionSpec) -> str:
@@ -100,7 +100,7 @@ def _norm(spec: AttentionSpec) -> str:
 
 
 def _features(spec: AttentionSpec) -> str:
-    found = [
+    features = [
         ("fused q, k, v", spec.fused),
         ("gated output", spec.gate),
         ("clockwise rotation", spec.clockwise),
@@ -111,7 +111,7 @@ def _features(spec: AttentionSpec) -> str:
         ("query scale", spec.query_scale),
         ("needs BOS", spec.needs_bos),
     ]
-    return ", ".join(name for name, there in found if there) or "-"
+    return ", ".join(name for name, there in features if there) or "-"
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
     `frequency_index` int32 [G, M]; with QK-norm also the dense channel of every kept one,
     `kept_channels` int32 [G, W] (mode `exact`), or each norm's energy `ratio` [heads] (else).
     """
-    found = {}
+    by_path = {}
     for layer, planned in zip(layers, plan.layers, strict=True):
         if planned is None:
             continue
@@ -163,8 +163,8 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
             counts = (layer.shape.num_heads, layer.shape.num_kv_heads)
             for name, ratio, count in zip(names, ratios, counts, strict=True):
                 added[f"{name}.ratio"] = torch.ones(count) if ratio is None else ratio.float()
-        found[layer.path] = added
-    return found
+        by_path[layer.path] = added
+    return by_path
 
 
 def _widths(layer: LayerPlan | None, norm_mode: str) -> dict[str, int] | None:

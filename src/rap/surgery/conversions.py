@@ -25,9 +25,9 @@ class Conversions:
 
     def __init__(self, model: Any):
         self._model, self._state = model, model.state_dict()
-        found = get_model_conversion_mapping(model)
-        self._renamings = [rule for rule in found if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in found if isinstance(rule, WeightConverter)]
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
     def target(self, stored: str) -> tuple[str, str | None]:
         """The model's name of a stored tensor, and what it matched if it is a part of that one."""
@@ -51,8 +51,8 @@ class Conversions:
             if not any(rule.rename_source_key(name)[1] for rule in splitting)
         }
         stored = revert_weight_conversion(self._model, marks)
-        found = {id(mark): name for name, mark in stored.items()}
-        return {name: found[id(marks[name])] if name in marks else name for name in names}
+        name_of = {id(mark): name for name, mark in stored.items()}
+        return {name: name_of[id(marks[name])] if name in marks else name for name in names}
 
     def join(
         self, target: str, parts: Iterable[tuple[str, str]], read: Callable[[str], Tensor]

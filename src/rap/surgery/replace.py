@@ -166,7 +166,7 @@ def check_plain(model: Any, layers: Sequence[AttentionLayer], what: str) -> None
             "several sets of rotary frequencies",
         ),
     ]
-    reasons = [reason for found, reason in missing if found]
+    reasons = [reason for present, reason in missing if present]
     if reasons:
         raise UnsupportedModelError(
             f"method {what} is not made for attention with {' and '.join(reasons)}: use method rap"

@@ -205,11 +205,11 @@ def apply_streamed(
             total_bytes += sum(entry.num_bytes for entry in entries)
         rewriter.join()
         _check_complete(rewriter)
-        found = rewriter.dense.value()
-        if plan.dense_fingerprint and found != plan.dense_fingerprint:
+        fingerprint = rewriter.dense.value()
+        if plan.dense_fingerprint and fingerprint != plan.dense_fingerprint:
             raise PlanError(
                 f"the plan was made from other weights ({plan.dense_fingerprint[:12]}) than those "
-                f"in {source} ({found[:12]}): make a new plan for this checkpoint"
+                f"in {source} ({fingerprint[:12]}): make a new plan for this checkpoint"
             )
         if len(shards) > 1:
             write_index(partial, weight_map, total_bytes)

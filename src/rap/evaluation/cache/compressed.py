@@ -121,9 +121,9 @@ def compressed_perplexity(
     total, at_prefix, at_end = torch.zeros((), dtype=torch.float64), 0.0, 0.0
     with evaluating(model):
         for ids_BT in windows_NT.split(batch_size):
-            found = _continue(model, ids_BT, prefix, piece, compression)
-            total += found.losses_BN.sum(dtype=torch.float64).cpu()
-            at_prefix, at_end = found.prefix_bytes / prefix, found.kv_bytes / (window - 1)
+            continued = _continue(model, ids_BT, prefix, piece, compression)
+            total += continued.losses_BN.sum(dtype=torch.float64).cpu()
+            at_prefix, at_end = continued.prefix_bytes / prefix, continued.kv_bytes / (window - 1)
     num_tokens = len(windows_NT) * (window - 1 - prefix)
     nats = float(total / num_tokens)
     if not math.isfinite(nats):
@@ -187,8 +187,8 @@ def _answered(
     """Whether each token of the answer is the greedy choice, bool [tokens of the answer]."""
     prefix, ids_T = question_start(document, writer), torch.from_numpy(document.ids)
     rest = len(ids_T) - prefix
-    found = _continue(model, ids_T[None], prefix, rest, compression)
-    right: np.ndarray = found.right_BN[0].numpy()
+    continued = _continue(model, ids_T[None], prefix, rest, compression)
+    right: np.ndarray = continued.right_BN[0].numpy()
     return right[document.kinds[prefix + 1 :] == ANSWER]
 
 

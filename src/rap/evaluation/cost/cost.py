@@ -169,8 +169,8 @@ def count(model: Any, *, tokens: int, context: int) -> Counted:
     The decode step is the one that attends to `context` tokens.
     """
     layers = model.config.num_hidden_layers
-    found = footprint(model)
-    element = getattr(torch, found.kv_dtype).itemsize
+    sizes = footprint(model)
+    element = getattr(torch, sizes.kv_dtype).itemsize
     model.set_attn_implementation("eager")
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     with evaluating(model), FlopCounterMode(display=False) as counter:
@@ -181,9 +181,9 @@ def count(model: Any, *, tokens: int, context: int) -> Counted:
         sum(counts.values()) for at, counts in counter.get_flop_counts().items() if at in names
     ]
     return Counted(
-        cache=found.kv_bytes_per_token / element / layers,
-        weights=found.attention_parameters / layers,
-        kv_weights=found.kv_parameters / layers,
+        cache=sizes.kv_bytes_per_token / element / layers,
+        weights=sizes.attention_parameters / layers,
+        kv_weights=sizes.kv_parameters / layers,
         forward_flops=sum(flops) / layers,
-        decode_flops=found.attention_flops(context) / layers,
+        decode_flops=sizes.attention_flops(context) / layers,
     )

@@ -123,27 +123,27 @@ def _projection_flops(
     model: Any, layers: list[AttentionLayer], flops: dict[str, int]
 ) -> dict[str, int]:
     spec, root = attention_spec(model.config), type(model).__name__
-    found = dict.fromkeys((*ROLES, "gate"), 0)
+    by_role = dict.fromkeys((*ROLES, "gate"), 0)
     for layer in layers:
         for role, name, share in _shares(layer, spec):
-            found[role] += int(flops[f"{root}.{layer.path}.{name}"] * share)
+            by_role[role] += int(flops[f"{root}.{layer.path}.{name}"] * share)
         rebuilding: tuple[str, ...] = getattr(layer.module, "reconstruction", ())
         for role, name, _ in _factors(layer):
             if name not in rebuilding:
-                found[role] += flops[f"{root}.{layer.path}.{name}"]
-    return found
+                by_role[role] += flops[f"{root}.{layer.path}.{name}"]
+    return by_role
 
 
 def _shares(layer: AttentionLayer, spec: AttentionSpec) -> list[tuple[str, str, Fraction]]:
     """Role, name and share of the linear's rows: one linear may be q, k and v, or q and a gate."""
-    shape, found = layer.shape, []
+    shape, shares = layer.shape, []
     assert shape is not None
     for name, roles in spec.linears().items():
         widths = getattr(layer.module, "role_widths", dict.fromkeys(roles, shape.head_dim))
         rows = role_rows(roles, widths, shape, per_head=False)
         total = sum(len(own) for own in rows.values())
-        found += [(role, name, Fraction(len(own), total)) for role, own in rows.items()]
-    return found
+        shares += [(role, name, Fraction(len(own), total)) for role, own in rows.items()]
+    return shares
 
 
 def _factors(layer: AttentionLayer) -> list[tuple[str, str, Any]]:

@@ -98,8 +98,8 @@ class DecodeStep:
         if self._graph is not None:
             self._graph()
             return
-        found = self._forward(input_ids=self.ids_B1, past_key_values=self.cache, use_cache=True)
-        self.logits = found.logits
+        output = self._forward(input_ids=self.ids_B1, past_key_values=self.cache, use_cache=True)
+        self.logits = output.logits
 
 
 def _empty_cache(variant: Variant, config: Any, room: int) -> Any:
@@ -203,13 +203,13 @@ class Point:
 
     def best(self, model: str) -> str | None:
         """The variant of least median time."""
-        spent = {name: found for name, found in self.seconds[model].items() if found}
+        spent = {name: seconds for name, seconds in self.seconds[model].items() if seconds}
         return min(spent, key=lambda name: statistics.median(spent[name]), default=None)
 
     def median(self, model: str, variant: str | None = None) -> float | None:
         """Median seconds of a step, by default of the best variant."""
-        found = self.seconds[model].get(variant or self.best(model) or "")
-        return statistics.median(found) if found else None
+        seconds = self.seconds[model].get(variant or self.best(model) or "")
+        return statistics.median(seconds) if seconds else None
 
     def ratio(self, pruned: str, dense: str = "dense", variant: str | None = None) -> float | None:
         """Dense over pruned time: the median over rounds, each at its best or at one variant."""
@@ -254,19 +254,19 @@ def measure_point(
             transient[name][variant.name] = step.transient_bytes
         return interleaved(steps, rounds, lambda key: steps[key].choose(), clock)
 
-    found: dict[tuple[str, Variant], list[float] | None] = dict.fromkeys(names)
+    seconds: dict[tuple[str, Variant], list[float] | None] = dict.fromkeys(names)
     together = _if_it_fits(build, names)
     if together is not None:
-        found |= together
+        seconds |= together
     else:
         for key in names:
             torch.cuda.empty_cache()
-            found |= _if_it_fits(build, [key]) or {}
+            seconds |= _if_it_fits(build, [key]) or {}
     return Point(
         batch=batch,
         context=context,
         seconds={
-            name: {variant.name: found[name, variant] for variant in variants} for name in models
+            name: {variant.name: seconds[name, variant] for variant in variants} for name in models
         },
         transient_bytes=transient,
         kv_bytes=kv_bytes,

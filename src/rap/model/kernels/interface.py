@@ -62,10 +62,10 @@ class RapAttentionInterface:
             if softcap is None and s_aux is None:
                 return _grouped(query, key, value, attention_mask, scale), None
         if softcap is None and s_aux is None:
-            found = sdpa_attention_forward(
+            attended = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
             )
-            return found[0], None
+            return attended[0], None
         if attention_mask is None and query.shape[2] > 1:
             # The mask is left out where each token sees those up to its own, from slot 0, and where
             # a single token sees all slots.

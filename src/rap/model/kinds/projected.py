@@ -79,18 +79,18 @@ def projected_tensors(
 
     The mean of the keys needs no place: what it adds to a query's logits is the same for all keys.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for head, (key, value) in enumerate(zip(key_basis_GDR, value_basis_GDR, strict=True)):
-        found[f"key_down.{head}.weight"] = key.mT.contiguous()
-        found[f"value_down.{head}.weight"] = value.mT.contiguous()
-        found[f"value_down.{head}.bias"] = -(value_mean_GD[head] @ value)
+        tensors[f"key_down.{head}.weight"] = key.mT.contiguous()
+        tensors[f"value_down.{head}.weight"] = value.mT.contiguous()
+        tensors[f"value_down.{head}.bias"] = -(value_mean_GD[head] @ value)
     groups, dim = value_mean_GD.shape
     columns = w_o.unflatten(1, (groups, -1, dim))
     folded = torch.einsum("egqd,gdr->egqr", columns, value_basis_GDR)
     added = torch.einsum("egqd,gd->e", columns, value_mean_GD)
-    found[f"{output}.weight"] = folded.flatten(1)
-    found[f"{output}.bias"] = added if b_o is None else added + b_o
-    return found
+    tensors[f"{output}.weight"] = folded.flatten(1)
+    tensors[f"{output}.bias"] = added if b_o is None else added + b_o
+    return tensors
 
 
 def _each_head(bases: nn.ModuleList, x_BHTD: Tensor) -> Tensor:

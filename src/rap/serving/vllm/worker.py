@@ -62,12 +62,12 @@ def _transcript(request: Any) -> dict[str, Any]:
 def main(job: Path, result: Path) -> None:
     """Run the job file; an engine's refusal is a result too."""
     try:
-        found = run(json.loads(job.read_text(encoding="utf-8")))
+        outcome = run(json.loads(job.read_text(encoding="utf-8")))
     except (ValueError, RuntimeError) as error:
-        found = {"error": f"{type(error).__name__}: {error}"}
-        result.write_text(json.dumps(found), encoding="utf-8")
+        outcome = {"error": f"{type(error).__name__}: {error}"}
+        result.write_text(json.dumps(outcome), encoding="utf-8")
         raise
-    result.write_text(json.dumps(found), encoding="utf-8")
+    result.write_text(json.dumps(outcome), encoding="utf-8")
 
 
 if __name__ == "__main__":

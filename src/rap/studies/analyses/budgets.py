@@ -17,12 +17,12 @@ def measure(study: Study) -> Data:
     rows = []
     for letter, score in SCORERS.items():
         for other, budget in BUDGETS.items():
-            found = {
+            perplexities = {
                 name: study.after(paper_cut(RETAIN, score=score, budget=budget, key_share=share))
                 for share, name in SHARES.items()
             }
             name = f"{letter}{other}: {score}, {budget}"
-            rows.append({"name": name, "perplexity": found})
+            rows.append({"name": name, "perplexity": perplexities})
     return {
         "dense": study.perplexity(study.model),
         "rows": rows,

@@ -33,11 +33,11 @@ class LayerChannels:
 def best_channels(plan: Plan, statistics: Sequence[Named | None]) -> list[LayerChannels]:
     """As many key channels as the plan keeps, the best by root-Fisher; its own value channels."""
     chosen = []
-    for layer, shape, found in zip(plan.layers, plan.shapes, statistics, strict=True):
-        if layer is None or shape is None or found is None or layer.channels_GC is None:
+    for layer, shape, layer_statistics in zip(plan.layers, plan.shapes, statistics, strict=True):
+        if layer is None or shape is None or layer_statistics is None or layer.channels_GC is None:
             raise UnsupportedModelError("a plan of plain value channels in every layer is needed")
         order = torch.as_tensor(shape.geometry.canonical_order())
-        best = found["root_fisher_k"].topk(layer.key_width, dim=1).indices
+        best = layer_statistics["root_fisher_k"].topk(layer.key_width, dim=1).indices
         chosen.append(LayerChannels(order[best].sort(1).values, layer.channels_GC.long()))
     return chosen
 

@@ -25,14 +25,14 @@ def measure(study: Study) -> Data:
         for retain in RETAINS:
             method = Rap(retain=retain, align=2, budget=budget)
             plan = study.plan(method)
-            found = study.after(method, plan)
+            perplexity = study.after(method, plan)
             rows.append(
                 {
                     "budget": budget,
                     "retain": retain,
                     "expected": expected(plan, costs),
-                    "measured": math.log(found / dense),
-                    "perplexity": found,
+                    "measured": math.log(perplexity / dense),
+                    "perplexity": perplexity,
                 }
             )
     return {"dense": dense, "rows": rows, "how": study.note}

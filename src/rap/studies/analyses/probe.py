@@ -21,16 +21,16 @@ def measure(study: Study) -> Data:
             if layer is None:
                 continue
             alone = [layer if other == index else None for other in range(len(plan.layers))]
-            found = study.after(method, replace(plan, layers=tuple(alone)))
-            rows.append({"retain": retain, "layer": index, "perplexity": found})
+            perplexity = study.after(method, replace(plan, layers=tuple(alone)))
+            rows.append({"retain": retain, "layer": index, "perplexity": perplexity})
     return {"dense": study.perplexity(study.model), "rows": rows, "how": study.note}
 
 
 def table(data: Data) -> Data:
     """One row a layer."""
-    found = {(row["layer"], row["retain"]): row["perplexity"] for row in data["rows"]}
-    layers = sorted({layer for layer, _ in found})
-    retains = sorted({retain for _, retain in found}, reverse=True)
+    values = {(row["layer"], row["retain"]): row["perplexity"] for row in data["rows"]}
+    layers = sorted({layer for layer, _ in values})
+    retains = sorted({retain for _, retain in values}, reverse=True)
     return {
         "title": "One layer cut, the others dense",
         "note": (
@@ -41,7 +41,7 @@ def table(data: Data) -> Data:
         "header": ["layer", *(f"perplexity at {retain:g}" for retain in retains)],
         "rows": [
             ["none", *(f"{data['dense']:.2f}" for _ in retains)],
-            *([layer, *(f"{found[layer, retain]:.2f}" for retain in retains)] for layer in layers),
+            *([layer, *(f"{values[layer, retain]:.2f}" for retain in retains)] for layer in layers),
         ],
     }
 

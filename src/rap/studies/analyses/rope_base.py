@@ -46,8 +46,8 @@ def measure(study: Study) -> Data:
     rows = []
     for base in BASES:
         moved = study.on(with_base(study.model, base))
-        found = {name: moved.after(method) for name, method in methods.items()}
-        rows.append({"base": base, "dense": moved.perplexity(moved.model), **found})
+        perplexities = {name: moved.after(method) for name, method in methods.items()}
+        rows.append({"base": base, "dense": moved.perplexity(moved.model), **perplexities})
     trained = float(study.model.config.rope_parameters["rope_theta"])
     return {"rows": rows, "trained": trained, "retain": RETAIN, "how": study.note}
 

@@ -41,8 +41,8 @@ def measure(study: Study) -> Data:
 def _heads(study: Study, score: str) -> list[Tensor]:
     """Scores of the pairs of every head, [G, P] a layer."""
     dense = dense_layers(study.model)
-    found = study.statistics({"fisher"}).layers
-    scored = score_layers(score, found, dense.weights, dense.shapes)
+    statistics = study.statistics({"fisher"}).layers
+    scored = score_layers(score, statistics, dense.weights, dense.shapes)
     return [layer.pairs_GP for layer in scored if layer is not None]
 
 

@@ -33,8 +33,8 @@ def table(data: Data) -> Data:
     rows = []
     for row in data["rows"]:
         worst = min(row["layers"], key=row["layers"].get)
-        found = row.get("perplexity")
-        cost = [f"{found[name]:.2f}" for name in ("pooled", "balanced")] if found else ["", ""]
+        values = row.get("perplexity")
+        cost = [f"{values[name]:.2f}" for name in ("pooled", "balanced")] if values else ["", ""]
         rows.append(
             [
                 f"{row['retain']:g}",

@@ -55,12 +55,12 @@ def nearest(cut: Sequence[Record], method: str, dense: Record, target: float) ->
 def _row(
     group: Sequence[Record], dense: Record, quality: dict[str, Show], recoveries: Sequence[str]
 ) -> list[str]:
-    one, found = group[0], {record["recover"]: record for record in group}
+    one, cells = group[0], {record["recover"]: record for record in group}
     costs = ("kv_bytes_per_token", "attention_parameters", "projection_flops")
     return [
         f"{one['method']} at {one['retain']:g}",
         *(f"{one[key] / dense[key]:.1%}" for key in costs),
-        *(show(found[r]) if r in found else "" for show in quality.values() for r in recoveries),
+        *(show(cells[r]) if r in cells else "" for show in quality.values() for r in recoveries),
     ]
 
 

@@ -151,13 +151,13 @@ def _quality(
     """Perplexity, and what tells how near the dense model is, of one pass over the text."""
     figures: dict[str, Any] = {}
     if states is None or model is dense:
-        found = perplexity(model, tokens, **_sizes(measures), bos=bos, progress=progress)
+        scored = perplexity(model, tokens, **_sizes(measures), bos=bos, progress=progress)
         if measures.fidelity and model is dense:
             figures = ITSELF
     else:
         compared = states.compare(model, progress=progress)
-        found, figures = compared.perplexity, compared.figures()
-    return {"perplexity": found.value, "evaluation": asdict(found), **figures}
+        scored, figures = compared.perplexity, compared.figures()
+    return {"perplexity": scored.value, "evaluation": asdict(scored), **figures}
 
 
 def _context_use(

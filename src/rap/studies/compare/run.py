@@ -171,10 +171,10 @@ class Bench:
         if cell.method is not None:
             asked["states"] = self.states
         measures = self.grid.measures
-        found = measure(
+        figures = measure(
             model, self.dense.model, self.dense.tokenizer, self.tokens, measures, **asked
         )
-        return {**made, **found, "provenance": provenance(**cell.config)}
+        return {**made, **figures, "provenance": provenance(**cell.config)}
 
     @cached_property
     def states(self) -> DenseStates | None:

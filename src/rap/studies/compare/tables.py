@@ -33,23 +33,23 @@ def tables(name: str, records: Sequence[Record], failed: Sequence[Record]) -> li
         return []
     dense, cut = records[0], records[1:]
     retains = sorted({record["retain"] for record in cut}, reverse=True)
-    found = []
+    made = []
     for retain in retains:
-        found.append(_main(name, retain, dense, cut, failed))
-        found.append(closeness(name, retain, dense, cut, RECOVERED))
+        made.append(_main(name, retain, dense, cut, failed))
+        made.append(closeness(name, retain, dense, cut, RECOVERED))
     # Once is enough: it holds for all of them.
-    found[0]["note"] = f"{_note(dense)} {found[0]['note']}".strip()
-    found.append(capability(name, dense, cut, RECOVERED))
-    found.append(matched(name, dense, cut, MATCHED_QUALITY, RECOVERED))
+    made[0]["note"] = f"{_note(dense)} {made[0]['note']}".strip()
+    made.append(capability(name, dense, cut, RECOVERED))
+    made.append(matched(name, dense, cut, MATCHED_QUALITY, RECOVERED))
     if len(retains) > 2:
-        found += [_sweep(name, recover, dense, cut) for recover in _recoveries(cut)]
+        made += [_sweep(name, recover, dense, cut) for recover in _recoveries(cut)]
     steelman = [record for record in cut if record["method"] in STEELMAN]
     if {_base(record) for record in steelman} == {"kvpruner", "kvpruner-indexed", "rap"}:
-        found += [_steelman(name, recover, dense, steelman) for recover in _recoveries(steelman)]
+        made += [_steelman(name, recover, dense, steelman) for recover in _recoveries(steelman)]
     unconverged = [record for record in cut if _base(record) in UNCONVERGED]
     if unconverged and len(_recoveries(cut)) > 1:
-        found.append(_unconverged(name, unconverged, dense))
-    return [table for table in found if table["rows"]]
+        made.append(_unconverged(name, unconverged, dense))
+    return [table for table in made if table["rows"]]
 
 
 def _base(record: Record) -> str:
@@ -78,8 +78,12 @@ def _main(
     header += [f"{what}, {RECOVERED.get(r, r)}" for what in quality for r in recoveries]
     rows = []
     for method in [DENSE, *_methods(here)]:
-        found = {r["recover"]: r for r in here if r["method"] == method}
-        cells = [dense] * len(recoveries) if method == DENSE else [found.get(r) for r in recoveries]
+        by_recovery = {r["recover"]: r for r in here if r["method"] == method}
+        cells = (
+            [dense] * len(recoveries)
+            if method == DENSE
+            else [by_recovery.get(r) for r in recoveries]
+        )
         # Recovery leaves the shapes alone, so any of the cells tells the cost.
         one = next(cell for cell in cells if cell is not None)
         cost = [show(one, dense) for show in COST.values()]

@@ -26,23 +26,23 @@ def parse_retains(text: str) -> tuple[float, ...]:
 
     Highest first. Raises RapError for anything else.
     """
-    found: list[Decimal] = []
+    decimals: list[Decimal] = []
     try:
         for part in text.split(","):
             start, *others = (Decimal(number.strip()) for number in part.split(":"))
             if not others:
-                found.append(start)
+                decimals.append(start)
                 continue
             stop, step = others
             count = (stop - start) / step
             if step <= 0 or count < 0:
                 raise ValueError
-            found += [start + step * index for index in range(int(count) + 1)]
+            decimals += [start + step * index for index in range(int(count) + 1)]
     except (InvalidOperation, ValueError, ArithmeticError) as error:
         raise RapError(
             f"retain {text!r} is no list of ratios: write 0.7,0.5 or first:last:step (0.5:0.9:0.1)"
         ) from error
-    ratios = sorted({float(ratio) for ratio in found}, reverse=True)
+    ratios = sorted({float(ratio) for ratio in decimals}, reverse=True)
     if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
         raise RapError(f"retain {text!r} leaves (0, 1]: give fractions of the cache to keep")
     return tuple(ratios)

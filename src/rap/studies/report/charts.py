@@ -92,13 +92,13 @@ def line_chart(
     below stands on the floor. Points that are not finite are left out. Ids begin with `prefix`.
     """
     shown = {one.name: [p for p in one.points if math.isfinite(p.value)] for one in series}
-    points = [point for found in shown.values() for point in found]
+    points = [point for finite in shown.values() for point in finite]
     if not points:
         return None
     figure, axes = _figure(SIZE)
     said: dict[str, str] = {}
-    for name, found in shown.items():
-        line = sorted(found, key=lambda point: point.share)
+    for name, finite in shown.items():
+        line = sorted(finite, key=lambda point: point.share)
         shares = [point.share for point in line]
         values = [max(point.value, floor or -math.inf) for point in line]
         style = styles[name]
@@ -247,5 +247,5 @@ def _clean(element: ElementTree.Element, ids: dict[str, str], said: dict[str, st
 
 def _themed(style: str) -> str:
     names = {placeholder: name for name, placeholder in COLORS.items()}
-    style = re.sub(r"#0000[0-9a-f]{2}\b", lambda found: f"var(--{names[found[0]]})", style)
+    style = re.sub(r"#0000[0-9a-f]{2}\b", lambda match: f"var(--{names[match[0]]})", style)
     return re.sub(r"font-family: [^;]*; ", "", style)

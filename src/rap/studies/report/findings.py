@@ -72,13 +72,13 @@ class Results:
 
     def recalled(self, method: str, retain: float = 0.7, recover: str = "none") -> float:
         """Its recall, the mean over distances."""
-        found = self.cell(method, retain, recover)["recall"]
-        return float(sum(entry["accuracy"] for entry in found) / len(found))
+        entries = self.cell(method, retain, recover)["recall"]
+        return float(sum(entry["accuracy"] for entry in entries) / len(entries))
 
     def recall(self, method: str, retain: float = 0.7, recover: str = "none") -> str:
         """Its recall at every distance."""
-        found = self.cell(method, retain, recover)["recall"]
-        return " / ".join(f"{entry['accuracy']:.0%}" for entry in found)
+        entries = self.cell(method, retain, recover)["recall"]
+        return " / ".join(f"{entry['accuracy']:.0%}" for entry in entries)
 
 
 @dataclass(frozen=True)

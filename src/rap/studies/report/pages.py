@@ -40,10 +40,10 @@ def read_topics(folder: Path) -> list[Topic]:
     if not path.is_file():
         return []
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        topics = yaml.safe_load(path.read_text(encoding="utf-8"))
         return [
             Topic(str(name), str(one["title"]), [str(pattern) for pattern in one["results"]])
-            for name, one in found.items()
+            for name, one in topics.items()
         ]
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise RapError(

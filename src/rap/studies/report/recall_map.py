@@ -46,13 +46,13 @@ def recall_maps(dense: Record, cut: Sequence[Record], labels: dict[str, str]) ->
 def _map(dense: Record, cells: Sequence[Record], label: str) -> RecallMap:
     retains = sorted({cell["retain"] for cell in cells}, reverse=True)
     distances = [entry["distance"] for entry in dense["recall"]]
-    found = {(cell["method"], cell["retain"]): _by_distance(cell) for cell in cells}
+    recalled = {(cell["method"], cell["retain"]): _by_distance(cell) for cell in cells}
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     # The dense model beside all of them, at every ratio the same.
-    found |= {(dense["method"], retain): _by_distance(dense) for retain in retains}
+    recalled |= {(dense["method"], retain): _by_distance(dense) for retain in retains}
     places = list(itertools.product(retains, distances))
     rows = [
-        (method, [found.get((method, retain), {}).get(distance) for retain, distance in places])
+        (method, [recalled.get((method, retain), {}).get(distance) for retain, distance in places])
         for method in (dense["method"], *methods)
     ]
     facts = dense["recall"][0]["num_facts"]

@@ -89,14 +89,14 @@ def _results(source: Path) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise RapError(f"{path} is not JSON ({error}): run what writes it again") from error
-    if not isinstance(found, dict) or not {"table", "tables"} & found.keys():
+    if not isinstance(result, dict) or not {"table", "tables"} & result.keys():
         return None
     pictures = [path.with_suffix(suffix) for suffix in PICTURES]
     drawn = next((picture for picture in pictures if picture.is_file()), None)
-    return found | {"path": path} | ({"picture": drawn} if drawn else {})
+    return result | {"path": path} | ({"picture": drawn} if drawn else {})
 
 
 def _section(result: dict[str, Any]) -> str:
