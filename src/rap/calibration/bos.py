@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..model.errors import RapError
 from ..model.families import FAMILIES
@@ -28,7 +29,11 @@ def check_bos(bos: Bos) -> Bos:
     return bos
 
 
-def bos_token(bos: Bos, tokenizer: Any = None, config: Any = None) -> int | None:
+def bos_token(
+    bos: Bos,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: PreTrainedConfig | None = None,
+) -> int | None:
     """The token that every window starts with, or None.
 
     `auto` is what the tokenizer does by itself when it may add special tokens; it is a BOS too
@@ -69,7 +74,7 @@ def _adds(tokenizer: Any, token: int) -> bool:
     return ids[:1] == [token]
 
 
-def _needs(config: Any) -> bool:
+def _needs(config: PreTrainedConfig | None) -> bool:
     if config is None:
         return False
     spec = FAMILIES.get(base_model_type(text_config(config)))

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -52,7 +52,7 @@ class Progress:
             self.update(self.done)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self.bar is not None:
             self.bar.stop()
         elif self.shown:

@@ -7,10 +7,10 @@ Shapes: B batch, T tokens, H query heads, G KV heads, D head dim, E model dim.
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..model.errors import CalibrationError
 from ..model.layers import (
@@ -251,7 +251,7 @@ def check_needs(needs: Collection[str]) -> frozenset[str]:
     return frozenset(needs)
 
 
-def watched_layers(model: Any) -> list[WatchedLayer]:
+def watched_layers(model: PreTrainedModel) -> list[WatchedLayer]:
     """Every layer with attention to prune; CalibrationError if weights are not in memory."""
     absent = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if absent is not None:

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -51,7 +51,9 @@ def frozen(model: nn.Module, trainable: Sequence[Tensor] = ()) -> Iterator[None]
 
 
 @contextmanager
-def restored(model: Any, trainable: Sequence[Tensor], checkpointing: bool) -> Iterator[None]:
+def restored(
+    model: PreTrainedModel, trainable: Sequence[Tensor], checkpointing: bool
+) -> Iterator[None]:
     """`evaluating` and `frozen`, and layers checkpointed where there are gradients and it is asked.
 
     Checkpointing happens only in layers in training mode. That mode is set on the layer module

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from .. import assets
 from ..model.errors import CalibrationError, RapError
@@ -32,7 +33,7 @@ STREAMED_CHARACTERS = 4_000_000  # about a million tokens, 450 windows of 2048
 
 def load_windows(
     source: str | Path,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     num_windows: int = 32,
     window: int = 1024,
@@ -53,7 +54,7 @@ def load_windows(
 
 def windows_from_text(
     text: str,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     num_windows: int = 32,
     window: int = 1024,
@@ -98,7 +99,7 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     return _read_dataset(ALIASES.get(str(source), str(source)), max_characters)
 
 
-def evaluation_tokens(text: str, tokenizer: Any) -> Tensor:
+def evaluation_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Token ids [N] of a held-out text: `bundled` test novels, a file, or a dataset name.
 
     Of a streamed dataset (C4) the first four million characters are read.
@@ -115,7 +116,7 @@ def evaluation_tokens(text: str, tokenizer: Any) -> Tensor:
 
 
 def _from_stretches(
-    text: str, tokenizer: Any, num_windows: int, window: int, seed: int
+    text: str, tokenizer: PreTrainedTokenizerBase, num_windows: int, window: int, seed: int
 ) -> Tensor | None:
     length = window * _CHARACTERS_PER_TOKEN
     if len(text) // length < num_windows:
@@ -131,7 +132,9 @@ def _from_stretches(
     return torch.tensor(rows)
 
 
-def _from_whole(text: str, tokenizer: Any, num_windows: int, window: int, seed: int) -> Tensor:
+def _from_whole(
+    text: str, tokenizer: PreTrainedTokenizerBase, num_windows: int, window: int, seed: int
+) -> Tensor:
     ids = _encode(tokenizer, text)
     whole = len(ids) // window
     if whole == 0:
@@ -153,7 +156,7 @@ def _sample(size: int, count: int, seed: int) -> list[int]:
     return sorted(torch.randperm(size, generator=generator)[:count].tolist())
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     # verbose=False: the text is longer than the model's window on purpose.
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
@@ -186,7 +189,7 @@ def _field_of(path: Path, number: int, line: str) -> str:
     return text
 
 
-def _text_of(entry: Any) -> str | None:
+def _text_of(entry: object) -> str | None:
     if not isinstance(entry, dict):
         return None
     if isinstance(entry.get("text"), str):

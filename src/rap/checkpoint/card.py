@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from transformers import PreTrainedModel
+
 CARD_FILE = "README.md"
 
 _TEMPLATE = """---
@@ -95,7 +97,11 @@ class Planned(Protocol):
 
 
 def unmeasured(
-    plan: Planned, source: str, dense: Any, small: Any, traits: Mapping[str, str] | None = None
+    plan: Planned,
+    source: str,
+    dense: PreTrainedModel,
+    small: PreTrainedModel,
+    traits: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What a card says by plan and sizes alone; both models may be on the meta device."""
     shapes = [shape for shape in plan.shapes if shape is not None]
@@ -111,7 +117,7 @@ def unmeasured(
     }
 
 
-def _sizes(model: Any, cached: int) -> dict[str, int]:
+def _sizes(model: PreTrainedModel, cached: int) -> dict[str, int]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"kv_bytes_per_token": cached * model.dtype.itemsize, "parameters": parameters}
 

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ..model.errors import CheckpointError
 
@@ -85,7 +84,7 @@ def _open_to_readers(folder: Path) -> None:
             file.chmod(0o666 & ~mask)
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: object) -> None:
     """Write JSON whole or not at all, sorted and indented."""
     text = json.dumps(data, indent=2, sort_keys=True) + "\n"
     with whole_file(path) as partial:

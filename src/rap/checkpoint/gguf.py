@@ -22,7 +22,7 @@ _CHUNK = 1 << 24
 Say = Callable[[str], None]
 
 
-def is_gguf(source: Any) -> bool:
+def is_gguf(source: object) -> bool:
     """Whether a source names a GGUF file."""
     return str(source).endswith(".gguf")
 

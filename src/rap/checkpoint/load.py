@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..model.errors import CheckpointError, RapError
@@ -67,7 +67,7 @@ def load(source: str | Path, *, verify: bool = True, **kwargs: Any) -> Any:
     return model
 
 
-def is_pruned(model: Any) -> bool:
+def is_pruned(model: PreTrainedModel | PreTrainedConfig) -> bool:
     """Whether a model or config is of a pruned family."""
     config = getattr(model, "config", model)
     return str(config.model_type).startswith(PREFIX)
@@ -89,7 +89,7 @@ def copy_processor(source: str | Path, folder: Path) -> None:
             shutil.copyfile(path, folder / name)
 
 
-def _load(source: str | Path, config: Any, **kwargs: Any) -> Any:
+def _load(source: str | Path, config: PreTrainedConfig, **kwargs: Any) -> Any:
     check_dtype(kwargs.get("dtype", "auto"))
     if Path(source).is_dir():
         for shard in sorted(Path(source).glob("*.safetensors")):
@@ -103,7 +103,7 @@ def _load(source: str | Path, config: Any, **kwargs: Any) -> Any:
         raise CheckpointError(f"cannot load weights from {source}: {_first(error)}") from error
 
 
-def check_dtype(dtype: Any) -> None:
+def check_dtype(dtype: object) -> None:
     """Raise CheckpointError unless `dtype` is "auto", or a torch type or the name of one."""
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype not in (None, "auto") and not isinstance(named, torch.dtype):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.bos import Bos, bos_token
 from ..checkpoint.files import check_output_file
@@ -34,8 +35,8 @@ class Opened:
     Windows and documents begin with the token `bos`, if any.
     """
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     record: dict[str, Any]
     bos: int | None = None
 

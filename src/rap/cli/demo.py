@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.fetch import FETCHED, fetch
@@ -160,7 +161,7 @@ def _fetch(name: str) -> None:
         raise CheckpointError(message) from error
 
 
-def _measure(model: Any, tokens: Tensor, bos: int | None, show: Show) -> dict[str, Any]:
+def _measure(model: PreTrainedModel, tokens: Tensor, bos: int | None, show: Show) -> dict[str, Any]:
     count, window = show.evaluation
     quality = perplexity(
         model, tokens, window=window, max_windows=count, bos=bos, progress=show.chat

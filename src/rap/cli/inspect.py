@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from transformers import PreTrainedConfig
 
 from ..checkpoint.files import PLAN_FILE
 from ..checkpoint.load import is_pruned, load_config
@@ -211,7 +212,9 @@ def ranges(indices: list[int]) -> str:
     return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
-def _describe_layer(layer: AttentionLayer, config: Any, element: int) -> dict[str, Any]:
+def _describe_layer(
+    layer: AttentionLayer, config: PreTrainedConfig, element: int
+) -> dict[str, Any]:
     shape, module = layer.shape, layer.module
     if shape is None:
         blank = dict.fromkeys(("rope", "heads", "head_dim", "rotates", "qk_norm"), "-")
@@ -253,7 +256,7 @@ def _norm(layer: AttentionLayer) -> str:
     return f"over {over}, {'exact' if exact else f'{rows} rows' if rows else 'constant'}"
 
 
-def _rope(config: Any, layer: AttentionLayer) -> str:
+def _rope(config: PreTrainedConfig, layer: AttentionLayer) -> str:
     parameters = config.rope_parameters or {}
     kind = getattr(config, "layer_types", None) or []
     if kind and isinstance(parameters.get(kind[layer.index]), dict):

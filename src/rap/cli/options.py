@@ -61,7 +61,7 @@ def _option_names(context: typer.Context) -> dict[str, str]:
     return {name: parameter for name, parameter in names.items() if name not in ("config", "help")}
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return {"list": "list", "str": "text"}.get(type(value).__name__, "single value")
 
 
@@ -138,7 +138,7 @@ DeviceMap = Annotated[
 ]
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     """One JSON object on standard output."""
     typer.echo(json.dumps(data, indent=2, sort_keys=True))
 
@@ -157,7 +157,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]
     out.print(table)
 
 
-def write_result(path: Path, data: Any) -> None:
+def write_result(path: Path, data: object) -> None:
     """Write a result file and say where it is."""
     write_json(path, data)
     console.print(f"wrote {path}")

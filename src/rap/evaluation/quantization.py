@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..model.errors import RapError
 
@@ -17,7 +18,7 @@ GROUP = 32  # values that share a scale in `int4`, fewer where a pruned width is
 NF4_BLOCK = 64  # weights that share a scale in `nf4`
 
 
-def quantize_weights(model: Any, kind: str) -> Any:
+def quantize_weights(model: PreTrainedModel, kind: str) -> Any:
     """Quantize the weights of a causal LM in place, and return it.
 
     rtn4-tensor: the paper's quantizer, round to nearest, 4 bits, symmetric, one scale a tensor. A
@@ -49,17 +50,17 @@ def round_to_nearest(weight: Tensor, bits: int) -> Tensor:
 
 
 @torch.no_grad()
-def _rtn4_tensor(model: Any) -> None:
+def _rtn4_tensor(model: PreTrainedModel) -> None:
     for _, linear in _linears(model):
         linear.weight.copy_(round_to_nearest(linear.weight.float(), 4))
 
 
-def _int8(model: Any) -> None:
+def _int8(model: PreTrainedModel) -> None:
     torchao = _torchao()
     _convert(model, torchao.Int8WeightOnlyConfig(), {name for name, _ in _linears(model)})
 
 
-def _int4(model: Any) -> None:
+def _int4(model: PreTrainedModel) -> None:
     torchao = _torchao()
     granularity = importlib.import_module("torchao.quantization.granularity")
     by_group: dict[int, set[str]] = {}
@@ -72,7 +73,7 @@ def _int4(model: Any) -> None:
         _convert(model, config, names)
 
 
-def _nf4(model: Any) -> None:
+def _nf4(model: PreTrainedModel) -> None:
     library = _library("bitsandbytes", "bitsandbytes", "nf4")
     for name, linear in list(_linears(model)):
         model.set_submodule(name, _Nf4Linear(linear, library.functional))
@@ -109,7 +110,7 @@ class _Nf4Linear(nn.Linear):
         return nn.functional.linear(input, weight.to(input.dtype), self.bias)
 
 
-def _convert(model: Any, config: Any, names: set[str]) -> None:
+def _convert(model: PreTrainedModel, config: PreTrainedConfig, names: set[str]) -> None:
     """torchao's own conversion of the linears of these names."""
     _torchao().quantize_(model, config, filter_fn=lambda module, name: name in names)
 
@@ -135,7 +136,7 @@ def _group(width: int) -> int:
     return group
 
 
-def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:

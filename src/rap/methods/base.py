@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
@@ -94,24 +95,24 @@ class Method(ABC):
     def needs(self) -> frozenset[str]:
         """The statistics that calibration must collect for this method."""
 
-    def needs_for(self, model: Any) -> frozenset[str]:
+    def needs_for(self, model: PreTrainedModel) -> frozenset[str]:
         """`needs`, and the energies that stand for the dense head where queries are normalised."""
         normalised = any(layer.norm is not None for layer in attention_layers(model))
         return self.needs | ({"energy"} if normalised else frozenset())
 
     @abstractmethod
-    def plan(self, model: Any, statistics: Statistics) -> Any:
+    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Any:
         """Decide what every layer of the dense `model` keeps; the model is not changed.
 
         A Plan, or another record with its `retain`, `kept_fraction`, `shapes`, `model_type`,
         `dense_fingerprint`, `method` and `save`, which this method's `apply` takes.
         """
 
-    def apply(self, model: Any, plan: Any) -> Any:
+    def apply(self, model: PreTrainedModel, plan: Any) -> Any:
         """The smaller model, new; `model` is left untouched."""
         return apply(model, plan)
 
-    def check(self, model: Any, statistics: Statistics) -> str:
+    def check(self, model: PreTrainedModel, statistics: Statistics) -> str:
         """The dense model's fingerprint; RapError unless the statistics are whole and of it."""
         refuse_pruned(model.config)
         statistics.require(self.needs, self.name)
@@ -166,7 +167,7 @@ class PairPruning(Method):
         if self.norm_rows < 1:
             raise RapError(f"norm_rows {self.norm_rows} keeps nothing for the norm: give 1 or more")
 
-    def needs_for(self, model: Any) -> frozenset[str]:
+    def needs_for(self, model: PreTrainedModel) -> frozenset[str]:
         """As of every method; mode `rows` needs to know which rows carry the energy."""
         normalised = any(layer.norm is not None for layer in attention_layers(model))
         rows = normalised and self.qk_norm == "rows"
@@ -181,7 +182,7 @@ class PairPruning(Method):
     ) -> list[LayerScores | None]:
         """Scores of every layer's pairs and channels: the one thing a pair method must say."""
 
-    def plan(self, model: Any, statistics: Statistics) -> Plan:
+    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
         """Score, budget, select (the paper's Budget-Alloc). The model is not changed."""
         fingerprint = self.check(model, statistics)
         dense = dense_layers(model)
@@ -263,7 +264,7 @@ def aligned(align: int | None, shapes: Sequence[AttentionShape | None]) -> int:
     return ALIGNED_WIDTH if narrowest >= ALIGN_FROM_HEAD_DIM else 1
 
 
-def dense_layers(model: Any) -> DenseLayers:
+def dense_layers(model: PreTrainedModel) -> DenseLayers:
     """Shapes, weights and frequencies of a dense model; nothing is copied but the frequencies."""
     spec = attention_spec(model.config)
     layers = attention_layers(model)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
 from ..calibration.statistics import Statistics
@@ -61,7 +62,7 @@ class EliteKv(Replacing):
         return frozenset({"logits"} | ({"inputs"} if self.whiten else set()) | swept)
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
     ) -> Iterator[ReplacedLayer]:
         """Elite pairs by greedy search, then the best latent that the rest of the budget holds."""
         count = self.pairs

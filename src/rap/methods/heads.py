@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import UnsupportedModelError
 from ..model.layers import attention_layers, attention_spec, projections
+from ..model.rope import AttentionShape
 from ..surgery.apply import assemble
 from ..surgery.replace import ReplacedLayer, Replacement, check_made_for
 from .base import Ships
@@ -36,7 +38,7 @@ class Heads(Replacing):
         return frozenset({"fisher"})
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
     ) -> list[ReplacedLayer]:
         """Kept KV heads, ascending, as the only entry of a layer's `widths`."""
         made = []
@@ -49,7 +51,7 @@ class Heads(Replacing):
             made.append(ReplacedLayer(widths, {}, 2 * count * layer.shape.head_dim))
         return made
 
-    def apply(self, model: Any, plan: Replacement) -> Any:
+    def apply(self, model: PreTrainedModel, plan: Replacement) -> Any:
         """A stock model with fewer heads; `model` is left untouched."""
         check_made_for(plan, model)
         spec, state, counts = attention_spec(model.config), dict(model.state_dict()), set()
@@ -70,7 +72,7 @@ class Heads(Replacing):
         return assemble(model, config, kept_state)
 
 
-def _keep(role: str, tensor: Tensor, kept_G: Tensor, shape: Any) -> Tensor:
+def _keep(role: str, tensor: Tensor, kept_G: Tensor, shape: AttentionShape) -> Tensor:
     """Rows of the kept heads (for o columns, and all of its bias)."""
     if role == "o" and tensor.ndim == 1:
         return tensor

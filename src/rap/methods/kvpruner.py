@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
 from ..calibration.statistics import Statistics
@@ -59,7 +60,7 @@ class _Channels(Replacing):
         return frozenset({"fisher"} | ({WINDOWS} if self.budget == "sensitivity" else set()))
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
     ) -> Iterator[ReplacedLayer]:
         """As many channels as RAP's budget has, the best by root-Fisher."""
         by_layer = [layer.statistics for layer in layers]
@@ -79,7 +80,10 @@ class _Channels(Replacing):
         return self._cuts(layers, model, budgets)
 
     def _cuts(
-        self, layers: Sequence[DenseLayer], model: Any, budgets: Sequence[LayerBudget | None]
+        self,
+        layers: Sequence[DenseLayer],
+        model: PreTrainedModel,
+        budgets: Sequence[LayerBudget | None],
     ) -> Iterator[ReplacedLayer]:
         for layer, budget in zip(layers, budgets, strict=True):
             assert budget is not None
@@ -88,7 +92,7 @@ class _Channels(Replacing):
             yield self._layer(layer, model, keys, values)
 
     def _layer(
-        self, layer: DenseLayer, model: Any, keys_GW: Tensor, values_GC: Tensor
+        self, layer: DenseLayer, model: PreTrainedModel, keys_GW: Tensor, values_GC: Tensor
     ) -> ReplacedLayer:
         raise NotImplementedError
 
@@ -107,7 +111,7 @@ class KvPruner(_Channels):
     rotation: Literal["narrow", "first"] = "narrow"
 
     def _layer(
-        self, layer: DenseLayer, model: Any, keys_GW: Tensor, values_GC: Tensor
+        self, layer: DenseLayer, model: PreTrainedModel, keys_GW: Tensor, values_GC: Tensor
     ) -> ReplacedLayer:
         geometry, width = layer.shape.geometry, keys_GW.shape[1]
         if geometry.num_free or not geometry.num_pairs or width % 2:
@@ -137,7 +141,7 @@ class IndexedKvPruner(_Channels):
     summary: ClassVar[str] = "single channels of keys at their own frequencies, and of values"
 
     def _layer(
-        self, layer: DenseLayer, model: Any, keys_GW: Tensor, values_GC: Tensor
+        self, layer: DenseLayer, model: PreTrainedModel, keys_GW: Tensor, values_GC: Tensor
     ) -> ReplacedLayer:
         pairs = layer.shape.geometry.num_pairs
         rotating = keys_GW < 2 * pairs
@@ -164,7 +168,7 @@ def sensitivities(trials: Trials, cuts: Iterable[tuple[int, ReplacedLayer]]) -> 
     return added if any(added) else [1.0] * len(added)
 
 
-def narrow_rotation(model: Any, width: int) -> dict[str, Any]:
+def narrow_rotation(model: PreTrainedModel, width: int) -> dict[str, Any]:
     """Frequencies and scaling of the model's rotary module, built for heads of another width."""
     config = copy.deepcopy(model.config)
     config.head_dim = width

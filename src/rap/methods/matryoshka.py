@@ -9,10 +9,11 @@ every token is multiplied with the bases. Its own training, of the bases alone, 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
 from ..calibration.statistics import Statistics
@@ -48,7 +49,7 @@ class Matryoshka(Replacing):
         return frozenset({"rotated"} | ({WINDOWS} if self.widths == "adaptive" else set()))
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
     ) -> Iterator[ReplacedLayer]:
         """The leading eigenvectors of every head."""
         if self.widths == "uniform":

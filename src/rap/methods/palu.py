@@ -7,10 +7,11 @@ ranks are shared out by `allocation.allocate`: capped, in proportion to the scor
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
@@ -54,7 +55,7 @@ class Palu(Replacing):
         return frozenset({"inputs"} | ({"fisher"} if self.ranks == "fisher" else set()))
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
     ) -> Iterator[ReplacedLayer]:
         """A latent of every group for keys, and one for values that the output reads."""
         ranks = self._ranks(layers)

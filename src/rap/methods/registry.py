@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ..planning.plan import Plan
 from ..surgery.apply import apply
 from ..surgery.replace import Replacement
@@ -43,7 +45,7 @@ def traits_of(plan: Plan | Replacement) -> dict[str, str]:
     return traits(method) if method is not None else {}
 
 
-def apply_plan(model: Any, plan: Plan | Replacement) -> Any:
+def apply_plan(model: PreTrainedModel, plan: Plan | Replacement) -> Any:
     """The model that a plan of any method makes of the dense one."""
     if isinstance(plan, Plan):
         return apply(model, plan)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.layers import (
@@ -92,14 +93,14 @@ class Replacing(Method):
 
     @abstractmethod
     def replaced(
-        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
     ) -> Iterable[ReplacedLayer]:
         """The new attention of each of these layers, best one at a time: they come in float64.
 
         `statistics` say what was calibrated on; each layer has its own part of them.
         """
 
-    def plan(self, model: Any, statistics: Statistics) -> Replacement:
+    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Replacement:
         """Replace every layer with attention. The model is not changed."""
         fingerprint = self.check(model, statistics)
         check_plain(model, attention_layers(model), self.name)
@@ -118,7 +119,7 @@ class Replacing(Method):
             method=self.describe(),
         )
 
-    def apply(self, model: Any, plan: Replacement) -> Any:
+    def apply(self, model: PreTrainedModel, plan: Replacement) -> Any:
         """The model with its new attention; `model` is left untouched."""
         return replace(model, plan)
 
@@ -130,7 +131,7 @@ def as_stored(layer: DenseLayer, new: ReplacedLayer) -> ReplacedLayer:
     return changed(new, tensors=tensors)
 
 
-def _layers(model: Any, statistics: Statistics) -> list[DenseLayer]:
+def _layers(model: PreTrainedModel, statistics: Statistics) -> list[DenseLayer]:
     dense, spec = dense_layers(model), attention_spec(model.config)
     names, layers = spec.projection_names(), []
     factor = float(cast(Any, rotary_module(model)).attention_scaling)

@@ -45,7 +45,7 @@ def read_value(text: str) -> Any:
     return text
 
 
-def check_fields(settings: Any) -> None:
+def check_fields(settings: object) -> None:
     """Raise RapError, with what is possible, for a field that is not of its annotated type.
 
     True is no number, a whole number is a number, and of a Literal only what it lists is right.

@@ -7,9 +7,10 @@ keys and values are reconstructed at every step.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.kinds.latent import LatentAttention, whitened_factors
@@ -37,7 +38,7 @@ class SvdLlm(Replacing):
         return frozenset({"inputs"})
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: Any, statistics: Statistics
+        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
     ) -> Iterator[ReplacedLayer]:
         """A latent of all KV heads for keys and one for values, nothing folded."""
         ranks = self.ranks(layers, statistics)

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..calibration.loss import next_token_loss
 from ..calibration.state import restored
@@ -32,7 +33,7 @@ class Trials:
     Both measures raise CalibrationError if a cut gives what is not finite.
     """
 
-    def __init__(self, model: Any, statistics: Statistics):
+    def __init__(self, model: PreTrainedModel, statistics: Statistics):
         assert statistics.windows is not None
         self.model, self.windows_NT = model, statistics.windows
         self._dense: list[Tensor] | None = None
@@ -91,12 +92,12 @@ def _finite(value: float, cuts: Cuts) -> float:
     return value
 
 
-def _put(model: Any, layer: AttentionLayer, module: Any) -> None:
+def _put(model: PreTrainedModel, layer: AttentionLayer, module: Any) -> None:
     parent, _, name = layer.path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
 
 
-def _built(model: Any, layer: AttentionLayer, new: ReplacedLayer) -> nn.Module:
+def _built(model: PreTrainedModel, layer: AttentionLayer, new: ReplacedLayer) -> nn.Module:
     """The attention that a ReplacedLayer describes, on the device and in the dtype of the dense."""
     spec = attention_spec(model.config)
     like = projections(layer, spec)["k"].weight

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import CheckpointError, UnsupportedModelError
 from .families import ALIBI, FAMILIES, REASONS, ROLES, WRAPPERS, AttentionSpec, QKNorm
@@ -37,7 +37,7 @@ def base_model_type(config: PreTrainedConfig) -> str:
     return str(config.model_type).removeprefix(PREFIX)
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: PreTrainedConfig) -> Any:
     """The config of the language model: of a multimodal model that is taken, the one inside."""
     return config.text_config if base_model_type(config) in WRAPPERS else config
 
@@ -47,7 +47,7 @@ def trained_length(config: PreTrainedConfig) -> int | None:
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
-def attention_spec(config: Any) -> AttentionSpec:
+def attention_spec(config: PreTrainedConfig) -> AttentionSpec:
     """The family row for a config, before any weight is read.
 
     Raises UnsupportedModelError with the reason (what is missing), CheckpointError for a quantized
@@ -105,7 +105,7 @@ def rotary_module(model: nn.Module) -> nn.Module:
     return rotary
 
 
-def attention_layers(model: Any) -> list[AttentionLayer]:
+def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """Every decoder layer of a live model (the meta device will do), in order."""
     spec, rotary = attention_spec(model.config), rotary_module(model)
     return [
@@ -155,7 +155,7 @@ def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
     return buffer
 
 
-def layer_frequencies(model: Any, layer: AttentionLayer) -> Tensor:
+def layer_frequencies(model: PreTrainedModel, layer: AttentionLayer) -> Tensor:
     """Angular frequency per position of every pair of a layer, float64 [P]; P is 0 without RoPE."""
     assert layer.shape is not None
     frequencies = frequency_buffer(rotary_module(model), layer.module)

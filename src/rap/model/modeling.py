@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -60,7 +61,7 @@ else:
 class RapModelMixin(_Model):
     """Replaces the attention of every layer the config's `rap` section gives widths for."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         spec, layers = attention_spec(config), attention_layers(self)
         entries = configured_widths(config, len(layers), KINDS)
@@ -164,7 +165,7 @@ def model_class(base_type: str) -> type:
     return made
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     """The Auto class that makes the whole of a dense or pruned model of this config."""
     multimodal = base_model_type(config) in WRAPPERS
     return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
@@ -225,7 +226,7 @@ def _registering_init(base_type: str) -> Callable[..., None]:
 
 
 def configured_widths(
-    config: Any, num_layers: int, kinds: Collection[str] = ()
+    config: PreTrainedConfig, num_layers: int, kinds: Collection[str] = ()
 ) -> list[Mapping[str, Any] | None]:
     """Widths of every layer in the `rap` section (None: dense); CheckpointError if it is wrong.
 
@@ -267,7 +268,7 @@ def configured_widths(
     return widths
 
 
-def norm_mode(config: Any) -> str:
+def norm_mode(config: PreTrainedConfig) -> str:
     """The QK-norm mode of a pruned model; CheckpointError for one this release does not know."""
     mode = config.rap.get("qk_norm", "constant")
     if mode not in NORM_MODES:
@@ -278,7 +279,7 @@ def norm_mode(config: Any) -> str:
     return mode
 
 
-def _norm_as_stored(layer: AttentionLayer, config: Any) -> QKNorm | None:
+def _norm_as_stored(layer: AttentionLayer, config: PreTrainedConfig) -> QKNorm | None:
     old = config.rap.get("version", 0) < 2 and norm_mode(config) != "exact"
     return replace(layer.norm, weight_offset=0.0) if layer.norm and old else layer.norm
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model, fingerprint_tensors, tied_names
@@ -16,7 +17,7 @@ PROOF_TOKENS = 64
 PROOF_TOLERANCE = 1e-5
 
 
-def add_adapters(student: Any, config: RecoveryConfig) -> PeftModel:
+def add_adapters(student: PreTrainedModel, config: RecoveryConfig) -> PeftModel:
     """LoRA on q, k, v and o of every attention layer of `student`, in place; the rest is frozen.
 
     Where keys or values are products of two factors, both have adapters.
@@ -81,7 +82,7 @@ def fingerprint_adapted(adapted: PeftModel) -> str:
     )
 
 
-def _targets(student: Any) -> list[str]:
+def _targets(student: PreTrainedModel) -> list[str]:
     spec = attention_spec(student.config)
     return [
         f"{layer.path}.{name}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..calibration.progress import track
 from ..calibration.state import evaluating, removed
@@ -44,8 +45,8 @@ class LayerRefit:
 
 @torch.no_grad()
 def refit_outputs(
-    small: Any,
-    dense: Any,
+    small: PreTrainedModel,
+    dense: PreTrainedModel,
     windows: Tensor,
     *,
     ridge: float = RIDGE,
@@ -79,7 +80,13 @@ def refit_outputs(
 class _Pair:
     """One layer of both models, and what their o_proj see and give on a batch."""
 
-    def __init__(self, small: Any, layer: AttentionLayer, dense: Any, dense_layer: AttentionLayer):
+    def __init__(
+        self,
+        small: PreTrainedModel,
+        layer: AttentionLayer,
+        dense: PreTrainedModel,
+        dense_layer: AttentionLayer,
+    ):
         self.small, self.dense, self.index = small, dense, layer.index
         self.linear = projections(layer, attention_spec(small.config))["o"]
         self.target = projections(dense_layer, attention_spec(dense.config))["o"]

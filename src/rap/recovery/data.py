@@ -5,11 +5,11 @@ Shapes: N windows, T tokens of a window.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from .. import assets
 from ..calibration.bos import Bos, bos_token, with_bos
@@ -36,7 +36,7 @@ class Windows(Dataset):
 
 def recovery_windows(
     sources: Sequence[str],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     config: RecoveryConfig,
     *,
     longest: int | None = None,
@@ -108,7 +108,12 @@ def fingerprint_windows(windows_NT: Tensor) -> str:
 
 
 def _pack(
-    text: str, tokenizer: Any, window: int, limit: int | None, seed: int, bos: int | None
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    window: int,
+    limit: int | None,
+    seed: int,
+    bos: int | None,
 ) -> Tensor:
     """At most `limit` windows of `text`, sampled with `seed` and in the order of the text."""
     if limit is not None and len(text) >= limit * window * _CHARACTERS_PER_TOKEN:

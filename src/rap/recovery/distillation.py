@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from ..calibration.state import evaluating
 from ..evaluation.quality.perplexity import perplexity
@@ -36,7 +36,7 @@ PLATEAU = {"factor": 0.5, "patience": 1, "threshold": 1e-3}
 class Distillation:
     """The recovered model (plain, merged), and JSON-able measurements of what was done."""
 
-    model: Any
+    model: PreTrainedModel
     report: dict[str, Any]
 
 
@@ -98,7 +98,7 @@ def distill(
     return Distillation(_as_found(merged, small), report)
 
 
-def _is_spread(model: Any) -> bool:
+def _is_spread(model: PreTrainedModel) -> bool:
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
@@ -110,7 +110,7 @@ def _temporary(stack: ExitStack) -> Path:
     return Path(broadcast_object_list(names)[0])
 
 
-def _as_found(merged: Any, small: Any) -> Any:
+def _as_found(merged: PreTrainedModel, small: PreTrainedModel) -> Any:
     """Take off what training put on: checkpointing, its hook on the embedding, mode, device."""
     merged.disable_input_require_grads()
     vars(merged).pop("_require_grads_hooks", None)
@@ -119,7 +119,9 @@ def _as_found(merged: Any, small: Any) -> Any:
     return merged.train(small.training).to(small.device)
 
 
-def _description(small: Any, merged: Any, teacher: Any, trainer: Any) -> dict[str, Any]:
+def _description(
+    small: PreTrainedModel, merged: PreTrainedModel, teacher: PreTrainedModel, trainer: Any
+) -> dict[str, Any]:
     return {
         "config": asdict(trainer.config),
         "steps": trainer.state.global_step,
@@ -221,8 +223,8 @@ def _micro_batch(config: RecoveryConfig, num_windows: int, world: int) -> tuple[
 
 def _begin(
     work: Path,
-    small: Any,
-    teacher: Any,
+    small: PreTrainedModel,
+    teacher: PreTrainedModel,
     windows: Tensor,
     validation: Tensor,
     config: RecoveryConfig,
@@ -247,6 +249,6 @@ def _load_best(trainer: Any, work: Path) -> None:
     processes().wait_for_everyone()
 
 
-def _held_out(model: Any, validation_NT: Tensor) -> float:
+def _held_out(model: PreTrainedModel, validation_NT: Tensor) -> float:
     size = validation_NT.shape[1]
     return perplexity(model, validation_NT.flatten(), window=size, bos=None).value

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..calibration.state import removed
 from ..model.layers import attention_layers
@@ -28,7 +29,7 @@ def matching_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 
 
 @contextmanager
-def attention_outputs(model: Any) -> Iterator[list[Tensor]]:
+def attention_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """A list that receives what each attention layer adds to the residual stream, in order."""
     modules = [layer.module for layer in attention_layers(model) if layer.module is not None]
     with last_outputs(modules) as outputs:

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from ..calibration.progress import track
 from ..calibration.run import calibrate
 from ..calibration.state import evaluating, frozen
 from ..model.errors import RapError
+from ..model.families import AttentionSpec
 from ..model.kinds.projected import ProjectedAttention, projected_tensors
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 from .config import RecoveryConfig, preset
@@ -46,8 +47,8 @@ SETTINGS = replace(
 
 
 def train_projections(
-    small: Any,
-    dense: Any,
+    small: PreTrainedModel,
+    dense: PreTrainedModel,
     windows: Tensor,
     config: RecoveryConfig = SETTINGS,
     *,
@@ -143,7 +144,7 @@ class _Projecting(DynamicCache):
 
 def _train(
     bases: Mapping[int, Bases],
-    dense: Any,
+    dense: PreTrainedModel,
     windows: Tensor,
     config: RecoveryConfig,
     progress: bool,
@@ -173,7 +174,7 @@ def _train(
 
 def _loss(
     bases: Mapping[int, Bases],
-    dense: Any,
+    dense: PreTrainedModel,
     ids_BT: Tensor,
     config: RecoveryConfig,
     generator: torch.Generator,
@@ -187,7 +188,9 @@ def _loss(
     ).mean()
 
 
-def _load(layer: AttentionLayer, dense_layer: AttentionLayer, bases: Any, spec: Any) -> None:
+def _load(
+    layer: AttentionLayer, dense_layer: AttentionLayer, bases: Any, spec: AttentionSpec
+) -> None:
     """Put the leading directions of trained bases into a projected attention."""
     module: Any = layer.module
     key, value = (
@@ -208,7 +211,7 @@ def _load(layer: AttentionLayer, dense_layer: AttentionLayer, bases: Any, spec: 
         module.get_parameter(name).copy_(tensor)
 
 
-def _check(small: Any, dense: Any) -> None:
+def _check(small: PreTrainedModel, dense: PreTrainedModel) -> None:
     pairs = list(zip(attention_layers(small), attention_layers(dense), strict=True))
     spec = attention_spec(dense.config)
     for layer, original in pairs:

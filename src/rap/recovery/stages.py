@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.bos import Bos, bos_token
 from ..evaluation.quality.perplexity import perplexity
@@ -37,8 +38,8 @@ def work_folder(output: str | Path) -> Path:
 
 
 def recover(
-    small: Any,
-    teacher: Any,
+    small: PreTrainedModel,
+    teacher: PreTrainedModel,
     windows: Tensor,
     config: RecoveryConfig | None = None,
     *,
@@ -56,9 +57,9 @@ def recover(
 
 
 def recover_stage(
-    small: Any,
-    dense: Any,
-    tokenizer: Any,
+    small: PreTrainedModel,
+    dense: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     name: str,
     *,
     texts: Sequence[str] = ("bundled",),
@@ -113,7 +114,12 @@ def recover_stage(
 
 
 def _refit(
-    small: Any, dense: Any, windows: Tensor, validation: Tensor, before: float, progress: bool
+    small: PreTrainedModel,
+    dense: PreTrainedModel,
+    windows: Tensor,
+    validation: Tensor,
+    before: float,
+    progress: bool,
 ) -> tuple[Any, float]:
     """The refitted model if it is the better one, and the perplexity of the refitted one."""
     count = max(2, REFIT_TOKENS // windows.shape[1])
@@ -123,6 +129,6 @@ def _refit(
     return (refitted if after < before else small), after
 
 
-def _held_out(model: Any, validation_NT: Tensor) -> float:
+def _held_out(model: PreTrainedModel, validation_NT: Tensor) -> float:
     size = validation_NT.shape[1]
     return perplexity(model, validation_NT.flatten(), window=size, bos=None).value

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -160,7 +162,12 @@ class BadSteps(TrainerCallback, ExportableState):
         self.steps = steps or []
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Drop gradients that are not finite: an optimizer leaves weights without one alone."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -181,7 +188,9 @@ class BadSteps(TrainerCallback, ExportableState):
 class LastStep(TrainerCallback):
     """Evaluates and saves the weights that training ends with, wherever it ends."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Ask for both at the last step."""
         if control.should_training_stop or state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
@@ -190,7 +199,9 @@ class LastStep(TrainerCallback):
 class Complete(TrainerCallback):
     """Marks a checkpoint once it is written: one killed half way is not resumed from."""
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Called when every file of the checkpoint has been written."""
         if state.is_world_process_zero:
             (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
@@ -204,17 +215,28 @@ class Bar(TrainerCallback):
         self.figures: dict[str, float] = {}
         self.running = ExitStack()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Show the bar at the step that training starts from."""
         done = state.global_step
         bar = Progress("recover", self.steps, "steps", tokens=self.tokens, done=done)
         self.bar = self.running.enter_context(bar)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """One optimizer step further."""
         self.bar.update(state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **kwargs: Any,
+    ) -> None:
         """Show the last loss and perplexity."""
         names = {"loss": "loss", "eval_perplexity": "held-out perplexity"}
         self.figures |= {names[key]: logs[key] for key in names if key in logs}
@@ -232,7 +254,7 @@ def _halve_rate(optimizer: Any, scheduler: Any) -> None:
         scheduler.base_lrs = [rate * 0.5 for rate in scheduler.base_lrs]
 
 
-def logits_head(model: Any, name: str) -> Head:
+def logits_head(model: PreTrainedModel, name: str) -> Head:
     """The function from decoder outputs [C, E] to logits [C, V] of a causal LM."""
 
     def logits(hidden_CE: Any) -> Tensor:

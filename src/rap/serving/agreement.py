@@ -6,10 +6,10 @@ differs is counted once and does not spoil the ones behind it.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .engine import Transcript
 
@@ -24,7 +24,7 @@ class Agreement:
 
 
 @torch.no_grad()
-def agreement(reference: Any, transcripts: Iterable[Transcript]) -> Agreement:
+def agreement(reference: PreTrainedModel, transcripts: Iterable[Transcript]) -> Agreement:
     """Compare transcripts with a reference causal LM (run in its own dtype, uncached)."""
     num_tokens = mismatched = 0
     largest = 0.0
@@ -42,7 +42,7 @@ def agreement(reference: Any, transcripts: Iterable[Transcript]) -> Agreement:
     return Agreement(num_tokens, mismatched, largest)
 
 
-def reference_logprobs(reference: Any, transcript: Transcript) -> Tensor:
+def reference_logprobs(reference: PreTrainedModel, transcript: Transcript) -> Tensor:
     """log p(next token | tokens so far), [T, V] in float64 on the CPU."""
     ids = torch.tensor([transcript.prompt + transcript.tokens[:-1]])
     logits = reference(input_ids=ids.to(reference.device), use_cache=False).logits[0]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ..model.errors import CheckpointError
 from ..model.modeling import configured_widths
 
@@ -34,12 +36,12 @@ class HeadLayout:
         return max(self.key_width, self.value_width)
 
 
-def dense_head_dim(config: Any) -> int:
+def dense_head_dim(config: PreTrainedConfig) -> int:
     """D, which a pruned config keeps unchanged."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def head_layouts(config: Any) -> list[HeadLayout | None]:
+def head_layouts(config: PreTrainedConfig) -> list[HeadLayout | None]:
     """The layout of every layer, None where it was left dense.
 
     Raises CheckpointError if the `rap` section is missing, of a newer version, of the wrong length,

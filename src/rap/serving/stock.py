@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..checkpoint.files import check_output, whole_directory
 from ..checkpoint.load import load, load_tokenizer
@@ -48,7 +48,7 @@ def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any
     return model
 
 
-def stock_model(small: Any) -> Any:
+def stock_model(small: PreTrainedModel) -> Any:
     """The plain dense model that equals a pruned model of the stock profile."""
     slots = slots_of_all_heads(small)
     config = stock_config(small, slots)
@@ -63,7 +63,7 @@ def stock_model(small: Any) -> Any:
     return stock.eval()
 
 
-def slots_of_all_heads(small: Any) -> list[int]:
+def slots_of_all_heads(small: PreTrainedModel) -> list[int]:
     """The one list of dense pair indices that every head of every layer rotates at.
 
     Raises CheckpointError, naming the layer and head that differ.
@@ -90,7 +90,7 @@ def slots_of_all_heads(small: Any) -> list[int]:
     return _shared_index(small)
 
 
-def _shared_index(small: Any) -> list[int]:
+def _shared_index(small: PreTrainedModel) -> list[int]:
     expected: list[int] = []
     for layer, module in enumerate(small.model.layers):
         for head, row in enumerate(module.self_attn.frequency_index.tolist()):
@@ -103,7 +103,7 @@ def _shared_index(small: Any) -> list[int]:
     return expected
 
 
-def stock_config(small: Any, slots: list[int]) -> Any:
+def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
     """The plain config: heads of 2m channels, and longrope factors that give the slots' theta."""
     config = small.config
     base_type = base_model_type(config)
@@ -154,7 +154,7 @@ def longrope_factors(theta: Tensor, base: float) -> list[float]:
     return best
 
 
-def _stock_state(small: Any, stock: Any, width: int) -> dict[str, Tensor]:
+def _stock_state(small: PreTrainedModel, stock: PreTrainedModel, width: int) -> dict[str, Tensor]:
     """The pruned weights with W_q scaled and no frequency indices."""
     attention = small.model.layers[0].self_attn
     # cos and sin of both q and k carry the family's attention factor (yarn), the stock's are plain.

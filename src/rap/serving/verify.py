@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import assets
 from ..checkpoint.load import load, load_config, load_tokenizer
@@ -107,7 +107,7 @@ def verify(
     )
 
 
-def bundled_prompts(source: str | Path, config: Any) -> list[list[int]]:
+def bundled_prompts(source: str | Path, config: PreTrainedConfig) -> list[list[int]]:
     """Token ids of five prompts, 1 to 300 tokens: bundled text, or random without a tokenizer."""
     longest = (config.max_position_embeddings or PROMPT_TOKENS[-1] + MAX_TOKENS) - MAX_TOKENS
     lengths = [length for length in PROMPT_TOKENS if length <= longest]
@@ -128,7 +128,7 @@ def bundled_prompts(source: str | Path, config: Any) -> list[list[int]]:
 
 
 @torch.no_grad()
-def transcribe(model: Any, prompt: Sequence[int], max_tokens: int) -> Transcript:
+def transcribe(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> Transcript:
     """Greedy generation of a transformers model, through its KV cache, token by token."""
     ids = torch.tensor([list(prompt)], device=model.device)
     output = model(input_ids=ids, use_cache=True)
@@ -150,7 +150,7 @@ def transcribe(model: Any, prompt: Sequence[int], max_tokens: int) -> Transcript
         row = output.logits[0, -1].double().log_softmax(-1)
 
 
-def kept_fraction(config: Any) -> float:
+def kept_fraction(config: PreTrainedConfig) -> float:
     """Cached channels over those of the dense model, from the config; 1 for a dense one."""
     section = getattr(config, "rap", None) or {"layers": [None] * config.num_hidden_layers}
     dense = 2 * dense_head_dim(config)
@@ -158,7 +158,7 @@ def kept_fraction(config: Any) -> float:
     return kept / (config.num_hidden_layers * dense)
 
 
-def _dense_channels(config: Any, num_kv_heads: int) -> int:
+def _dense_channels(config: PreTrainedConfig, num_kv_heads: int) -> int:
     return config.num_hidden_layers * num_kv_heads * 2 * dense_head_dim(config)
 
 

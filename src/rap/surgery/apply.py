@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from accelerate import dispatch_model
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..model.errors import CheckpointError
 from ..model.families import AttentionSpec
@@ -25,7 +26,7 @@ from ..planning.plan import LayerPlan, Plan
 from .cut import cut
 
 
-def apply(model: Any, plan: Plan) -> Any:
+def apply(model: PreTrainedModel, plan: Plan) -> Any:
     """A new Rap<Family>ForCausalLM cut from `model` as planned; `model` is left untouched.
 
     The result holds its own copy of every weight, on the devices of the dense ones. Raises
@@ -46,7 +47,7 @@ def apply(model: Any, plan: Plan) -> Any:
     return assemble(model, pruned_config(model.config, plan), state)
 
 
-def assemble(model: Any, config: Any, state: dict[str, Tensor]) -> Any:
+def assemble(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Tensor]) -> Any:
     """The model of a config with the weights `state`, all else as in the dense `model`.
 
     A config of the dense family itself gives a model of the dense class. If it says that weights
@@ -67,7 +68,7 @@ def assemble(model: Any, config: Any, state: dict[str, Tensor]) -> Any:
     return _dispatch_like(model, small)
 
 
-def untie(config: Any) -> None:
+def untie(config: PreTrainedConfig) -> None:
     """Make a config say that the head is a weight of its own.
 
     transformers keeps a head that is stored and differs though the config says tied. Engines, and
@@ -77,12 +78,12 @@ def untie(config: Any) -> None:
         part.tie_word_embeddings = False
 
 
-def pruned_config(dense_config: Any, plan: Plan) -> Any:
+def pruned_config(dense_config: PreTrainedConfig, plan: Plan) -> Any:
     """The base config's own fields, unchanged, plus the `rap` section with every layer's widths."""
     return config_with(dense_config, rap_section(plan))
 
 
-def config_with(dense_config: Any, section: dict[str, Any]) -> Any:
+def config_with(dense_config: PreTrainedConfig, section: dict[str, Any]) -> Any:
     """The base config's own fields, unchanged, plus a `rap` section."""
     kept = dense_config.to_dict()
     for key in ("model_type", "architectures", "auto_map", "transformers_version"):
@@ -108,7 +109,7 @@ def rap_section(plan: Plan) -> dict[str, Any]:
 
 
 def pruned_state(
-    state: dict[str, Tensor], plan: Plan, layers: list[AttentionLayer], spec: Any
+    state: dict[str, Tensor], plan: Plan, layers: list[AttentionLayer], spec: AttentionSpec
 ) -> dict[str, Tensor]:
     """The pruned model's state dict: cut attention weights, copies of everything else."""
     cuts = projection_tensors(layers, spec)
@@ -184,7 +185,7 @@ def _copy_buffers(dense: nn.Module, small: nn.Module) -> None:
             setattr(small.get_submodule(parent), leaf, source[name].clone())
 
 
-def _dispatch_like(dense: Any, small: Any) -> Any:
+def _dispatch_like(dense: PreTrainedModel, small: PreTrainedModel) -> Any:
     device_map = getattr(dense, "hf_device_map", None)
     if not device_map or len(set(device_map.values())) < 2:
         return small

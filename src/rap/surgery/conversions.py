@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -23,7 +24,7 @@ from transformers.core_model_loading import (
 class Conversions:
     """Names in the checkpoint against names in a model, which may be on the meta device."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         self._model, self._state = model, model.state_dict()
         rules = get_model_conversion_mapping(model)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

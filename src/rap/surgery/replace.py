@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..checkpoint.tensor_file import TensorFile
 from ..model.errors import PlanError, UnsupportedModelError
@@ -119,7 +120,7 @@ def load_plan(path: str | Path) -> Plan | Replacement:
     return Replacement.load(path) if replaced else Plan.load(path)
 
 
-def replace(model: Any, replacement: Replacement) -> Any:
+def replace(model: PreTrainedModel, replacement: Replacement) -> Any:
     """A new Rap<Family>ForCausalLM with the attention of `replacement`; `model` stays untouched.
 
     Raises PlanError if the replacement was made for another model.
@@ -138,7 +139,7 @@ def replace(model: Any, replacement: Replacement) -> Any:
     return assemble(model, config_with(model.config, replacement.section()), state)
 
 
-def check_made_for(replacement: Replacement, model: Any) -> None:
+def check_made_for(replacement: Replacement, model: PreTrainedModel) -> None:
     """Raise PlanError unless the replacement was made for this dense model."""
     refuse_pruned(model.config)
     replacement.check_model(
@@ -148,7 +149,7 @@ def check_made_for(replacement: Replacement, model: Any) -> None:
     )
 
 
-def check_plain(model: Any, layers: Sequence[AttentionLayer], what: str) -> None:
+def check_plain(model: PreTrainedModel, layers: Sequence[AttentionLayer], what: str) -> None:
     """Raise UnsupportedModelError unless attention is what the baselines were written for.
 
     That is separate q, k, v and o, without norms of queries and keys, gates, sinks, clipped

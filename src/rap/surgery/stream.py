@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..calibration.progress import Progress
@@ -77,7 +78,7 @@ class _Entry:
 class _Rewriter:
     """The state of one streamed application: the plan, names to cut, and both fingerprints."""
 
-    def __init__(self, model: Any, plan: Plan):
+    def __init__(self, model: PreTrainedModel, plan: Plan):
         self.plan, self.spec = plan, attention_spec(model.config)
         self.layers = attention_layers(model)
         plan.check_model(base_model_type(model.config), [layer.shape for layer in self.layers])
@@ -220,12 +221,12 @@ def apply_streamed(
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
 
 
-def _on_meta(config: Any) -> Any:
+def _on_meta(config: PreTrainedConfig) -> Any:
     with torch.device("meta"):
         return auto_class(config).from_config(config)
 
 
-def _unties(model: Any, shards: list[Path]) -> bool:
+def _unties(model: PreTrainedModel, shards: list[Path]) -> bool:
     """Whether weights that the config says are tied are both stored, and differ."""
     pairs, conversions = dict(model.all_tied_weights_keys).items(), Conversions(model)
     where: dict[str, tuple[Path, str]] = {}
@@ -254,7 +255,7 @@ def _each_shard(
             yield path, entries
 
 
-def _shapes(model: Any) -> dict[str, torch.Size]:
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
@@ -282,7 +283,7 @@ def _carry(source: Path, output: Path) -> None:
             shutil.copyfile(path, target)
 
 
-def _write_config(output: Path, model: Any, rewriter: _Rewriter) -> Any:
+def _write_config(output: Path, model: PreTrainedModel, rewriter: _Rewriter) -> Any:
     """Write config, remote code and plan; the pruned model on the meta device."""
     config = pruned_config(model.config, rewriter.plan)
     config.rap["fingerprint"] = rewriter.small.value()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.bos import Bos, bos_token
 from ...calibration.logits import decoder_of
@@ -88,7 +88,7 @@ class _Continuation:
 
 @torch.no_grad()
 def compressed_perplexity(
-    model: Any,
+    model: PreTrainedModel,
     token_ids: Tensor | Sequence[int],
     compression: CacheCompression,
     *,
@@ -135,8 +135,8 @@ def compressed_perplexity(
 
 @torch.no_grad()
 def compressed_recall(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     text_ids: np.ndarray,
     compression: CacheCompression,
     *,
@@ -182,7 +182,7 @@ def question_start(document: Document, writer: FactWriter) -> int:
 
 
 def _answered(
-    model: Any, document: Document, writer: FactWriter, compression: CacheCompression
+    model: PreTrainedModel, document: Document, writer: FactWriter, compression: CacheCompression
 ) -> np.ndarray:
     """Whether each token of the answer is the greedy choice, bool [tokens of the answer]."""
     prefix, ids_T = question_start(document, writer), torch.from_numpy(document.ids)

@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import QuantizedLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -71,7 +72,7 @@ def parse_press(text: str) -> Press:
 
 
 @contextmanager
-def pressed(model: Any, press: Press) -> Iterator[None]:
+def pressed(model: PreTrainedModel, press: Press) -> Iterator[None]:
     """Inside, whatever the model reads in one go leaves a pressed cache behind.
 
     Read the prefix inside and continue outside, with `position_ids` that go on counting from the
@@ -99,7 +100,7 @@ def check_press(press: Press) -> None:
     _kvpress(press)
 
 
-def _scorer(model: Any, press: Press) -> Any:
+def _scorer(model: PreTrainedModel, press: Press) -> Any:
     """The press of kvpress, or its refusal."""
     kvpress = _kvpress(press)
     class_name, needs_queries = PRESSES[press.name]
@@ -116,7 +117,7 @@ def _scorer(model: Any, press: Press) -> Any:
     return getattr(kvpress, class_name)(**{share: press.ratio})
 
 
-def _refuse(model: Any, module: Any, press: Press) -> None:
+def _refuse(model: PreTrainedModel, module: Any, press: Press) -> None:
     """RapError where tokens cannot be evicted from a layer, or cannot be scored."""
     if getattr(module, "reconstruction", ()) or isinstance(module, ReindexedAttention):
         raise RapError(
@@ -140,7 +141,7 @@ def _refuse(model: Any, module: Any, press: Press) -> None:
 
 
 @torch.no_grad()
-def _press_layer(scorer: Any, module: Any, args: Any, kwargs: dict, output: Any) -> None:
+def _press_layer(scorer: Any, module: nn.Module, args: Any, kwargs: dict, output: Any) -> None:
     """Forward hook of an attention module: press what its layer of the cache holds."""
     hidden_BTE = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     layer = kwargs["past_key_values"].layers[module.layer_idx]
@@ -166,7 +167,7 @@ def _press_layer(scorer: Any, module: Any, args: Any, kwargs: dict, output: Any)
 
 
 def _score(
-    scorer: Any, module: Any, hidden_BTE: Tensor, states: tuple[Tensor, Tensor], kwargs: dict
+    scorer: Any, module: nn.Module, hidden_BTE: Tensor, states: tuple[Tensor, Tensor], kwargs: dict
 ) -> Tensor:
     """kvpress's score [B, G, T]; a pruned module is asked for its own queries."""
     keys, values = states

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
 
 from ...checkpoint.provenance import installed_version
@@ -85,7 +85,7 @@ def check_cache_kind(kind: str) -> None:
         )
 
 
-def quantized_cache(model: Any, kind: str) -> Cache:
+def quantized_cache(model: PreTrainedModel, kind: str) -> Cache:
     """An empty cache of quantized layers for a dense or pruned causal LM, by a key of CACHE_KINDS.
 
     What is read first is quantized at once; later tokens stay as they are until there are RESIDUAL

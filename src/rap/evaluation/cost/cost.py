@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 
 from ...calibration.state import evaluating
 from ...model.kinds.latent import LatentAttention
@@ -163,7 +164,7 @@ class Counted:
 
 
 @torch.no_grad()
-def count(model: Any, *, tokens: int, context: int) -> Counted:
+def count(model: PreTrainedModel, *, tokens: int, context: int) -> Counted:
     """Count a built model: cache tensors, parameters, and products of a pass over `tokens`.
 
     The decode step is the one that attends to `context` tokens.

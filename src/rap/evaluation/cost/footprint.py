@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 
 from ...calibration.state import evaluating
 from ...model.families import ROLES, AttentionSpec
@@ -48,7 +49,7 @@ class Footprint:
 
 
 @torch.no_grad()
-def footprint(model: Any) -> Footprint:
+def footprint(model: PreTrainedModel) -> Footprint:
     """Measure a dense or pruned causal LM, on any device, from a 3-token prefill and a decode step.
 
     KV bytes are what the real cache tensors of a dynamic cache grew by in the decode step, FLOPs
@@ -120,7 +121,7 @@ def _cache_tensors(cache: Any) -> list[Tensor]:
 
 
 def _projection_flops(
-    model: Any, layers: list[AttentionLayer], flops: dict[str, int]
+    model: PreTrainedModel, layers: list[AttentionLayer], flops: dict[str, int]
 ) -> dict[str, int]:
     spec, root = attention_spec(model.config), type(model).__name__
     by_role = dict.fromkeys((*ROLES, "gate"), 0)

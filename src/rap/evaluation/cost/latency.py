@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
 
 from ...model.errors import UnsupportedModelError
 from ...model.kernels.growing_cache import GrowingCache
@@ -102,7 +102,7 @@ class DecodeStep:
         self.logits = output.logits
 
 
-def _empty_cache(variant: Variant, config: Any, room: int) -> Any:
+def _empty_cache(variant: Variant, config: PreTrainedConfig, room: int) -> Any:
     if variant.cache == "static":
         return StaticCache(config=config, max_cache_len=room)
     if variant.cache == "growing":

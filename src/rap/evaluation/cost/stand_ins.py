@@ -7,17 +7,18 @@ weights, and large models be timed without any checkpoint.
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...model.attention import RapAttention
 from ...model.errors import RapError
 from ...model.layers import attention_layers, base_model_type
 from ...model.modeling import CONFIG_VERSION
+from ...model.rope import AttentionShape
 from ...surgery.apply import config_with
 
 
-def dense_config(config: Any) -> Any:
+def dense_config(config: PreTrainedConfig) -> Any:
     """The dense config a pruned one came from: the same fields without the `rap` section."""
     kept = config.to_dict()
     for key in ("rap", "model_type", "architectures", "auto_map", "transformers_version"):
@@ -25,7 +26,7 @@ def dense_config(config: Any) -> Any:
     return CONFIG_MAPPING[base_model_type(config)](**kept)
 
 
-def uniform_config(config: Any, retain: float, align: int = 8) -> Any:
+def uniform_config(config: PreTrainedConfig, retain: float, align: int = 8) -> Any:
     """A pruned config with all layers and heads at `retain` of the dense channels.
 
     Widths are multiples of `align` where heads are that wide; pass-through channels stay. Raises
@@ -43,7 +44,9 @@ def uniform_config(config: Any, retain: float, align: int = 8) -> Any:
     return config_with(dense, section)
 
 
-def stand_in(config: Any, *, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Any:
+def stand_in(
+    config: PreTrainedConfig, *, dtype: torch.dtype, device: str = "cpu", seed: int = 0
+) -> Any:
     """A model of a dense or pruned config with random weights, in eval mode.
 
     Every KV head of a pruned layer gets random pairs of its own, as real plans have.
@@ -59,7 +62,7 @@ def stand_in(config: Any, *, dtype: torch.dtype, device: str = "cpu", seed: int 
     return model
 
 
-def _widths(shape: Any, retain: float, align: int) -> dict[str, int]:
+def _widths(shape: AttentionShape, retain: float, align: int) -> dict[str, int]:
     """One layer's entry of the `rap` section: K and V of the same width."""
     geometry = shape.geometry
     step = align if shape.head_dim % align == 0 else 2

@@ -11,7 +11,7 @@ Shapes: B batch, H query heads, G KV heads, R = H/G, T tokens, S slots, W key an
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, StaticLayer
@@ -37,7 +37,7 @@ class RapAttentionInterface:
 
     def __call__(
         self,
-        module: Any,
+        module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ...model.errors import UnsupportedModelError
 from ...model.layers import attention_layers
@@ -43,7 +43,7 @@ def best_channels(plan: Plan, statistics: Sequence[Named | None]) -> list[LayerC
 
 
 @torch.no_grad()
-def index_aware(dense: Any, kept: Sequence[LayerChannels]) -> Any:
+def index_aware(dense: PreTrainedModel, kept: Sequence[LayerChannels]) -> Any:
     """Single channels at their best: every kept channel rotates as in the dense model.
 
     Rows of dropped channels of W_q, W_k and W_v are zero, and the dropped channels of the rotated
@@ -75,7 +75,7 @@ def index_aware(dense: Any, kept: Sequence[LayerChannels]) -> Any:
 
 
 @torch.no_grad()
-def reindexed(dense: Any, kept: Sequence[LayerChannels]) -> Any:
+def reindexed(dense: PreTrainedModel, kept: Sequence[LayerChannels]) -> Any:
     """Single channels as a plain structured pruner leaves them: a stock model with narrower heads.
 
     Kept rows move together, so the stock model pairs channel i with i + W/2 and gives the pair the

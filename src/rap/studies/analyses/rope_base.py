@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from matplotlib.axes import Axes
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...methods import Method
 from ...methods.kvpruner import KvPruner
@@ -15,7 +15,7 @@ BASES = (1e4, 1e5, 5e5, 1e6)
 RETAIN = 0.5
 
 
-def with_base(model: Any, base: float) -> Any:
+def with_base(model: PreTrainedModel, base: float) -> Any:
     """A copy of a model whose rotation has another base frequency, and the same weights.
 
     Raises UnsupportedModelError where the config has no one base, or the model is multimodal.

@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...calibration.bos import describe_bos
 from ...calibration.statistics import Statistics
@@ -36,7 +37,7 @@ class Study:
         """The dense model."""
         return self.bench.model
 
-    def on(self, model: Any) -> "Study":
+    def on(self, model: PreTrainedModel) -> "Study":
         """The same study of another model with the same tokenizer."""
         return replace(self, bench=self.bench.on(model))
 
@@ -48,7 +49,7 @@ class Study:
         """The plan of a method for this model."""
         return self.bench.plan(method)
 
-    def perplexity(self, model: Any) -> float:
+    def perplexity(self, model: PreTrainedModel) -> float:
         """Of any model, on the held-out text."""
         sizes: dict[str, Any] = {"window": self.window, "max_windows": self.num_windows}
         return perplexity(model, self.tokens_N, **sizes, bos=self.bench.bos).value

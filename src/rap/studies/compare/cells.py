@@ -62,7 +62,13 @@ def failure(folder: Path) -> dict[str, Any] | None:
     return read(path) if path.is_file() else None
 
 
-def store(folder: Path, cell: Cell, *, result: Any = None, error: Any = None) -> None:
+def store(
+    folder: Path,
+    cell: Cell,
+    *,
+    result: dict[str, Any] | None = None,
+    error: dict[str, Any] | None = None,
+) -> None:
     """Write a cell's folder: its configuration, and its result or its error."""
     with whole_directory(folder, force=True) as partial:
         write_json(partial / CONFIG, cell.config)

@@ -48,7 +48,7 @@ def _changed(settings: Grid | Measures) -> list[tuple[str, Any]]:
     ]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return "null" if value is None else str(value)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.state import evaluating
 from ...evaluation.cost.footprint import footprint
@@ -90,9 +91,9 @@ def changed_measures(measures: Measures, changes: Sequence[str]) -> Measures:
 
 
 def measure(
-    model: Any,
-    dense: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     tokens: Tensor,
     measures: Measures,
     *,
@@ -127,7 +128,11 @@ def measure(
 
 
 def dense_states(
-    dense: Any, tokens: Tensor, measures: Measures, bos: int | None, progress: bool = False
+    dense: PreTrainedModel,
+    tokens: Tensor,
+    measures: Measures,
+    bos: int | None,
+    progress: bool = False,
 ) -> DenseStates | None:
     """What cells are compared with, if they are: the dense model's states on the held-out text."""
     if not measures.fidelity:
@@ -140,8 +145,8 @@ def _sizes(measures: Measures) -> dict[str, Any]:
 
 
 def _quality(
-    model: Any,
-    dense: Any,
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
     tokens: Tensor,
     measures: Measures,
     bos: int | None,
@@ -161,7 +166,12 @@ def _quality(
 
 
 def _context_use(
-    model: Any, tokenizer: Any, tokens: Tensor, measures: Measures, seed: int, bos: int | None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tensor,
+    measures: Measures,
+    seed: int,
+    bos: int | None,
 ) -> dict[str, Any]:
     text = np.asarray(tokens)
     recall = recall_grid(
@@ -178,7 +188,7 @@ def _context_use(
     return {"recall": [asdict(cell) for cell in recall], "copy_gain": copied.gain}
 
 
-def _counts(value: Any) -> bool:
+def _counts(value: object) -> bool:
     return (
         isinstance(value, tuple)
         and bool(value)
@@ -197,7 +207,9 @@ def prefill_bytes(model: Any, tokens: int = 16) -> float:
     return sum(value.nbytes for value in held if isinstance(value, Tensor)) / tokens
 
 
-def _decode_seconds(model: Any, dense: Any, measures: Measures) -> dict[str, float]:
+def _decode_seconds(
+    model: PreTrainedModel, dense: PreTrainedModel, measures: Measures
+) -> dict[str, float]:
     """Median seconds of a decode step, batch 1, of both models, timed in turns."""
     point = measure_point(
         {"model": model, "dense": dense},

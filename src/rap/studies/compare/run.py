@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.statistics import Statistics
 from ...calibration.workbench import CalibrationText, Workbench
@@ -33,13 +34,13 @@ Say = Callable[[str], None]
 
 
 def compare(
-    source: Any = "bundled",
+    source: str | Path | PreTrainedModel = "bundled",
     *,
     output: str | Path,
     methods: Sequence[str] | None = None,
     retain: Sequence[float] = (0.7, 0.5),
     recover: Sequence[str] = ("none",),
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: Any = "float32",
     device_map: str | None = None,
     measures: Measures | None = None,
@@ -92,8 +93,8 @@ class Bench:
 
     def __init__(
         self,
-        source: Any,
-        tokenizer: Any,
+        source: str | Path | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
         dtype: Any,
         device_map: str | None,
         grid: Grid,
