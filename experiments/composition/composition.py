@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 import rap
-from rap import assets
-from rap.calibration.text import evaluation_tokens
+from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import installed_version, provenance
 from rap.evaluation.cache.compressed import (
@@ -67,43 +66,38 @@ def cache_axes() -> list[CacheCompression]:
 
 
 class Bench:
-    """The dense model, its statistics and texts, loaded once."""
+    """The dense model on its workbench, its text to judge on, and what its attention costs."""
 
     def __init__(self, num_windows: int, num_documents: int):
-        self.model = assets.reference_model(torch.float32)
-        self.tokenizer = assets.reference_tokenizer()
-        self.tokens = evaluation_tokens("bundled", self.tokenizer)
+        reading = CalibrationText(num_windows=CALIBRATION_WINDOWS, window=WINDOW)
+        self.dense = Workbench.open("bundled", dtype=torch.float32, reading=reading)
+        self.tokens = self.dense.held_out("bundled")
         self.num_windows, self.num_documents = num_windows, num_documents
-        windows = rap.load_windows(
-            "bundled", self.tokenizer, num_windows=CALIBRATION_WINDOWS, window=WINDOW
-        )
-        needs = frozenset().union(*(recipe.needs for recipe in RECIPES.values()))
-        self.statistics = rap.calibrate(self.model, windows, needs)
-        self.fingerprint = rap.fingerprint_model(self.model)
-        self.dense = footprint(self.model)
+        self.dense.statistics_for(RECIPES.values())  # one reading for what all cells need
+        self.whole = footprint(self.dense.model)
 
     def build(self, recipe: str, retain: float, recover: str) -> Any:
         """The model of a cell."""
         if recipe == "dense":
-            return self.model
+            return self.dense.model
         method = replace(RECIPES[recipe], retain=retain)
-        cut = method.apply(self.model, method.plan(self.model, self.statistics))
+        cut = method.apply(self.dense.model, self.dense.plan(method))
         if recover == "none":
             return cut
         config = PRESETS[recover]
         windows = rap.load_windows(
             "bundled",
-            self.tokenizer,
+            self.dense.tokenizer,
             num_windows=config.num_windows,
             window=config.window,
             seed=1,
         )
-        return distill(cut, self.model, windows, config).model
+        return distill(cut, self.dense.model, windows, config).model
 
     def measure(self, model: Any) -> dict[str, Any]:
         """Every axis on one model, and what its attention costs."""
-        shares = over_dense(self.dense, cost := footprint(model))
-        flops = cost.attention_flops(WINDOW) / self.dense.attention_flops(WINDOW)
+        shares = over_dense(self.whole, cost := footprint(model))
+        flops = cost.attention_flops(WINDOW) / self.whole.attention_flops(WINDOW)
         return {
             "weights": {kind or "float32": self.weights(model, kind) for kind in self._kinds()},
             "cache": {str(axis): self.cache(model, axis) for axis in cache_axes()},
@@ -132,7 +126,7 @@ class Bench:
         )
         (recall,) = compressed_recall(
             model,
-            self.tokenizer,
+            self.dense.tokenizer,
             np.asarray(self.tokens),
             axis,
             distances=[DISTANCE],
@@ -149,8 +143,9 @@ class Bench:
 
     def think(self) -> dict[str, Any]:
         """ThinK on the dense model, by the share of the cache that it would hold."""
+        model = self.dense.model
         return {
-            f"{retain:g}": self.cache(self.model, CacheCompression(press=Press("think", share)))
+            f"{retain:g}": self.cache(model, CacheCompression(press=Press("think", share)))
             for retain, share in THINK.items()
             if _has("kvpress")
         }
@@ -216,7 +211,8 @@ def main() -> None:
     packages = ("torchao", "bitsandbytes", "hqq", "optimum-quanto", "kvpress")
     settings = vars(arguments) | {name: installed_version(name) for name in packages}
     bench = Bench(arguments.windows, arguments.documents)
-    found = stored(settings, bench.fingerprint)
+    fingerprint = bench.dense.fingerprint
+    found = stored(settings, fingerprint)
     if not found["think"]:
         found["think"] = bench.think()
     for recipe, retain, recover in models(arguments.retain, arguments.recover):
@@ -225,8 +221,8 @@ def main() -> None:
             continue
         found["measured"].append(cell | bench.measure(bench.build(recipe, retain, recover)))
         print(*cell.values(), json.dumps(found["measured"][-1]["weights"]), flush=True)
-        write(settings, bench.fingerprint, found)
-    for table in write(settings, bench.fingerprint, found)["tables"]:
+        write(settings, fingerprint, found)
+    for table in write(settings, fingerprint, found)["tables"]:
         print(f"\n{table['title']}\n\n{markdown_table(table)}")
 
 

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 import rap
-from rap import assets
-from rap.calibration.text import evaluation_tokens
+from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.perplexity import perplexity
@@ -63,28 +62,23 @@ COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Bench:
-    """The dense model, its statistics and texts, loaded once."""
+    """The dense model on its workbench, and its text to judge on."""
 
     def __init__(self) -> None:
-        self.model = assets.reference_model(dtype=torch.float32)
-        self.tokenizer = assets.reference_tokenizer()
-        self.tokens = evaluation_tokens("bundled", self.tokenizer)
-        self.windows = rap.load_windows(
-            "bundled", self.tokenizer, num_windows=CALIBRATION_WINDOWS, window=WINDOW
-        )
-        needs = frozenset().union(*(cut.needs for cut in CUTS.values()))
-        self.statistics = rap.calibrate(self.model, self.windows, needs, progress=True)
-        self.fingerprint = rap.fingerprint_model(self.model)
+        reading = CalibrationText(num_windows=CALIBRATION_WINDOWS, window=WINDOW)
+        self.dense = Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+        self.tokens = self.dense.held_out("bundled")
 
     def cell(self, retain: float, cut: str, steps: tuple[str, ...]) -> dict[str, Any]:
         """Cut, recover and measure one model."""
+        statistics = self.dense.statistics_for(CUTS.values())  # before the clock starts
         started = time.monotonic()
         method = replace(CUTS[cut], retain=retain)
-        plan = method.plan(self.model, self.statistics)
+        plan = self.dense.plan(method)
         if cut == "channels":
-            small = index_aware(self.model, best_channels(plan, self.statistics.layers))
+            small = index_aware(self.dense.model, best_channels(plan, statistics.layers))
         else:
-            small = method.apply(self.model, plan)
+            small = method.apply(self.dense.model, plan)
         done: dict[str, Any] = {}
         for step in steps:
             small, done[step] = RECOVERIES[step](self, small)
@@ -103,7 +97,7 @@ class Bench:
         text = np.asarray(self.tokens)
         recall = recall_grid(
             model,
-            self.tokenizer,
+            self.dense.tokenizer,
             text,
             distances=RECALL_DISTANCES,
             facts=RECALL_FACTS,
@@ -119,7 +113,8 @@ class Bench:
 
 def refit(bench: Bench, small: Any) -> tuple[Any, Any]:
     """The closed-form refit of every output projection."""
-    return small, [asdict(layer) for layer in refit_outputs(small, bench.model, bench.windows)]
+    dense = bench.dense
+    return small, [asdict(layer) for layer in refit_outputs(small, dense.model, dense.windows)]
 
 
 def knowledge(preset: str, **changes: Any) -> Callable[[Bench, Any], tuple[Any, Any]]:
@@ -129,9 +124,9 @@ def knowledge(preset: str, **changes: Any) -> Callable[[Bench, Any], tuple[Any, 
         config = replace(PRESETS[preset], **changes)
         count = config.num_windows or 4000
         windows = rap.load_windows(
-            "bundled", bench.tokenizer, num_windows=count, window=config.window, seed=1
+            "bundled", bench.dense.tokenizer, num_windows=count, window=config.window, seed=1
         )
-        result = distill(small, bench.model, windows, config, progress=True)
+        result = distill(small, bench.dense.model, windows, config, progress=True)
         report = {key: value for key, value in result.report.items() if key != "history"}
         return result.model, report
 
@@ -149,7 +144,7 @@ def origin(bench: Bench, retain: float = RETAINS[0], name: str = "") -> dict[str
     """What a cell's file says of itself; the dense one is written with any other."""
     part = ["--retain", str(retain), "--columns", name or next(iter(COLUMNS))]
     return {
-        "dense_fingerprint": bench.fingerprint,
+        "dense_fingerprint": bench.dense.fingerprint,
         "command": f"{COMMAND} {shlex.join(part)}",
         "provenance": provenance(),
     }
@@ -168,9 +163,10 @@ def cell_path(folder: Path, cut: str, steps: tuple[str, ...], retain: float) -> 
     return folder / f"{'-'.join((cut, *steps))}-{retain}.json"
 
 
-def stored(folder: Path) -> tuple[dict[tuple[float, str], dict[str, Any]], dict[str, Any]]:
-    """All finished cells of the present bundled model, by retain and column, and the dense one."""
-    fingerprint = rap.fingerprint_model(assets.reference_model(dtype=torch.float32))
+def stored(
+    folder: Path, fingerprint: str
+) -> tuple[dict[tuple[float, str], dict[str, Any]], dict[str, Any]]:
+    """All finished cells of this dense model, by retain and column, and the dense one."""
     dense = finished(folder / "dense.json", fingerprint)
     if dense is None:
         raise rap.RapError(f"{folder} has no cells of this model: run the ladder first")
@@ -233,27 +229,28 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = HERE / "cells"
     folder.mkdir(parents=True, exist_ok=True)
-    if arguments.collect:
-        write_json(HERE / "ladder.json", collect(*stored(folder)))
-        return
     bench = Bench()
+    fingerprint = bench.dense.fingerprint
+    if arguments.collect:
+        write_json(HERE / "ladder.json", collect(*stored(folder, fingerprint)))
+        return
     dense_path = folder / "dense.json"
-    dense = finished(dense_path, bench.fingerprint)
+    dense = finished(dense_path, fingerprint)
     if dense is None:
-        dense = {**bench.measure(bench.model), **origin(bench)}
+        dense = {**bench.measure(bench.dense.model), **origin(bench)}
         write_json(dense_path, dense)
     chosen = [name for name in COLUMNS if any(name.startswith(c) for c in arguments.columns)]
     for name in chosen:
         for retain in arguments.retain:
             cut, steps = COLUMNS[name]
             path = cell_path(folder, cut, steps, retain)
-            cell = finished(path, bench.fingerprint)
+            cell = finished(path, fingerprint)
             if cell is None:
                 cell = bench.cell(retain, cut, steps)
                 write_json(path, {**cell, **origin(bench, retain, name)})
             shown = ", ".join(f"{what} {show(cell)}" for what, show in SHOWN.items())
             print(f"{name} at {retain}: {shown} ({cell['seconds']:.0f} s)", flush=True)
-    write_json(HERE / "ladder.json", collect(*stored(folder)))
+    write_json(HERE / "ladder.json", collect(*stored(folder, fingerprint)))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 import rap
-from rap import assets
-from rap.calibration.text import evaluation_tokens
+from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.needle import NeedleCell, heat_maps, needle_grid, needle_table
@@ -30,19 +29,19 @@ LENGTHS, DEPTHS, FACTS = (256, 512, 1024, 2048), (0.0, 0.25, 0.5, 0.75, 1.0), 4
 CUTS = (("rap", 0.7), ("rap", 0.5), ("rap:paper", 0.5), ("palu", 0.5))
 
 
-def models() -> Any:
-    """Name and model, one after the other: dense, then every cut, calibrated as in a comparison."""
-    model, tokenizer = assets.reference_model(torch.float32), assets.reference_tokenizer()
-    yield DENSE, model
-    grid = Grid(methods=tuple(spec for spec, _ in CUTS))
+def opened(grid: Grid) -> Workbench:
+    """The dense model, calibrated as in a comparison."""
+    reading = CalibrationText(grid.calibration, grid.num_windows, grid.window, grid.seed, grid.bos)
+    return Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+
+
+def models(bench: Workbench, grid: Grid) -> Any:
+    """Name and model, one after the other: dense, then every cut."""
+    yield DENSE, bench.model
     methods = {(spec, r): parse_method(spec, r, **grid.common) for spec, r in CUTS}
-    windows = rap.load_windows(
-        grid.calibration, tokenizer, num_windows=grid.num_windows, window=grid.window
-    )
-    needs = frozenset().union(*(method.needs for method in methods.values()))
-    statistics = rap.calibrate(model, windows, needs, progress=True)
+    bench.statistics_for(methods.values())  # one reading for what all cuts need
     for (spec, retain), method in methods.items():
-        yield f"{spec} at {retain:g}", method.apply(model, method.plan(model, statistics))
+        yield f"{spec} at {retain:g}", method.apply(bench.model, bench.plan(method))
 
 
 def tables(found: Mapping[str, Sequence[NeedleCell]], documents: int) -> list[dict[str, Any]]:
@@ -73,14 +72,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--documents", type=int, default=16)
     documents = parser.parse_args().documents
-    tokenizer = assets.reference_tokenizer()
-    text = np.asarray(evaluation_tokens("bundled", tokenizer))
+    grid = Grid(methods=tuple(spec for spec, _ in CUTS))
+    bench = opened(grid)
+    text = np.asarray(bench.held_out("bundled"))
     found, fingerprints = {}, {}
-    for name, model in models():
+    for name, model in models(bench, grid):
         fingerprints[name] = rap.fingerprint_model(model)
         found[name] = needle_grid(
             model,
-            tokenizer,
+            bench.tokenizer,
             text,
             lengths=LENGTHS,
             depths=DEPTHS,

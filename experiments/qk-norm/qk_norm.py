@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rap
 from rap import assets
-from rap.calibration.text import evaluation_tokens
+from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.perplexity import perplexity
@@ -40,6 +40,13 @@ MODES = (
     ("exact", "exact", 1),
 )
 WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 512, 32, 32
+
+
+def bench_of(model: Any, num_windows: int) -> Workbench:
+    """The model with QK-norm on its workbench, with the tokenizer of the bundled one."""
+    reading = CalibrationText(num_windows=num_windows, window=WINDOW)
+    tokenizer = assets.reference_tokenizer()
+    return Workbench.open(model, tokenizer, reading=reading, progress=True)
 
 
 def normalised_model(folder: Path, steps: int, seed: int = 0) -> Any:
@@ -64,9 +71,7 @@ def normalised_model(folder: Path, steps: int, seed: int = 0) -> Any:
 @torch.no_grad()
 def _start_at_dense_scale(model: Any) -> None:
     """Norm weights that give queries and keys the size they had without a norm, on average."""
-    tokenizer = assets.reference_tokenizer()
-    windows = rap.load_windows("bundled", tokenizer, num_windows=4, window=WINDOW)
-    statistics = rap.calibrate(model, windows, {"energy"})
+    statistics = bench_of(model, 4).statistics({"energy"})
     for layer, found in zip(attention_layers(model), statistics.layers, strict=True):
         for name in ("q", "k"):
             size = found[f"raw_energy_{name}"].mean().sqrt()
@@ -139,13 +144,11 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.monotonic()
     model = normalised_model(arguments.model, arguments.steps)
-    tokenizer = assets.reference_tokenizer()
-    windows = rap.load_windows("bundled", tokenizer, num_windows=CALIBRATION_WINDOWS, window=WINDOW)
-    tokens = evaluation_tokens("bundled", tokenizer)
+    bench = bench_of(model, CALIBRATION_WINDOWS)
+    tokens = bench.held_out("bundled")
     probe = tokens[: 4 * WINDOW].view(4, WINDOW)
     cut = rap.Rap(keys="pairs", score="energy", metric="output", budget="uniform")
-    needs = cut.needs | {"energy", "norms"}
-    statistics = rap.calibrate(model, windows, needs, progress=True)
+    bench.statistics(cut.needs | {"energy", "norms"})  # one reading for what all modes need
 
     def measure(small: Any) -> float:
         return perplexity(small, tokens, window=WINDOW, max_windows=EVALUATION_WINDOWS).value
@@ -156,7 +159,7 @@ def main() -> None:
     for retain in RETAINS:
         for name, mode, extra in MODES:
             method = dataclasses.replace(cut, retain=retain, qk_norm=mode, norm_rows=extra)
-            plan = method.plan(model, statistics)
+            plan = bench.plan(method)
             if name == "kept rows only":
                 plan = _naive(plan)
             small = method.apply(model, plan)

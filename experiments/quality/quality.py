@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 import rap
-from rap import assets
-from rap.calibration.text import evaluation_tokens
+from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.methods import Rap
@@ -32,12 +31,13 @@ CALIBRATION_WINDOWS = 32
 SEEDS = (0, 1, 2)
 
 
-def cuts(model: Any, statistics: rap.Statistics, retain: float) -> Iterator[tuple[str, Any, Any]]:
+def cuts(bench: Workbench, retain: float) -> Iterator[tuple[str, Any, Any]]:
     """(name, model, method) of everything that is compared at one retain ratio."""
     adaptive = Rap.paper(retain=retain, align=1)
     # One width that a stock model can have: an even number of channels in every head.
     uniform = Rap.paper(retain=retain, align=1, budget="uniform")
-    plans = {method: method.plan(model, statistics) for method in (adaptive, uniform)}
+    model, statistics = bench.model, bench.statistics_for([adaptive, uniform])
+    plans = {method: bench.plan(method) for method in (adaptive, uniform)}
     yield "pairs", rap.apply(model, plans[adaptive]), adaptive
     yield "pairs, uniform budget", rap.apply(model, plans[uniform]), uniform
     channels = best_channels(plans[adaptive], statistics.layers)
@@ -47,32 +47,29 @@ def cuts(model: Any, statistics: rap.Statistics, retain: float) -> Iterator[tupl
     yield "channels, re-indexed, uniform budget", reindexed(model, channels), uniform
     for seed in SEEDS:
         chance = Rap.paper(retain=retain, align=1, score="random", seed=seed)
-        yield f"random pairs, seed {seed}", rap.apply(model, chance.plan(model, statistics)), chance
+        yield f"random pairs, seed {seed}", rap.apply(model, bench.plan(chance)), chance
     default = Rap(retain=retain)
-    yield "default settings", rap.apply(model, default.plan(model, statistics)), default
+    yield "default settings", rap.apply(model, bench.plan(default)), default
 
 
 def measure(num_windows: int) -> dict[str, Any]:
     """Every row of the comparison, dense first."""
-    model, tokenizer = assets.reference_model(torch.float32), assets.reference_tokenizer()
-    tokens = evaluation_tokens("bundled", tokenizer)
-    windows = rap.load_windows(
-        "bundled", tokenizer, num_windows=CALIBRATION_WINDOWS, window=WINDOW, seed=0
-    )
-    needs = Rap.paper().needs | Rap().needs
-    statistics = rap.calibrate(model, windows, needs, progress=True)
+    reading = CalibrationText(num_windows=CALIBRATION_WINDOWS, window=WINDOW)
+    bench = Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+    tokens = bench.held_out("bundled")
+    bench.statistics_for([Rap.paper(), Rap()])  # one reading for what all cuts need
 
     def value(candidate: Any) -> float:
         found = rap.perplexity(candidate, tokens, window=WINDOW, max_windows=num_windows)
         return found.value
 
-    rows: list[dict[str, Any]] = [{"cut": "dense", "retain": 1.0, "perplexity": value(model)}]
+    rows: list[dict[str, Any]] = [{"cut": "dense", "retain": 1.0, "perplexity": value(bench.model)}]
     for retain in RETAINS:
-        for name, candidate, method in cuts(model, statistics, retain):
+        for name, candidate, method in cuts(bench, retain):
             row = {"cut": name, "retain": retain, "perplexity": value(candidate)}
             rows.append(row | {"method": method.describe()})
             print(f"{retain} {name}: {row['perplexity']:.3f}", flush=True)
-    return {"model": "bundled", "fingerprint": rap.fingerprint_model(model), "rows": rows}
+    return {"model": "bundled", "fingerprint": bench.fingerprint, "rows": rows}
 
 
 def table(rows: list[dict[str, Any]], num_windows: int) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 import rap
-from rap import assets
-from rap.calibration.text import evaluation_tokens
+from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.recovery.config import preset
@@ -30,21 +29,17 @@ FOREIGN = "def f{0}(x): return x * {0} + {1}\nassert f{0}({1}) == {2}\n"
 
 
 class Bench:
-    """The dense model, its texts and statistics."""
+    """The dense model on its workbench, and its text to judge on."""
 
     def __init__(self) -> None:
-        self.model = assets.reference_model(dtype=torch.float32)
-        self.tokenizer = assets.reference_tokenizer()
-        self.tokens = evaluation_tokens("bundled", self.tokenizer)
-        windows = rap.load_windows(
-            "bundled", self.tokenizer, num_windows=CALIBRATION_WINDOWS, window=WINDOW
-        )
-        self.statistics = rap.calibrate(self.model, windows, {"fisher"}, progress=True)
+        reading = CalibrationText(num_windows=CALIBRATION_WINDOWS, window=WINDOW)
+        self.dense = Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+        self.tokens = self.dense.held_out("bundled")
 
     def cut(self, **settings: Any) -> Any:
         """The model cut by the paper's recipe with some settings changed."""
         method = rap.Rap.paper(align=2, **settings)
-        return method.apply(self.model, method.plan(self.model, self.statistics))
+        return method.apply(self.dense.model, self.dense.plan(method))
 
     def value(self, model: Any) -> str:
         """Perplexity on the test novels, printable."""
@@ -53,14 +48,14 @@ class Bench:
 
     def distilled(self, small: Any, windows: torch.Tensor, **changes: Any) -> Any:
         """After the fast recovery, judged on held-out windows of its own text."""
-        return distill(small, self.model, windows, preset("fast", **changes)).model
+        return distill(small, self.dense.model, windows, preset("fast", **changes)).model
 
     def novels(self) -> torch.Tensor:
         """Windows of the calibration novels for distillation."""
         fast = preset("fast")
         count = fast.num_windows or 640
         return rap.load_windows(
-            "bundled", self.tokenizer, num_windows=count, window=fast.window, seed=1
+            "bundled", self.dense.tokenizer, num_windows=count, window=fast.window, seed=1
         )
 
 
@@ -79,7 +74,7 @@ def corpus(bench: Bench) -> Iterator[list[str]]:
     yield ["no recovery", bench.value(small)]
     yield ["novels", bench.value(bench.distilled(small, bench.novels()))]
     lines = "".join(FOREIGN.format(n, n % 97, n * (n % 97) + n % 97) for n in range(12000))
-    ids = bench.tokenizer(lines, add_special_tokens=False, verbose=False).input_ids
+    ids = bench.dense.tokenizer(lines, add_special_tokens=False, verbose=False).input_ids
     rows = torch.tensor(ids[: len(ids) // fast.window * fast.window]).view(-1, fast.window)
     yield ["program lines", bench.value(bench.distilled(small, rows[: fast.num_windows]))]
 
@@ -97,7 +92,7 @@ def main() -> None:
     name = parser.parse_args().name
     run, title = ABLATIONS[name]
     bench = Bench()
-    rows = [["dense", bench.value(bench.model)]]
+    rows = [["dense", bench.value(bench.dense.model)]]
     for row in run(bench):
         rows.append(row)
         print(*row, flush=True)
