@@ -5,22 +5,20 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.workbench import CalibrationText, Workbench
+from ..calibration.workbench import Workbench
 from ..checkpoint.files import check_output, whole_file, write_json
 from ..checkpoint.provenance import provenance
 from ..model.errors import RapError
 from ..studies.analyses.registry import ANALYSES
 from ..studies.analyses.study import Analysis, Study, figure_of
 from . import options
+from .groups import Loading, Reading, Windows, grouped
 from .options import console, print_json, print_table
 
 ALL = "all"
 FORMATS = ("png", "svg")
-# What decides the numbers, and so belongs into a result.
-SETTINGS = [
-    *("model", "calibration", "windows", "window", "evaluate", "max_windows"),
-    *("dtype", "bos", "seed"),
-]
+STUDY_WINDOWS = Windows(window=512)
+STUDY_LOADING = Loading(dtype="float32")
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -28,6 +26,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("analyze")(analyze_command)
 
 
+@grouped
 def analyze_command(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(ANALYSES)}; or {ALL}.")],
     model: Annotated[str, typer.Argument(help="Dense checkpoint or hub name.")] = "bundled",
@@ -35,17 +34,12 @@ def analyze_command(
         Path, typer.Option("--output", "-o", help="Folder of the result files and figures.")
     ] = Path("runs/analysis"),
     figure: Annotated[str, typer.Option(help="Kind of figure: png or svg.")] = "png",
-    calibration: options.Calibration = "bundled",
-    windows: options.NumWindows = 32,
-    window: options.Window = 512,
+    text: Windows = STUDY_WINDOWS,
     evaluate: Annotated[str, typer.Option(help="Held-out text for perplexity.")] = "bundled",
     max_windows: Annotated[
         int, typer.Option(help="Windows of the held-out text, as long as those of calibration.")
     ] = 24,
-    dtype: options.Dtype = "float32",
-    device_map: options.DeviceMap = None,
-    bos: options.Bos = "auto",
-    seed: options.Seed = 0,
+    load: Loading = STUDY_LOADING,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
@@ -53,13 +47,24 @@ def analyze_command(
 
     Writes analysis-NAME.json, which `rap report` shows, and a figure beside it.
     """
-    settings = {key: value for key, value in locals().items() if key in SETTINGS}
     if name != ALL and name not in ANALYSES:
         raise RapError(f"unknown analysis {name!r}: use one of {', '.join(ANALYSES)} or {ALL}")
     if figure not in FORMATS:
         raise RapError(f"cannot draw a {figure!r} figure: use {' or '.join(FORMATS)}")
     check_output(output, force=True)
-    study = _study(device_map=device_map, **settings)
+    study = _study(model, Reading(**vars(text), **vars(load)), evaluate, max_windows)
+    # What decides the numbers, and so belongs into a result.
+    settings: dict[str, Any] = {
+        "model": model,
+        "calibration": text.calibration,
+        "windows": text.windows,
+        "window": text.window,
+        "evaluate": evaluate,
+        "max_windows": max_windows,
+        "dtype": load.dtype,
+        "bos": load.bos,
+        "seed": load.seed,
+    }
     made = {
         "model": model,
         "fingerprint": study.bench.fingerprint,
@@ -76,25 +81,13 @@ def analyze_command(
         console.print(table["note"], highlight=False)
 
 
-def _study(
-    *,
-    model: str,
-    calibration: str,
-    windows: int,
-    window: int,
-    evaluate: str,
-    max_windows: int,
-    dtype: str,
-    device_map: str | None,
-    bos: str,
-    seed: int,
-) -> Study:
+def _study(model: str, read: Reading, evaluate: str, max_windows: int) -> Study:
     """The dense model with its texts, all of them checked before the first measurement."""
-    reading = CalibrationText(calibration, windows, window, seed, bos)
-    bench = Workbench.open(model, dtype=dtype, device_map=device_map, reading=reading)
+    placed: dict[str, Any] = {"dtype": read.dtype, "device_map": read.device_map}
+    bench = Workbench.open(model, **placed, reading=read.text)
     tokens = bench.held_out(evaluate)
     _ = bench.windows  # read, and checked, before the first measurement
-    return Study(bench, tokens, window=window, num_windows=max_windows)
+    return Study(bench, tokens, window=read.window, num_windows=max_windows)
 
 
 def _answer(

@@ -1,6 +1,6 @@
 """`rap evaluate cache`: what compressing the cache further costs, in fewer bits or fewer tokens."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,8 +14,10 @@ from ..evaluation.cache.quantized_cache import CACHE_KINDS
 from ..model.errors import RapError
 from . import options
 from .checkpoints import HELD_OUT, Opened, Quantize, ResultFile, deliver, label, open_checkpoint
+from .groups import Loading, grouped
 from .options import print_table
 
+CACHE_LOADING = Loading(dtype="float32")
 HEADER = ["cache", "perplexity", "recall", "after the prefix", "at the end", "of exact"]
 
 
@@ -33,6 +35,7 @@ Text = Annotated[
         help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset."
     ),
 ]
+Window = Annotated[int, typer.Option(help="Tokens per window.")]
 Prefix = Annotated[
     int, typer.Option(help="Tokens of a window that are read before the cache is compressed.")
 ]
@@ -46,22 +49,28 @@ Distance = Annotated[int, typer.Option(help="Recall: tokens between a fact and i
 Documents = Annotated[int, typer.Option(help="Recall: questions that are asked; 0 for none.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is read with a compressed cache: windows of text, and questions."""
+
+    window: Window = 512
+    prefix: Prefix = 256
+    piece: Piece = 32
+    max_windows: MaxWindows = None
+    distance: Distance = 256
+    documents: Documents = 16
+
+
+@grouped
 def cache_command(
     model: options.Model,
+    *,
     bits: Bits = None,
     press: Evict = None,
     text: Text = "bundled",
-    window: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
-    prefix: Prefix = 256,
-    piece: Piece = 32,
-    max_windows: MaxWindows = None,
-    distance: Distance = 256,
-    documents: Documents = 16,
+    asked: Asked,
     quantize: Quantize = None,
-    dtype: options.Dtype = "float32",
-    device_map: options.DeviceMap = None,
-    bos: options.Bos = "auto",
-    seed: options.Seed = 0,
+    load: Loading = CACHE_LOADING,
     output: ResultFile = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -76,12 +85,10 @@ def cache_command(
         raise RapError("say what to do with the cache: --bits hqq4, --press knorm:0.5, or both")
     compression = CacheCompression(bits, parse_press(press) if press else None)
     compression.check()
-    opened = open_checkpoint(model, device_map, [output], quantize, dtype, bos)
+    opened = open_checkpoint(model, load.device_map, [output], quantize, load.dtype, load.bos)
     ids = evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer)
-    sizes = {"window": window, "prefix": prefix, "piece": piece, "max_windows": max_windows}
-    asked = {"distance": distance, "documents": documents, "seed": seed}
     exact, compressed = (
-        _measured(opened, ids, one, sizes, **asked) for one in (CacheCompression(), compression)
+        _measured(opened, ids, one, asked, load.seed) for one in (CacheCompression(), compression)
     )
     result = {
         **opened.record,
@@ -90,35 +97,36 @@ def cache_command(
         "press": press,
         "exact": exact,
         "compressed": compressed,
-        "provenance": provenance(seed=seed, quantize=quantize, dtype=dtype),
+        "provenance": provenance(seed=load.seed, quantize=quantize, dtype=load.dtype),
     }
     deliver(result, output, as_json)
     if not as_json:
-        title = f"{label(opened)}: {prefix} tokens read, then the cache compressed"
+        title = f"{label(opened)}: {asked.prefix} tokens read, then the cache compressed"
         print_table(title, HEADER, [_row(row, exact) for row in (exact, compressed)])
 
 
 def _measured(
-    opened: Opened,
-    ids: Any,
-    compression: CacheCompression,
-    sizes: dict[str, Any],
-    *,
-    distance: int,
-    documents: int,
-    seed: int,
+    opened: Opened, ids: Any, compression: CacheCompression, asked: Asked, seed: int
 ) -> dict[str, Any]:
     """Perplexity, bytes and, if questions are asked, recall, as JSON-able data."""
     quality = compressed_perplexity(
-        opened.model, ids, compression, **sizes, bos=opened.bos, dtype=None
+        opened.model,
+        ids,
+        compression,
+        window=asked.window,
+        prefix=asked.prefix,
+        piece=asked.piece,
+        max_windows=asked.max_windows,
+        bos=opened.bos,
+        dtype=None,
     )
     recall = compressed_recall(
         opened.model,
         opened.tokenizer,
         np.asarray(ids),
         compression,
-        distances=[distance] if documents else [],
-        num_documents=documents,
+        distances=[asked.distance] if asked.documents else [],
+        num_documents=asked.documents,
         seed=seed,
         bos=opened.bos,
     )

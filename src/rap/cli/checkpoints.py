@@ -15,6 +15,7 @@ from ..checkpoint.source import resolve_source
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
+from . import options
 from .options import print_json, write_result
 
 ResultFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")]
@@ -26,6 +27,16 @@ HELD_OUT = {
     "wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1:test",
     "c4": "allenai/c4:en:validation",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How a checkpoint is opened that is asked for facts, and how they are drawn."""
+
+    quantize: Quantize = None
+    device_map: options.DeviceMap = None
+    bos: options.Bos = "auto"
+    seed: options.Seed = 0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`rap compare`: methods side by side on one model, cell by cell, with a report at the end."""
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,6 +58,15 @@ Align = Annotated[
 Demo = Annotated[bool, typer.Option("--demo", help="A small quick grid of the bundled model.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """What the grid is of."""
+
+    methods: Methods = None
+    retain: Retains = "0.7,0.5"
+    recover: Recovers = "none"
+
+
 def add_commands(app: typer.Typer) -> None:
     """Register this module's commands."""
     app.command("compare")(compare_command)
@@ -67,9 +76,8 @@ def add_commands(app: typer.Typer) -> None:
 def compare_command(
     model: Annotated[str, typer.Argument(help="Checkpoint directory or hub name.")] = "bundled",
     output: options.Output = Path("runs/compare"),
-    methods: Methods = None,
-    retain: Retains = "0.7,0.5",
-    recover: Recovers = "none",
+    *,
+    axes: Axes,
     demo: Demo = False,
     title: Annotated[str, typer.Option(help="What to call it in the report.")] = "",
     align: Align = 2,
@@ -83,16 +91,16 @@ def compare_command(
 
     Finished cells are kept in the output folder: a killed or repeated command continues there.
     """
-    chosen = parse_names(methods) if methods else ()
+    chosen = parse_names(axes.methods) if axes.methods else ()
     if demo:
         chosen = chosen or tuple(spec for spec in DEMO_METHODS if spec in all_variants())
-        retain, read = DEMO_RETAINS, replace(read, windows=DEMO_WINDOWS)
+        axes, read = replace(axes, retain=DEMO_RETAINS), replace(read, windows=DEMO_WINDOWS)
     result = compare(
         model,
         output=output,
         methods=chosen,
-        retain=parse_retains(retain),
-        recover=parse_names(recover),
+        retain=parse_retains(axes.retain),
+        recover=parse_names(axes.recover),
         measures=changed_measures(DEMO_MEASURES if demo else Measures(), measure or ()),
         align=align or None,
         calibration=read.calibration,

@@ -18,8 +18,9 @@ from ..evaluation.quality.recall import copy_loss, recall_grid
 from ..model.errors import RapError
 from . import options
 from .cache import cache_command
-from .checkpoints import HELD_OUT, Quantize, ResultFile, deliver, label, open_checkpoint
+from .checkpoints import HELD_OUT, Opening, Quantize, ResultFile, deliver, label, open_checkpoint
 from .fidelity import fidelity_command
+from .groups import grouped
 from .options import console, print_table
 
 evaluate_app = typer.Typer(no_args_is_help=True, help="Measure the quality of a checkpoint.")
@@ -83,8 +84,10 @@ def perplexity_command(
 
 
 @evaluate_app.command("recall")
+@grouped
 def recall_command(
     model: options.Model,
+    *,
     text: Haystack = "bundled",
     distances: Annotated[
         list[int], typer.Option("--distance", help="Tokens between fact and question; repeatable.")
@@ -93,16 +96,13 @@ def recall_command(
         list[int], typer.Option("--facts", help="Facts in a document; repeatable.")
     ] = [1, 4, 16],  # noqa: B006 - typer copies it
     documents: Annotated[int, typer.Option(help="Questions per cell.")] = 32,
-    quantize: Quantize = None,
-    device_map: options.DeviceMap = None,
-    bos: options.Bos = "auto",
-    seed: options.Seed = 0,
+    how: Opening,
     output: ResultFile = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
     """Recall of a number given earlier, over distance and number of facts, and loss on copies."""
-    opened = open_checkpoint(model, device_map, [output], quantize, bos=bos)
+    opened = open_checkpoint(model, how.device_map, [output], how.quantize, bos=how.bos)
     ids = np.asarray(evaluation_tokens(text, opened.tokenizer))
     cells = recall_grid(
         opened.model,
@@ -111,10 +111,10 @@ def recall_command(
         distances=distances,
         facts=facts,
         num_documents=documents,
-        seed=seed,
+        seed=how.seed,
         bos=opened.bos,
     )
-    asked = {"num_documents": documents, "seed": seed}
+    asked = {"num_documents": documents, "seed": how.seed}
     copied = copy_loss(opened.model, ids, **asked, bos=opened.bos)
     result = {
         **opened.record,
@@ -122,7 +122,7 @@ def recall_command(
         "bos": opened.bos,
         "recall": [asdict(cell) for cell in cells],
         "copy": {**asdict(copied), "gain": copied.gain},
-        "provenance": provenance(seed=seed, quantize=quantize),
+        "provenance": provenance(seed=how.seed, quantize=how.quantize),
     }
     deliver(result, output, as_json)
     if as_json:
@@ -141,8 +141,10 @@ def recall_command(
 
 
 @evaluate_app.command("needle")
+@grouped
 def needle_command(
     model: options.Model,
+    *,
     text: Haystack = "bundled",
     lengths: Annotated[
         list[int], typer.Option("--length", help="Tokens of a document; repeatable.")
@@ -152,10 +154,7 @@ def needle_command(
     ] = [0.0, 0.25, 0.5, 0.75, 1.0],  # noqa: B006 - typer copies it
     facts: Annotated[int, typer.Option(help="Facts in a document, one of them asked for.")] = 4,
     documents: Annotated[int, typer.Option(help="Documents per cell.")] = 16,
-    quantize: Quantize = None,
-    device_map: options.DeviceMap = None,
-    bos: options.Bos = "auto",
-    seed: options.Seed = 0,
+    how: Opening,
     output: ResultFile = None,
     figure: Annotated[
         Path | None,
@@ -170,7 +169,7 @@ def needle_command(
     """Needle in a haystack: one fact at every depth of documents of every length."""
     if figure is not None and figure.suffix not in FIGURES:
         raise RapError(f"cannot draw {figure}: a heat map ends in {' or '.join(FIGURES)}")
-    opened = open_checkpoint(model, device_map, [output, figure], quantize, bos=bos)
+    opened = open_checkpoint(model, how.device_map, [output, figure], how.quantize, bos=how.bos)
     cells = needle_grid(
         opened.model,
         opened.tokenizer,
@@ -179,11 +178,11 @@ def needle_command(
         depths=depths,
         num_facts=facts,
         num_documents=documents,
-        seed=seed,
+        seed=how.seed,
         bos=opened.bos,
     )
     title = f"Needles found by {label(opened)}, one of {facts} facts"
-    table, made = needle_table(title, cells), provenance(seed=seed, documents=documents)
+    table, made = needle_table(title, cells), provenance(seed=how.seed, documents=documents)
     grid = {
         "text": text,
         "bos": opened.bos,

@@ -104,16 +104,28 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How a model is loaded, and the text that it is calibrated on."""
+class Windows:
+    """The text that a model is calibrated on."""
 
     calibration: options.Calibration = "bundled"
     windows: options.NumWindows = 32
     window: options.Window = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How a model is loaded, and how whatever it reads begins and is drawn."""
+
     dtype: options.Dtype = "auto"
     device_map: options.DeviceMap = None
     bos: options.Bos = "auto"
     seed: options.Seed = 0
+
+
+# A dataclass has the fields of its last base first: windows, then what loads the model.
+@dataclass(frozen=True, kw_only=True)
+class Reading(Loading, Windows):
+    """How a model is loaded, and the text that it is calibrated on."""
 
     @property
     def text(self) -> CalibrationText:

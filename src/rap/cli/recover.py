@@ -1,6 +1,7 @@
 """`rap recover`: quality back into a pruned checkpoint, by refitting and distillation."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from ..recovery.runs import clear_work, processes
 from ..recovery.stages import recover_stage, work_folder
 from ..surgery.replace import Replacement, load_plan
 from . import options
+from .groups import grouped
 from .options import console, print_json, print_table
 
 Recipe = Annotated[str, typer.Option("--preset", help=f"closed-form, {', '.join(PRESETS)}.")]
@@ -44,22 +46,38 @@ TeacherMap = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What recovers: a preset with changed settings, and the texts that it reads."""
+
+    recipe: Recipe = "fast"
+    text: Texts = None
+    changes: Changes = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """How the pruned checkpoint and its teacher are loaded."""
+
+    dtype: options.Dtype = "auto"
+    teacher_dtype: TeacherDtype = "auto"
+    device_map: TeacherMap = None
+
+
 def add_commands(app: typer.Typer) -> None:
     """Register this module's commands."""
     app.command("recover")(recover_command)
 
 
+@grouped
 def recover_command(
     pruned: Annotated[Path, typer.Argument(help="Pruned checkpoint written by `rap compress`.")],
     output: options.Output,
+    *,
     teacher: Annotated[str, typer.Option(help="The dense checkpoint it was cut from.")],
-    recipe: Recipe = "fast",
-    text: Texts = None,
-    changes: Changes = None,
+    train: Training,
     evaluate: options.Evaluate = "bundled",
-    dtype: options.Dtype = "auto",
-    teacher_dtype: TeacherDtype = "auto",
-    device_map: TeacherMap = None,
+    loaded: Loaded,
     bos: options.Bos = "auto",
     seed: options.Seed = 0,
     force: options.Force = False,
@@ -68,19 +86,19 @@ def recover_command(
 ) -> None:
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
-    chosen = _configured(recipe, changes or [], seed)
+    chosen = _configured(train.recipe, train.changes or [], seed)
     plan, old_report = _read(pruned)
     tokenizer = load_tokenizer(pruned)
-    small = load(pruned, dtype=dtype, **_placement(None))
-    dense = _teacher(teacher, teacher_dtype, device_map)
+    small = load(pruned, dtype=loaded.dtype, **_placement(None))
+    dense = _teacher(teacher, loaded.teacher_dtype, loaded.device_map)
     shown = None if evaluate == "none" else evaluate
     held_out = evaluation_tokens(shown, tokenizer) if shown is not None else None
     recovered, recovery = recover_stage(
         small,
         dense,
         tokenizer,
-        recipe,
-        texts=text or ["bundled"],
+        train.recipe,
+        texts=train.text or ["bundled"],
         config=chosen,
         seed=seed,
         output=output,
@@ -98,7 +116,12 @@ def recover_command(
         "pruned": measure(recovered, tokenizer, shown, **judged),
         "recovery": recovery,
         "provenance": provenance(
-            pruned=str(pruned), teacher=teacher, evaluate=evaluate, seed=seed, dtype=dtype, bos=bos
+            pruned=str(pruned),
+            teacher=teacher,
+            evaluate=evaluate,
+            seed=seed,
+            dtype=loaded.dtype,
+            bos=bos,
         ),
     }
     save(recovered, plan, output, tokenizer, report=report, force=force)
