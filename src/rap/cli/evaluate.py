@@ -1,5 +1,6 @@
 """`rap evaluate`: quality of a dense or pruned checkpoint."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -81,6 +82,12 @@ def perplexity_command(
             ["text", "windows", "tokens a window", "perplexity"],
             [[text, found.num_windows, found.window, f"{found.value:.4f}"]],
         )
+        if len(found.positions) > 1:
+            rows = [
+                [f"{part.start:,} to {part.stop - 1:,}", f"{math.exp(part.nats_per_token):.2f}"]
+                for part in found.positions
+            ]
+            print_table("By position in the window", ["tokens before", "perplexity"], rows)
 
 
 @evaluate_app.command("recall")

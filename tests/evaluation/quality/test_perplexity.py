@@ -103,6 +103,31 @@ def test_a_model_that_always_expects_the_next_id_is_scored_on_the_right_token():
     assert perplexity(model, ids, window=WINDOW).value == pytest.approx(1, abs=1e-6)
 
 
+def test_positions_are_means_over_windows():
+    """Ranges of a window weigh up to its loss, and each is the mean of its own positions."""
+    model, ids = tiny_model(), random_tokens(1, 3 * 48)[0]
+    found = perplexity(model, ids, window=48)
+    assert [(part.start, part.stop) for part in found.positions] == [(0, 47)]
+    assert found.positions[0].nats_per_token == pytest.approx(found.nats_per_token, rel=1e-12)
+    with torch.no_grad():
+        logits = model(ids.view(3, 48)).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), ids.view(3, 48)[:, 1:], reduction="none"
+    )
+    assert module.position_ranges(700) == [(0, 128), (128, 256), (256, 512), (512, 700)]
+    assert module.position_ranges(256) == [(0, 128), (128, 256)]
+    total = module.Losses()
+    for row in losses:
+        total.add([row[:30], row[30:]])
+    module_ranges = [(0, 10), (10, 47)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "position_ranges", lambda length: module_ranges)
+        parts = total.perplexity(48, 0, None).positions
+    for part, (start, stop) in zip(parts, module_ranges, strict=True):
+        expected = float(losses[:, start:stop].double().mean())
+        assert part.nats_per_token == pytest.approx(expected, rel=1e-12)
+
+
 def test_low_precision_is_evaluated_as_a_float32_copy():
     low, ids = tiny_model(dtype=torch.bfloat16), random_tokens(1, 3 * WINDOW)
     before = {name: tensor.clone() for name, tensor in low.state_dict().items()}

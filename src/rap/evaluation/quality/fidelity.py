@@ -24,11 +24,11 @@ from .perplexity import (
     Perplexity,
     evaluation_window,
     in_precision,
+    position_ranges,
     token_losses,
     whole_windows,
 )
 
-FIRST_EDGE = 128  # tokens; position ranges double from here
 PIECES = 4  # of a chunk of logits
 
 
@@ -215,11 +215,8 @@ def _chunks(head: Head, output: Any, hidden_TE: Tensor, step: int) -> Iterator[T
 
 
 def _by_position(kl_WT: Tensor, same_WT: Tensor) -> list[PositionRange]:
-    length, start, stop = kl_WT.shape[1], 0, FIRST_EDGE
     ranges = []
-    while start < length:
-        stop = min(stop, length)
+    for start, stop in position_ranges(kl_WT.shape[1]):
         kl, top1 = (float(x_WT[:, start:stop].double().mean()) for x_WT in (kl_WT, same_WT))
         ranges.append(PositionRange(start, stop, kl, top1))
-        start, stop = stop, 2 * stop
     return ranges

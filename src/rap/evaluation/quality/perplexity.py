@@ -4,6 +4,7 @@ Shapes: N tokens of text, B windows in a batch, T tokens of a window, C tokens o
 """
 
 import copy
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -22,6 +23,16 @@ from ...model.errors import RapError
 from ...model.layers import trained_length
 
 DEFAULT_WINDOW = 2048
+FIRST_EDGE = 128  # tokens; ranges of positions double from here
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """Mean loss (nats) of tokens predicted at positions `start` to `stop - 1` of a window."""
+
+    start: int
+    stop: int
+    nats_per_token: float
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,8 @@ class Perplexity:
 
     It covers `num_windows` whole windows of `window` tokens, the first of each the token `bos`, if
     any; the `num_left_out` tokens of the text after the last of them were not read. `window_nats`
-    are the mean losses of the windows one by one, so that two models can be compared in pairs.
+    are the mean losses of the windows one by one, so that two models can be compared in pairs, and
+    `positions` those of positions in the window, by ranges that double: does far context help?
     `float()` gives the value, `dataclasses.asdict` a dictionary for JSON.
     """
 
@@ -43,6 +55,7 @@ class Perplexity:
     bos: int | None = None
     # Results of earlier releases have none.
     window_nats: list[float] = field(default_factory=list)
+    positions: list[PositionLoss] = field(default_factory=list)
 
     def __float__(self) -> float:
         return self.value
@@ -106,6 +119,7 @@ class Losses:
         self.of = of
         self.total = torch.zeros((), dtype=torch.float64)
         self.window_nats: list[float] = []
+        self.position_nats = torch.zeros((), dtype=torch.float64)  # [T - 1] after the first window
 
     def add(self, chunks: Sequence[Tensor], num_windows: int = 1) -> None:
         """The losses (nats) of all predicted tokens of so many windows, in order, in chunks [C].
@@ -125,6 +139,7 @@ class Losses:
         self.total += loss
         loss_BT = torch.cat(list(chunks)).cpu().view(num_windows, -1)
         self.window_nats += loss_BT.mean(1, dtype=torch.float64).tolist()
+        self.position_nats = self.position_nats + loss_BT.sum(0, dtype=torch.float64)
 
     def perplexity(self, window: int, num_left_out: int, bos: int | None) -> Perplexity:
         """That of all windows so far, each of `window` tokens, the first not predicted."""
@@ -132,9 +147,23 @@ class Losses:
         num_tokens = count * (window - 1)
         nats = float(self.total / num_tokens)
         value = math.exp(nats) if nats < 700 else math.inf
+        mean_T = self.position_nats / count
+        positions = [
+            PositionLoss(start, stop, float(mean_T[start:stop].mean()))
+            for start, stop in position_ranges(len(mean_T))
+        ]
         return Perplexity(
-            value, nats, count, num_tokens, window, num_left_out, bos, self.window_nats
+            value, nats, count, num_tokens, window, num_left_out, bos, self.window_nats, positions
         )
+
+
+def position_ranges(length: int) -> list[tuple[int, int]]:
+    """Ranges [start, stop) that cover `length` positions: the first of 128, then doubling."""
+    edges = [0, FIRST_EDGE]
+    while edges[-1] < length:
+        edges.append(2 * edges[-1])
+    edges[-1] = length
+    return list(itertools.pairwise(edges))
 
 
 def evaluation_window(model: Any, window: int | None) -> int:
