@@ -1,5 +1,6 @@
 """The whole story, one line per stage: checkpoint and ratio in, smaller checkpoint out."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from .checkpoint.files import PLAN_FILE, check_output, whole_directory, write_js
 from .checkpoint.load import copy_processor, load_tokenizer
 from .checkpoint.provenance import provenance
 from .evaluation.cost.footprint import footprint
-from .evaluation.quality.fidelity import fidelity
+from .evaluation.quality.fidelity import DenseStates
 from .evaluation.quality.perplexity import Perplexity, evaluation_window, perplexity
 from .methods import Method, parse_method, traits_of
 from .methods.base import traits
@@ -87,7 +88,7 @@ def compress(
         *models, recover, texts=[calibration], output=output, bos=bench.bos, **rest
     )
     judged: dict[str, Any] = {"tokens": held_out, "bos": bench.bos, "progress": progress}
-    figures = measure_pair(small, bench.model, bench.tokenizer, evaluate, **judged)
+    figures = measure_against(bench.model, {"pruned": small}, bench.tokenizer, evaluate, **judged)
     report = _report(bench, method, plan) | figures
     report |= {"recovery": recovery, "provenance": _provenance(reading, evaluate, dtype)}
     if output is not None:
@@ -123,29 +124,31 @@ def measure(
     return result
 
 
-def measure_pair(
-    small: Any,
+def measure_against(
     dense: Any,
+    models: Mapping[str, Any],
     tokenizer: Any,
     text: str | None,
     *,
     tokens: Tensor | None = None,
     bos: Bos = "auto",
     progress: bool = False,
-) -> dict[str, Any]:
-    """As `measure`, of both models in one pass each: `dense`, and `pruned` with its fidelity."""
-    result = {"dense": _weights(dense), "pruned": _weights(small)}
-    if text is not None:
-        found = fidelity(
-            small,
-            dense,
-            tokens if tokens is not None else evaluation_tokens(text, tokenizer),
-            max_windows=EVALUATION_WINDOWS,
-            bos=bos_token(bos, tokenizer, dense.config),
-            progress=progress,
-        )
-        result["dense"] |= _quality(text, found.dense_perplexity)
-        result["pruned"] |= _quality(text, found.perplexity) | found.figures()
+) -> dict[str, dict[str, Any]]:
+    """As `measure`, all in one pass each: `dense`, and every one of `models` with its fidelity."""
+    result = {name: _weights(model) for name, model in {"dense": dense, **models}.items()}
+    if text is None:
+        return result
+    states = DenseStates(
+        dense,
+        tokens if tokens is not None else evaluation_tokens(text, tokenizer),
+        max_windows=EVALUATION_WINDOWS,
+        bos=bos_token(bos, tokenizer, dense.config),
+        progress=progress,
+    )
+    for name, model in models.items():
+        compared = states.compare(model, progress=progress)
+        result["dense"] |= _quality(text, compared.dense_perplexity)
+        result[name] |= _quality(text, compared.perplexity) | compared.figures()
     return result
 
 

@@ -11,7 +11,9 @@ from cases.command import run
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import RapError, assets
-from rap.checkpoint.load import load, load_config
+from rap.calibration.text import evaluation_tokens
+from rap.checkpoint.load import load, load_config, load_dense
+from rap.evaluation.quality.fidelity import fidelity
 from rap.model.fingerprint import fingerprint_model
 from rap.pipeline import compress, save
 from rap.recovery import stages
@@ -161,6 +163,23 @@ def test_the_command_writes_a_checkpoint_like_the_one_it_read(checkpoints, tmp_p
     again = run(*given)
     assert again.code == 2
     assert "--force" in again.err
+
+
+def test_the_command_tells_how_near_the_dense_model_is(checkpoints, tokenizer, tmp_path):
+    text, out = tmp_path / "held-out.txt", tmp_path / "out"
+    text.write_text(assets.reference_text("test")[:12_000])
+    given = ("recover", checkpoints / "pruned", "--teacher", checkpoints / "dense", "-o", out)
+    result = run(*given, *FLAGS[:-1], str(text))
+    assert result.code == 0, result.err
+    assert "Near the dense model" in result.out
+    report = json.loads((out / "rap_report.json").read_text())
+    dense, tokens = load_dense(checkpoints / "dense"), evaluation_tokens(str(text), tokenizer)
+    for name, folder in (("before_recovery", checkpoints / "pruned"), ("pruned", out)):
+        expected = fidelity(load(folder), dense, tokens)
+        assert report[name]["kl"]["value"] == pytest.approx(expected.kl.value, rel=1e-5)
+        assert report[name]["perplexity"] == pytest.approx(expected.perplexity.value, rel=1e-5)
+    assert report["dense"]["perplexity"] == pytest.approx(expected.dense_perplexity.value, rel=1e-5)
+    assert report["pruned"]["kl"] != report["before_recovery"]["kl"]
 
 
 def test_wrong_commands_end_in_one_line(checkpoints, tmp_path):

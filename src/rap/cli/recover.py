@@ -9,6 +9,7 @@ import typer
 
 from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
+from ..checkpoint.card import interval_text
 from ..checkpoint.files import PLAN_FILE, check_output
 from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
@@ -18,7 +19,7 @@ from ..methods import METHODS
 from ..methods.base import traits
 from ..methods.settings import read_settings
 from ..model.errors import RapError
-from ..pipeline import REPORT_FILE, measure, save
+from ..pipeline import REPORT_FILE, measure, measure_against, save
 from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.runs import clear_work, processes
@@ -64,6 +65,10 @@ class Loaded:
     device_map: TeacherMap = None
 
 
+NEAR = {"perplexity_ratio": ".3f", "kl": ".3g", "top1": ".1%"}
+NEAR_NAMES = ("perplexity of dense", "KL (nats a token)", "top-1 agreement")
+
+
 def add_commands(app: typer.Typer) -> None:
     """Register this module's commands."""
     app.command("recover")(recover_command)
@@ -107,13 +112,12 @@ def recover_command(
     )
     if not processes().is_main_process:
         return
+    models = {"before_recovery": small, "pruned": recovered}
     judged: dict[str, Any] = {"tokens": held_out, "bos": bos, "progress": True}
     report = {
         **_described(plan, teacher),
         **old_report,
-        "dense": _dense_figures(old_report, dense, tokenizer, shown, judged),
-        "before_recovery": measure(small, tokenizer, shown, **judged),
-        "pruned": measure(recovered, tokenizer, shown, **judged),
+        **_figures(models, dense, loaded.teacher_dtype, old_report, tokenizer, shown, judged),
         "recovery": recovery,
         "provenance": provenance(
             pruned=str(pruned),
@@ -129,15 +133,24 @@ def recover_command(
     _say(report, output, as_json)
 
 
-def _dense_figures(
-    old_report: dict[str, Any], dense: Any, tokenizer: Any, text: str | None, judged: dict[str, Any]
+def _figures(
+    models: dict[str, Any],
+    dense: Any,
+    teacher_dtype: str,
+    old_report: dict[str, Any],
+    tokenizer: Any,
+    text: str | None,
+    judged: dict[str, Any],
 ) -> dict[str, Any]:
-    """Those of the old report, if their windows began as these do, or measured again."""
+    """What is measured of all models; how near to the dense one, unless its weights are rounded."""
+    if teacher_dtype not in KINDS:
+        return measure_against(dense, models, tokenizer, text, **judged)
+    figures = {name: measure(model, tokenizer, text, **judged) for name, model in models.items()}
     known: dict[str, Any] | None = old_report.get("dense")
     first = bos_token(judged["bos"], tokenizer, dense.config)
     if known is not None and known.get("evaluation", {}).get("bos") == first:
-        return known
-    return measure(dense, tokenizer, text, **judged)
+        return {"dense": known, **figures}
+    return {"dense": measure(dense, tokenizer, text, **judged), **figures}
 
 
 def _teacher(source: str, dtype: str, device_map: str | None) -> Any:
@@ -196,4 +209,10 @@ def _say(report: dict[str, Any], output: Path, as_json: bool) -> None:
     steps |= {"perplexity_distilled": "distilled", "perplexity_after": "saved"}
     rows = [[label, f"{recovery[key]:.3f}"] for key, label in steps.items() if key in recovery]
     print_table("Recovery, on held-out text", ["", "perplexity"], rows)
+    if "kl" in report["pruned"]:
+        rows = [
+            [label, *(interval_text(report[name][figure], form) for figure, form in NEAR.items())]
+            for name, label in (("before_recovery", "pruned"), ("pruned", "recovered"))
+        ]
+        print_table("Near the dense model", ["", *NEAR_NAMES], rows)
     console.print(f"wrote {output}")
