@@ -12,6 +12,7 @@ from ..calibration.bos import Bos, bos_token
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import load, load_tokenizer
 from ..checkpoint.source import resolve_source
+from ..evaluation.quality.documents import WORDINGS
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
@@ -21,6 +22,17 @@ from .options import print_json, write_result
 ResultFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")]
 Quantize = Annotated[
     str | None, typer.Option(help=f"Quantize the weights first: {', '.join(KINDS)}.")
+]
+Haystack = Annotated[
+    str, typer.Option(help="What the facts are hidden in: 'bundled', a file, or a dataset.")
+]
+Words = Annotated[
+    str,
+    typer.Option(
+        "--wording",
+        help=f"How facts are told and asked for: {', '.join(WORDINGS)}. A model that was not "
+        "trained on the plain one needs the natural one.",
+    ),
 ]
 # Texts that models are held against, by the split that nothing is trained on.
 HELD_OUT = {

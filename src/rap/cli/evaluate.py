@@ -12,6 +12,7 @@ from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
+from ..evaluation.quality.documents import check_wording
 from ..evaluation.quality.harness import GROUPS, harness_version, mean_score, run_tasks
 from ..evaluation.quality.needle import heat_map, needle_grid, needle_table
 from ..evaluation.quality.perplexity import perplexity
@@ -19,16 +20,23 @@ from ..evaluation.quality.recall import copy_loss, recall_grid
 from ..model.errors import RapError
 from . import options
 from .cache import cache_command
-from .checkpoints import HELD_OUT, Opening, Quantize, ResultFile, deliver, label, open_checkpoint
+from .checkpoints import (
+    HELD_OUT,
+    Haystack,
+    Opening,
+    Quantize,
+    ResultFile,
+    Words,
+    deliver,
+    label,
+    open_checkpoint,
+)
 from .fidelity import fidelity_command
 from .groups import grouped
 from .options import console, print_table
 
 evaluate_app = typer.Typer(no_args_is_help=True, help="Measure the quality of a checkpoint.")
 
-Haystack = Annotated[
-    str, typer.Option(help="What the facts are hidden in: 'bundled', a file, or a dataset.")
-]
 FIGURES = (".png", ".svg")
 
 
@@ -103,12 +111,14 @@ def recall_command(
         list[int], typer.Option("--facts", help="Facts in a document; repeatable.")
     ] = [1, 4, 16],  # noqa: B006 - typer copies it
     documents: Annotated[int, typer.Option(help="Questions per cell.")] = 32,
+    wording: Words = "plain",
     how: Opening,
     output: ResultFile = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
     """Recall of a number given earlier, over distance and number of facts, and loss on copies."""
+    check_wording(wording)
     opened = open_checkpoint(model, how.device_map, [output], how.quantize, bos=how.bos)
     ids = np.asarray(evaluation_tokens(text, opened.tokenizer))
     cells = recall_grid(
@@ -120,6 +130,7 @@ def recall_command(
         num_documents=documents,
         seed=how.seed,
         bos=opened.bos,
+        wording=wording,
     )
     asked = {"num_documents": documents, "seed": how.seed}
     copied = copy_loss(opened.model, ids, **asked, bos=opened.bos)
@@ -127,6 +138,7 @@ def recall_command(
         **opened.record,
         "text": text,
         "bos": opened.bos,
+        "wording": wording,
         "recall": [asdict(cell) for cell in cells],
         "copy": {**asdict(copied), "gain": copied.gain},
         "provenance": provenance(seed=how.seed, quantize=how.quantize),
@@ -161,6 +173,7 @@ def needle_command(
     ] = [0.0, 0.25, 0.5, 0.75, 1.0],  # noqa: B006 - typer copies it
     facts: Annotated[int, typer.Option(help="Facts in a document, one of them asked for.")] = 4,
     documents: Annotated[int, typer.Option(help="Documents per cell.")] = 16,
+    wording: Words = "plain",
     how: Opening,
     output: ResultFile = None,
     figure: Annotated[
@@ -176,6 +189,7 @@ def needle_command(
     """Needle in a haystack: one fact at every depth of documents of every length."""
     if figure is not None and figure.suffix not in FIGURES:
         raise RapError(f"cannot draw {figure}: a heat map ends in {' or '.join(FIGURES)}")
+    check_wording(wording)
     opened = open_checkpoint(model, how.device_map, [output, figure], how.quantize, bos=how.bos)
     cells = needle_grid(
         opened.model,
@@ -187,6 +201,7 @@ def needle_command(
         num_documents=documents,
         seed=how.seed,
         bos=opened.bos,
+        wording=wording,
     )
     title = f"Needles found by {label(opened)}, one of {facts} facts"
     table, made = needle_table(title, cells), provenance(seed=how.seed, documents=documents)
@@ -194,6 +209,7 @@ def needle_command(
         "text": text,
         "bos": opened.bos,
         "facts": facts,
+        "wording": wording,
         "needle": [asdict(cell) for cell in cells],
     }
     shown = {"table": table, "command": made["command"], "provenance": made}

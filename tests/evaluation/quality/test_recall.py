@@ -1,6 +1,7 @@
 """Recall and copying, on stub models whose score is known beforehand."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rap.evaluation.quality import documents, recall
+from rap.evaluation.quality import documents, needle, recall
 
 VOCAB = 128
 
@@ -47,6 +48,14 @@ def look_up(prefix: str) -> int | None:
     if asked is None:
         return None
     stated = re.search(rf"The number of {asked[1]} is( \d+\.)", prefix)
+    return ord(stated[1][len(asked[2] or "")]) if stated else None
+
+
+def look_up_special(prefix: str) -> int | None:
+    asked = re.search(r"Answer: The special number of (\w+) is( \d*)?$", prefix)
+    if asked is None:
+        return None
+    stated = re.search(rf"The special number of {asked[1]} is( \d+\.)", prefix)
     return ord(stated[1][len(asked[2] or "")]) if stated else None
 
 
@@ -106,6 +115,69 @@ def test_recall_document_keeps_its_distance(text, distance, num_facts):
     assert asked == answer
 
 
+def test_plain_documents_are_those_that_the_bundled_model_was_judged_by(text):
+    writer = documents.FactWriter(Characters())
+    made = recall.recall_documents(writer, text, 150, 5, num_documents=4, seed=2)
+    made.append(needle.needle_document(writer, text, documents.evaluation_rng(2), 300, 0.5, 3))
+    content = b"".join(document.ids.tobytes() + document.kinds.tobytes() for document in made)
+    # Taken when there was no other wording.
+    assert hashlib.sha256(content).hexdigest()[:16] == "02212376b001861b"
+
+
+class Pairs(Characters):
+    """A tokenizer that joins a blank with the letter or digit behind it."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = super().encode(text, add_special_tokens)
+        joined = []
+        for before, token in zip([None, *ids], ids, strict=False):
+            if before == 32:
+                joined[-1] = VOCAB + token
+            else:
+                joined.append(token)
+        return joined
+
+
+WORDS = {
+    "fact": " The special number of Lucy is",
+    "question": " Question: What is the special number of Lucy? "
+    "Answer: The special number of Lucy is",
+}
+
+
+@pytest.mark.parametrize("tokenizer", [Characters(), Pairs()])
+@pytest.mark.parametrize("write", WORDS)
+def test_natural_marks_exactly_the_digits(tokenizer, write):
+    """Whether the blank is a token of its own or one with the first digit."""
+    writer = documents.FactWriter(tokenizer, wording="natural")
+    ids, kinds = getattr(writer, write)("Lucy", 4821)
+    stem, number = (
+        tokenizer.encode(words, add_special_tokens=False) for words in (WORDS[write], " 4821")
+    )
+    assert ids == [*stem, *number, ord(".")]
+    kind = documents.ANSWER if write == "question" else documents.STATED
+    marked = [(at, token) for at, token in enumerate(ids) if kinds[at] == kind]
+    assert [at for at, _ in marked] == list(range(len(ids) - 5, len(ids) - 1))
+    assert [chr(token % VOCAB) for _, token in marked] == list("4821")
+    assert set(kinds) == {documents.TEXT, kind}
+
+
+def test_the_blank_does_not_count_in_natural_wording(text):
+    asked = GRID | {"wording": "natural", "distances": (150, 257)}
+    cells = recall.recall_grid(Stub(look_up_special), Characters(), text, **asked)
+    assert {(cell.accuracy, cell.token_accuracy) for cell in cells} == {(1.0, 1.0)}
+    blank = Stub(lambda prefix: ord(" "))
+    cells = recall.recall_grid(blank, Characters(), text, **asked)
+    assert {(cell.accuracy, cell.token_accuracy) for cell in cells} == {(0.0, 0.0)}
+    places = {"lengths": (200,), "depths": (0.0, 1.0), "num_facts": 2, "num_documents": 3}
+    found = needle.needle_grid(
+        Stub(look_up_special), Characters(), text, **places, wording="natural"
+    )
+    assert [cell.accuracy for cell in found] == [1.0, 1.0]
+    plain = needle.needle_grid(Stub(look_up_special), Characters(), text, **places)
+    assert [cell.accuracy for cell in plain] == [0.0, 0.0]
+
+
 def test_grid_is_deterministic_and_seeded(text):
     guess = Stub(lambda prefix: 48 + len(prefix) % 10)
     runs = [recall.recall_grid(guess, Characters(), text, **GRID, seed=s) for s in (5, 5, 6)]
@@ -159,6 +231,10 @@ def test_a_text_of_just_the_length_will_do(text):
         (lambda text: recall.recall_grid(None, Characters(), text, distances=(9,)), "shorter"),
         (lambda text: recall.recall_grid(None, Characters(), text[:50]), "documents need"),
         (lambda text: recall.recall_grid(None, Characters(), text, facts=(99,)), "as many names"),
+        (
+            lambda text: recall.recall_grid(None, Characters(), text, wording="odd"),
+            "use plain, nat",
+        ),
         (lambda text: recall.copy_loss(None, text, passage=9, distance=3), "shorter"),
     ],
 )

@@ -191,6 +191,7 @@ def test_a_changed_setting_is_another_cell(reference_model):
         {"seed": 1},
         {"measures": Measures(num_windows=47)},
         {"measures": Measures(fidelity=False)},
+        {"measures": Measures(recall_wording="natural")},
         {"methods": ("rap:values=channels",)},
     ):
         dense_and_cell = names(**change)
@@ -200,6 +201,14 @@ def test_a_changed_setting_is_another_cell(reference_model):
         assert len(dense_and_cell & same) == shared, change
     distilled = {"recoveries": ("fast",)}
     assert not {*names(**distilled, recovery={"steps": 9})} <= names(**distilled)
+
+
+def test_the_plain_wording_leaves_cells_their_names():
+    """They are those of the time when there was no other."""
+    assert "recall_wording" not in Measures().settings()
+    assert Measures(recall_wording="natural").settings()["recall_wording"] == "natural"
+    with pytest.raises(RapError, match="use plain, natural"):
+        Measures(recall_wording="odd")
 
 
 def test_a_cell_appears_whole_or_not_at_all(tmp_path, monkeypatch):

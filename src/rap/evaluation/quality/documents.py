@@ -4,6 +4,9 @@ A recall document is running text with facts and questions dropped into it:
 
     ... The number of Lucy is 4821. ... What is the number of Lucy? 4821. ...
 
+A `Wording` says how. A model that never saw such questions hardly knows that a number follows one
+at once; in the wording `natural` the fact is begun again, and has to be ended.
+
 The numbers are drawn at random for every document, so an answer can only come from the context. The
 same makers serve training and evaluation, which are kept apart by their seeds (`evaluation_rng`).
 
@@ -11,11 +14,14 @@ Shapes: T tokens.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from ...model.errors import RapError
 
 # fmt: off
 NAMES = (
@@ -40,31 +46,80 @@ class Document:
     kinds: np.ndarray
 
 
-class FactWriter:
-    """Writes facts and questions as token ids, each piece encoded once and remembered."""
+@dataclass(frozen=True)
+class Wording:
+    """What stands before the number in a fact and in a question, `{name}` being whose it is.
 
-    def __init__(self, tokenizer: Any, names: Sequence[str] = NAMES) -> None:
-        self.names = tuple(names)
+    With `digits_only` tokens before the number that all numbers share, such as a blank that is a
+    token of its own, are TEXT: who knows them knows nothing of the number.
+    """
+
+    fact: str
+    question: str
+    digits_only: bool
+
+
+WORDINGS = {
+    # What the bundled model was trained on.
+    "plain": Wording(" The number of {name} is", " What is the number of {name}?", False),
+    "natural": Wording(
+        " The special number of {name} is",
+        " Question: What is the special number of {name}? Answer: The special number of {name} is",
+        True,
+    ),
+}
+
+
+def check_wording(wording: str) -> str:
+    """The name itself; RapError if there is no such wording."""
+    if wording not in WORDINGS:
+        raise RapError(f"unknown wording {wording!r}: use {', '.join(WORDINGS)}")
+    return wording
+
+
+class FactWriter:
+    """Writes facts and questions as token ids, each piece encoded once and remembered.
+
+    Raises RapError for a wording that is not one of WORDINGS.
+    """
+
+    def __init__(
+        self, tokenizer: Any, names: Sequence[str] = NAMES, wording: str = "plain"
+    ) -> None:
+        self.names, self.wording = tuple(names), WORDINGS[check_wording(wording)]
         self._encode = functools.cache(
             lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
         )
 
     def fact(self, name: str, number: int) -> tuple[list[int], list[int]]:
-        """Ids and kinds of ` The number of NAME is NUMBER.`"""
-        return self._join(f" The number of {name} is", f" {number}", STATED)
+        """Ids and kinds of a fact, in plain wording ` The number of NAME is NUMBER.`"""
+        return self._join(self.wording.fact.format(name=name), number, STATED)
 
     def question(self, name: str, number: int) -> tuple[list[int], list[int]]:
-        """Ids and kinds of ` What is the number of NAME? NUMBER.`"""
-        return self._join(f" What is the number of {name}?", f" {number}", ANSWER)
+        """Ids and kinds of a question, in plain wording ` What is the number of NAME? NUMBER.`"""
+        return self._join(self.wording.question.format(name=name), number, ANSWER)
 
-    def _join(self, stem: str, number: str, kind: int) -> tuple[list[int], list[int]]:
+    def _join(self, stem: str, number: int, kind: int) -> tuple[list[int], list[int]]:
+        tokens = self._encode(f" {number}")
+        blank = self._num_shared if self.wording.digits_only else 0
         parts = [
             (self._encode(stem), TEXT),
-            (self._encode(number), kind),
+            (tokens[:blank], TEXT),
+            (tokens[blank:], kind),
             (self._encode("."), TEXT),
         ]
         ids = [token for tokens, _ in parts for token in tokens]
         return ids, [k for tokens, k in parts for _ in tokens]
+
+    @functools.cached_property
+    def _num_shared(self) -> int:
+        return num_shared([self._encode(f" {digit}") for digit in range(1, 10)])
+
+
+def num_shared(pieces: Iterable[Sequence[int]]) -> int:
+    """How many tokens all the pieces begin with, which tell none of them from another."""
+    columns = zip(*pieces, strict=False)
+    return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
 def evaluation_rng(seed: int, *key: int) -> np.random.Generator:
@@ -125,6 +180,12 @@ def recall_document(
     document = interleave(filler[: lead + room], events)
     end = int(np.flatnonzero(document.kinds == ANSWER)[-1]) + 1
     return Document(document.ids[:end], document.kinds[:end])
+
+
+def stretch(text: np.ndarray, rng: np.random.Generator, length: int) -> np.ndarray:
+    """`length` tokens of the text from anywhere, or all of a text that has no more."""
+    start = int(rng.integers(0, max(1, len(text) - length + 1)))
+    return text[start : start + length]
 
 
 def opened(document: Document, bos: int | None) -> Document:

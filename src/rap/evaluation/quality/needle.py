@@ -1,7 +1,7 @@
 """Needle in a haystack: one fact at every depth of documents of every length, asked for at the end.
 
-The facts and the question are those of documents.py, plain English that any language model can
-answer and that the bundled one was trained on.
+The facts and the question are those of documents.py: by default in the words that the bundled model
+was trained on, or in the wording `natural`, which any pretrained model can continue.
 """
 
 import math
@@ -17,7 +17,16 @@ from matplotlib.ticker import PercentFormatter
 
 from ...calibration.bos import Bos, bos_token
 from ...model.errors import RapError
-from .documents import ANSWER, Document, FactWriter, draw_facts, evaluation_rng, interleave, opened
+from .documents import (
+    ANSWER,
+    Document,
+    FactWriter,
+    draw_facts,
+    evaluation_rng,
+    interleave,
+    opened,
+    stretch,
+)
 from .recall import token_losses
 
 
@@ -79,27 +88,29 @@ def needle_grid(
     batch_size: int = 4,
     seed: int = 0,
     bos: Bos = "auto",
+    wording: str = "plain",
 ) -> list[NeedleCell]:
     """Needles found over length (tokens) x depth, in documents made of `text_ids` [N].
 
     A needle is found if every token of its number is the greedy choice given those before it. The
     same call gives the same digits. Documents begin with BOS as `bos.bos_token` decides, and it
-    counts as one of their tokens. Raises RapError for a depth outside [0, 1], or documents that
-    cannot be made.
+    counts as one of their tokens. `wording` is one of documents.WORDINGS. Raises RapError for a
+    depth outside [0, 1], or documents that cannot be made.
     """
     for depth in depths:
         if not 0 <= depth <= 1:
             raise RapError(f"depth {depth} is outside [0, 1]: 0 is the beginning of the document")
     if num_documents < 1:
         raise RapError(f"cannot judge by {num_documents} documents: ask for at least one")
-    text, writer, cells = np.asarray(text_ids), FactWriter(tokenizer), []
+    text, cells = np.asarray(text_ids), []
+    writer = FactWriter(tokenizer, wording=wording)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
     for length in lengths:
         for number, depth in enumerate(depths):
             rng = evaluation_rng(seed, length, number)
             size = length if first is None else length - 1
             documents = [
-                needle_document(writer, _stretch(text, rng, size), rng, size, depth, num_facts)
+                needle_document(writer, stretch(text, rng, size), rng, size, depth, num_facts)
                 for _ in range(num_documents)
             ]
             documents = [opened(document, first) for document in documents]
@@ -172,9 +183,3 @@ def _draw(axes: Axes, cells: Sequence[NeedleCell], title: str) -> AxesImage:
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_title(title, fontsize=11)
     return image
-
-
-def _stretch(text: np.ndarray, rng: np.random.Generator, length: int) -> np.ndarray:
-    """`length` tokens of the text from anywhere, or all of a text that has no more."""
-    start = int(rng.integers(0, max(1, len(text) - length + 1)))
-    return text[start : start + length]

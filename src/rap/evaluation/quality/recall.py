@@ -109,17 +109,19 @@ def recall_grid(
     batch_size: int = 8,
     seed: int = 0,
     bos: Bos = "auto",
+    wording: str = "plain",
 ) -> list[RecallCell]:
     """Recall accuracy over distance (tokens) x number of facts, questions set in `text_ids` [N].
 
     `accuracy` is the share of answers whose every token is the greedy choice given the tokens
     before it, which is when greedy decoding writes the answer; `token_accuracy` is by token. Every
-    document begins with BOS as `bos.bos_token` decides.
+    document begins with BOS as `bos.bos_token` decides. `wording` is one of documents.WORDINGS:
+    `plain` is what the bundled model was trained on, `natural` for any that was really pretrained.
     """
     text = np.asarray(text_ids)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
-    writer = FactWriter(tokenizer)
+    writer = FactWriter(tokenizer, wording=wording)
     cells = []
     for distance in distances:
         for num_facts in facts:

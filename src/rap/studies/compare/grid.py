@@ -67,7 +67,7 @@ class Grid:
         shared = {
             "dense_fingerprint": dense_fingerprint,
             "dtype": dtype,
-            "measures": asdict(self.measures),
+            "measures": self.measures.settings(),
             "seed": self.seed,
             **({} if bos is None else {"bos": bos}),
         }

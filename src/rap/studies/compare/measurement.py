@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...calibration.state import evaluating
 from ...evaluation.cost.footprint import footprint
 from ...evaluation.cost.latency import PLAIN, measure_point
+from ...evaluation.quality.documents import check_wording
 from ...evaluation.quality.fidelity import DenseStates
 from ...evaluation.quality.perplexity import perplexity
 from ...evaluation.quality.recall import copy_loss, recall_grid
@@ -29,7 +30,8 @@ class Measures:
         (None: all) windows of `window` tokens of it.
     fidelity: divergence from the dense model and agreement with it, on the same windows.
     recall: share of numbers given back, at each distance (tokens) among `recall_facts` facts, over
-        `recall_documents` questions; 0 skips recall and copying.
+        `recall_documents` questions; 0 skips recall and copying. Asked in `recall_wording`, one of
+        documents.WORDINGS.
     copy_documents: passages read a second time after 512 tokens.
     decode: median time of `decode_steps` steps after `decode_context` tokens, batch 1; 0 skips it.
     """
@@ -41,6 +43,7 @@ class Measures:
     recall_distances: tuple[int, ...] = (256, 1000)
     recall_facts: int = 4
     recall_documents: int = 32
+    recall_wording: str = "plain"
     copy_documents: int = 16
     decode_context: int = 1024
     decode_steps: int = 24
@@ -51,7 +54,7 @@ class Measures:
             if isinstance(field.default, bool):
                 good, remedy = type(value) is bool, "give true or false"
             elif isinstance(field.default, str):
-                good, remedy = isinstance(value, str) and bool(value), "name a text"
+                good, remedy = isinstance(value, str) and bool(value), "give a name"
             elif isinstance(field.default, tuple):
                 good, remedy = _counts(value), "give whole numbers, such as 256,1000"
             elif value is None:
@@ -61,6 +64,17 @@ class Measures:
                 good, remedy = type(value) is int and value >= least, f"give {least} or more"
             if not good:
                 raise RapError(f"measure {field.name} cannot be {value!r}: {remedy}")
+        check_wording(self.recall_wording)
+
+    def settings(self) -> dict[str, Any]:
+        """All fields as plain data; the plain wording is left out, which once was the only one.
+
+        So cells that were measured before there was a choice are still known as theirs.
+        """
+        kept = asdict(self)
+        if self.recall_wording == "plain":
+            del kept["recall_wording"]
+        return kept
 
 
 # The dense model against itself.
@@ -183,6 +197,7 @@ def _context_use(
         num_documents=measures.recall_documents,
         seed=seed,
         bos=bos,
+        wording=measures.recall_wording,
     )
     copied = copy_loss(model, text, num_documents=measures.copy_documents, seed=seed, bos=bos)
     return {"recall": [asdict(cell) for cell in recall], "copy_gain": copied.gain}
