@@ -34,6 +34,7 @@ from .checkpoints import (
 from .fidelity import fidelity_command
 from .groups import grouped
 from .options import console, print_table
+from .ruler import ruler_command
 
 evaluate_app = typer.Typer(no_args_is_help=True, help="Measure the quality of a checkpoint.")
 
@@ -44,6 +45,7 @@ def add_commands(app: typer.Typer) -> None:
     """Register this module's commands."""
     evaluate_app.command("fidelity")(fidelity_command)
     evaluate_app.command("cache")(cache_command)
+    evaluate_app.command("ruler")(ruler_command)
     app.add_typer(evaluate_app, name="evaluate")
 
 

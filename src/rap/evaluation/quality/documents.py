@@ -15,7 +15,7 @@ Shapes: T tokens.
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,11 @@ NAMES = (
 )
 # fmt: on
 TEXT, STATED, ANSWER = 0, 1, 2  # kinds of token: running text, a fact's number, the answer to it
+
+
+NUMBERS = tuple(f" {digit}{digit}{digit}{digit}" for digit in range(1, 10))  # one a first digit
+
+Encode = Callable[[str], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,7 @@ class FactWriter:
         self, tokenizer: Any, names: Sequence[str] = NAMES, wording: str = "plain"
     ) -> None:
         self.names, self.wording = tuple(names), WORDINGS[check_wording(wording)]
-        self._encode = functools.cache(
-            lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
-        )
+        self._encode = encoder(tokenizer)
 
     def fact(self, name: str, number: int) -> tuple[list[int], list[int]]:
         """Ids and kinds of a fact, in plain wording ` The number of NAME is NUMBER.`"""
@@ -113,7 +116,12 @@ class FactWriter:
 
     @functools.cached_property
     def _num_shared(self) -> int:
-        return num_shared([self._encode(f" {digit}") for digit in range(1, 10)])
+        return num_shared([self._encode(number) for number in NUMBERS])
+
+
+def encoder(tokenizer: Any) -> Encode:
+    """Token ids of a text without special tokens, each text encoded once and remembered."""
+    return functools.cache(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
 
 
 def num_shared(pieces: Iterable[Sequence[int]]) -> int:

@@ -1,0 +1,69 @@
+"""`rap evaluate ruler`: tasks of long context after RULER."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from ..calibration.text import evaluation_tokens
+from ..checkpoint.provenance import provenance
+from ..evaluation.quality.ruler import check_tasks, ruler_grid, ruler_table
+from ..evaluation.quality.ruler_tasks import TASKS
+from . import options
+from .checkpoints import Haystack, Quantize, ResultFile, deliver, label, open_checkpoint
+from .options import print_table
+
+
+def ruler_command(
+    model: options.Model,
+    text: Haystack = "bundled",
+    lengths: Annotated[
+        list[int], typer.Option("--length", help="Tokens of a document; repeatable.")
+    ] = [1024, 2048, 4096, 8192],  # noqa: B006 - typer copies it
+    tasks: Annotated[
+        list[str], typer.Option("--task", help="What to ask; repeatable; default all.")
+    ] = list(TASKS),  # noqa: B006 - typer copies it
+    documents: Annotated[int, typer.Option(help="Documents per cell.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Documents per forward pass.")] = 1,
+    quantize: Quantize = None,
+    device_map: options.DeviceMap = None,
+    bos: options.Bos = "auto",
+    seed: options.Seed = 0,
+    output: ResultFile = None,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Six tasks of long context after RULER, over length; no text is generated.
+
+    An answer is right if every token of it is the greedy choice after the question and the answers
+    before it. Intervals are bootstrap intervals over documents.
+    """
+    check_tasks(tasks)
+    opened = open_checkpoint(model, device_map, [output], quantize, bos=bos)
+    cells = ruler_grid(
+        opened.model,
+        opened.tokenizer,
+        np.asarray(evaluation_tokens(text, opened.tokenizer)),
+        tasks=tasks,
+        lengths=lengths,
+        num_documents=documents,
+        batch_size=batch_size,
+        seed=seed,
+        bos=opened.bos,
+    )
+    title = f"Tasks of long context, {label(opened)}: share of answers (95 % interval)"
+    table = ruler_table(title, cells)
+    made = provenance(seed=seed, documents=documents, quantize=quantize)
+    result = {
+        **opened.record,
+        "text": text,
+        "bos": opened.bos,
+        "ruler": [asdict(cell) for cell in cells],
+        "table": table,
+        "command": made["command"],
+        "provenance": made,
+    }
+    deliver(result, output, as_json)
+    if not as_json:
+        print_table(title, table["header"], table["rows"])
