@@ -23,6 +23,9 @@ ResultFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON fi
 Quantize = Annotated[
     str | None, typer.Option(help=f"Quantize the weights first: {', '.join(KINDS)}.")
 ]
+Dense = Annotated[
+    str, typer.Option("--dense", help="The model it was cut from: a directory or hub name.")
+]
 Haystack = Annotated[
     str, typer.Option(help="What the facts are hidden in: 'bundled', a file, or a dataset.")
 ]
@@ -89,6 +92,12 @@ def open_checkpoint(
     if quantize is not None:
         quantize_weights(loaded, quantize)
     return Opened(loaded, tokenizer, record, bos_token(bos, tokenizer, loaded.config))
+
+
+def open_dense(dense: str, device_map: str | None) -> Any:
+    """The model that a pruned one is compared with, in float32."""
+    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+    return load(resolve_source(dense), dtype="float32", **placement)
 
 
 def deliver(result: dict[str, Any], output: Path | None, as_json: bool) -> None:

@@ -32,6 +32,7 @@ from .checkpoints import (
     open_checkpoint,
 )
 from .fidelity import fidelity_command
+from .generation import generation_command
 from .groups import grouped
 from .options import console, print_table
 from .ruler import ruler_command
@@ -46,6 +47,7 @@ def add_commands(app: typer.Typer) -> None:
     evaluate_app.command("fidelity")(fidelity_command)
     evaluate_app.command("cache")(cache_command)
     evaluate_app.command("ruler")(ruler_command)
+    evaluate_app.command("generation")(generation_command)
     app.add_typer(evaluate_app, name="evaluate")
 
 

@@ -1,24 +1,19 @@
 """`rap evaluate fidelity`: how near a pruned checkpoint stays to its dense model."""
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.card import interval_text
-from ..checkpoint.load import load
 from ..checkpoint.provenance import provenance
-from ..checkpoint.source import resolve_source
 from ..evaluation.quality.fidelity import Fidelity, fidelity
 from ..model.fingerprint import fingerprint_model
 from . import options
-from .checkpoints import HELD_OUT, ResultFile, deliver, label, open_checkpoint
+from .checkpoints import HELD_OUT, Dense, ResultFile, deliver, label, open_checkpoint, open_dense
 from .options import print_table
 
-Dense = Annotated[
-    str, typer.Option("--dense", help="The model it was cut from: a directory or hub name.")
-]
 Text = Annotated[
     str,
     typer.Option(
@@ -50,10 +45,8 @@ def fidelity_command(
     Both run in float32 over contiguous non-overlapping windows, as for perplexity. Intervals are
     bootstrap intervals over windows; that of the ratio of perplexities is over pairs of windows.
     """
-    source = resolve_source(dense)
     opened = open_checkpoint(pruned, device_map, [output], dtype="float32", bos=bos)
-    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
-    original = load(source, dtype="float32", **placement)
+    original = open_dense(dense, device_map)
     measured = fidelity(
         opened.model,
         original,

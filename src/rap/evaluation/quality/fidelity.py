@@ -86,7 +86,7 @@ def fidelity(
     divergence, as does the last. Raises RapError for a text shorter than a window, models of
     different vocabularies, or a loss or divergence that is not finite.
     """
-    _check_vocabularies(vocabulary(model), vocabulary(dense))
+    check_vocabularies(vocabulary(model), vocabulary(dense))
     sizes: dict[str, Any] = {"window": window, "max_windows": max_windows}
     states = DenseStates(dense, token_ids, **sizes, bos=bos, dtype=dtype, progress=progress)
     return states.compare(model, progress=progress)
@@ -131,7 +131,7 @@ class DenseStates:
     @torch.no_grad()
     def compare(self, model: Any, *, progress: bool = False) -> Fidelity:
         """How near `model` is to the dense one, and the perplexities of both."""
-        _check_vocabularies(vocabulary(model), self.vocabulary)
+        check_vocabularies(vocabulary(model), self.vocabulary)
         model = in_precision(model, self.dtype)
         kl_WT, same_WT = torch.empty(self.windows_WT.shape), torch.empty(self.windows_WT.shape)
         losses = Losses(" of the pruned model"), Losses(" of the dense model")
@@ -187,7 +187,8 @@ class DenseStates:
         return Progress(what, size, "tokens", tokens=1, shown=shown, transient=True)
 
 
-def _check_vocabularies(ours: int, theirs: int) -> None:
+def check_vocabularies(ours: int, theirs: int) -> None:
+    """RapError unless both models have as many tokens."""
     if ours != theirs:
         raise RapError(
             f"the models have vocabularies of {ours} and {theirs}: give the dense model that "

@@ -1,0 +1,157 @@
+"""Long greedy continuations of a pruned model beside those of its dense model.
+
+Divergence on given text says how near one step is; here every step builds on the model's own. Two
+good continuations may part at a tie and never meet again, so the common prefix and the agreement
+measure nearness to the dense model, not quality. Repetition shows what they do not: a loop.
+
+Shapes: B prompts in a batch, W prompts, P tokens of a prompt, T tokens of a continuation, N tokens
+of text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...calibration.bos import Bos, bos_token, with_bos
+from ...calibration.progress import Progress
+from ...calibration.state import evaluating
+from ...model.errors import RapError
+from .documents import evaluation_rng
+from .fidelity import check_vocabularies
+from .intervals import Interval, mean_interval
+from .perplexity import vocabulary
+
+NGRAM = 4
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One prompt: `agreement` is the share of tokens that both models have at the same place.
+
+    `common_prefix` counts the tokens before the first difference. The repetitions are
+    `repetition_rate` of the model's and the dense model's continuation.
+    """
+
+    agreement: float
+    common_prefix: int
+    repetition: float
+    dense_repetition: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Means over `num_prompts` continuations of `num_tokens` tokens, with intervals over prompts.
+
+    `common_prefix` is in tokens, at most `num_tokens`; the others are shares.
+    """
+
+    agreement: Interval
+    common_prefix: Interval
+    repetition: Interval
+    dense_repetition: Interval
+    num_prompts: int
+    prompt_tokens: int
+    num_tokens: int
+    continuations: tuple[Continuation, ...]
+
+
+def generation(
+    model: Any,
+    dense: Any,
+    token_ids: Tensor | Sequence[int],
+    *,
+    num_prompts: int = 64,
+    prompt_tokens: int = 64,
+    num_tokens: int = 512,
+    batch_size: int = 16,
+    seed: int = 0,
+    bos: Bos = "auto",
+    progress: bool = False,
+) -> Generation:
+    """Compare greedy continuations of stretches of a text [N] by both models.
+
+    Prompts are stretches that do not overlap, drawn with `seed`; each begins with BOS as
+    `bos.bos_token` decides, which is one of its tokens. An end of text is a token like any other:
+    all continuations have `num_tokens`. Raises RapError for a count below one, a text with too few
+    prompts, or models of different vocabularies.
+    """
+    check_vocabularies(vocabulary(model), vocabulary(dense))
+    if min(num_prompts, prompt_tokens, num_tokens, batch_size) < 1:
+        raise RapError("cannot continue nothing: prompts and their numbers of tokens are 1 or more")
+    first = bos_token(bos, config=dense.config)
+    text = torch.as_tensor(token_ids)
+    batches = _prompts(text, num_prompts, prompt_tokens, first, seed).split(batch_size)
+    total = 2 * num_prompts * num_tokens
+    with Progress("generation", total, "tokens", tokens=1, shown=progress, transient=True) as bar:
+        ours_WT, theirs_WT = (
+            torch.cat([continue_greedily(one, batch, num_tokens, bar) for batch in batches])
+            for one in (model, dense)
+        )
+    found = tuple(compare(*pair) for pair in zip(ours_WT, theirs_WT, strict=True))
+    return Generation(
+        agreement=mean_interval([one.agreement for one in found]),
+        common_prefix=mean_interval([one.common_prefix for one in found]),
+        repetition=mean_interval([one.repetition for one in found]),
+        dense_repetition=mean_interval([one.dense_repetition for one in found]),
+        num_prompts=num_prompts,
+        prompt_tokens=prompt_tokens,
+        num_tokens=num_tokens,
+        continuations=found,
+    )
+
+
+@torch.no_grad()
+def continue_greedily(
+    model: Any, prompts_BP: Tensor, num_tokens: int, bar: Progress | None = None
+) -> Tensor:
+    """The most likely token after the prompts, again and again with the model's cache, [B, T]."""
+    ids = prompts_BP.to(model.get_input_embeddings().weight.device)
+    cache, made = None, []
+    with evaluating(model):
+        for _ in range(num_tokens):
+            output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            made.append(ids.cpu())
+            if bar is not None:
+                bar.advance(len(ids))
+    return torch.cat(made, 1)
+
+
+def compare(ours_T: Tensor, theirs_T: Tensor) -> Continuation:
+    """What tells the continuations of one prompt by a model and its dense model apart."""
+    same_T = ours_T == theirs_T
+    prefix = int(same_T.cumprod(0).sum())
+    ours, theirs = ours_T.tolist(), theirs_T.tolist()
+    share = float(same_T.double().mean())
+    return Continuation(share, prefix, repetition_rate(ours), repetition_rate(theirs))
+
+
+def repetition_rate(tokens: Sequence[int], size: int = NGRAM) -> float:
+    """Share of n-grams of `size` tokens that occurred before in the sequence.
+
+    1 - (different n-grams) / (n-grams), the seq-rep-n of Welleck et al. 2020, arXiv 1908.04319,
+    section 6.1. Of a sequence that is shorter than an n-gram it is 0.
+    """
+    grams = list(zip(*(tokens[start:] for start in range(size)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _prompts(
+    text_N: Tensor, num_prompts: int, prompt_tokens: int, bos: int | None, seed: int
+) -> Tensor:
+    """Stretches of the text that do not overlap, [W, P] with BOS, in the order of the text."""
+    size = prompt_tokens - (bos is not None)
+    if size < 1:
+        raise RapError(f"a prompt of {prompt_tokens} tokens is BOS alone: ask for 2 or more")
+    found = len(text_N) // size
+    if found < num_prompts:
+        raise RapError(
+            f"the text has {len(text_N)} tokens, enough for {found} prompts of {prompt_tokens}, "
+            f"not {num_prompts}: give a longer text, or ask for fewer or shorter prompts"
+        )
+    drawn = evaluation_rng(seed, prompt_tokens).choice(found, num_prompts, replace=False)
+    return with_bos(text_N[: found * size].view(found, size)[np.sort(drawn)], bos)
