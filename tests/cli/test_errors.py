@@ -177,6 +177,14 @@ CASES = [
     (("evaluate", "perplexity", "bundled", "--text", "empty.txt"), "text is empty"),
     (("evaluate", "perplexity", "bundled", "-o", "empty"), "empty is a directory: name a file"),
     (("evaluate", "perplexity", "truncated"), "is truncated or damaged"),
+    (
+        ("evaluate", "recall", "bundled", "--wording", "odd"),
+        "unknown wording 'odd': use plain, nat",
+    ),
+    (
+        ("evaluate", "needle", "bundled", "--wording", "odd"),
+        "unknown wording 'odd': use plain, nat",
+    ),
     (("evaluate", "perplexity", "quantized"), "cannot load weights from quantized"),
     (("demo", "bundled", "-o", "file"), "file is a file: name a directory"),
     (("demo", "gpt2"), "there is no demo of 'gpt2'"),

@@ -12,7 +12,7 @@ from ..calibration.bos import Bos, bos_token
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import load, load_tokenizer
 from ..checkpoint.source import resolve_source
-from ..evaluation.quality.documents import WORDINGS
+from ..evaluation.quality.documents import WORDINGS, check_wording
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
@@ -33,6 +33,7 @@ Words = Annotated[
     str,
     typer.Option(
         "--wording",
+        callback=check_wording,
         help=f"How facts are told and asked for: {', '.join(WORDINGS)}. A model that was not "
         "trained on the plain one needs the natural one.",
     ),

@@ -12,7 +12,6 @@ from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
-from ..evaluation.quality.documents import check_wording
 from ..evaluation.quality.harness import GROUPS, harness_version, mean_score, run_tasks
 from ..evaluation.quality.needle import heat_map, needle_grid, needle_table
 from ..evaluation.quality.perplexity import perplexity
@@ -122,7 +121,6 @@ def recall_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Recall of a number given earlier, over distance and number of facts, and loss on copies."""
-    check_wording(wording)
     opened = open_checkpoint(model, how.device_map, [output], how.quantize, bos=how.bos)
     ids = np.asarray(evaluation_tokens(text, opened.tokenizer))
     cells = recall_grid(
@@ -193,7 +191,6 @@ def needle_command(
     """Needle in a haystack: one fact at every depth of documents of every length."""
     if figure is not None and figure.suffix not in FIGURES:
         raise RapError(f"cannot draw {figure}: a heat map ends in {' or '.join(FIGURES)}")
-    check_wording(wording)
     opened = open_checkpoint(model, how.device_map, [output, figure], how.quantize, bos=how.bos)
     cells = needle_grid(
         opened.model,
@@ -220,8 +217,7 @@ def needle_command(
     deliver({**opened.record, **grid, **shown}, output, as_json)
     if figure is not None:
         with whole_file(figure) as partial:
-            kind = figure.suffix[1:]
-            heat_map(cells, title).savefig(partial, format=kind, dpi=160)
+            heat_map(cells, title).savefig(partial, format=figure.suffix[1:], dpi=160)
         console.print(f"wrote {figure}")
     if not as_json:
         print_table(title, table["header"], table["rows"])

@@ -35,7 +35,7 @@ NAMES = (
     "Sylvia", "Thomas", "Tom", "Ursula", "Violet", "Virginia", "Walter", "William",
 )
 # fmt: on
-TEXT, STATED, ANSWER = 0, 1, 2  # kinds of token: running text, a fact's number, the answer to it
+TEXT, STATED, ANSWER = 0, 1, 2  # running text, what a document tells (a number), its answer
 
 
 NUMBERS = tuple(f" {digit}{digit}{digit}{digit}" for digit in range(1, 10))  # one a first digit
