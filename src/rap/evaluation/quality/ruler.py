@@ -18,6 +18,7 @@ import numpy as np
 
 from ...calibration.bos import Bos, bos_token
 from ...calibration.state import evaluating
+from ...checkpoint.card import interval_text
 from ...model.errors import RapError
 from .documents import (
     ANSWER,
@@ -74,7 +75,7 @@ def ruler_document(
         raise RapError(f"the text has {len(text)} tokens, {room} are needed: give a longer text")
     places = np.sort(rng.integers(0, room + 1, len(stated))).tolist()
     events = [(at, ids, [STATED] * len(ids)) for at, ids in zip(places, stated, strict=True)]
-    return interleave(stretch(text, rng, room)[:room], [*events, (room, ending, kinds)])
+    return interleave(stretch(text, rng, room), [*events, (room, ending, kinds)])
 
 
 def _ending(encode: Encode, script: Script) -> tuple[list[int], list[int]]:
@@ -177,11 +178,9 @@ def ruler_table(title: str, cells: Sequence[RulerCell]) -> dict[str, Any]:
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     lengths = sorted({cell.length for cell in cells})
     found = {(cell.task, cell.length): cell.accuracy for cell in cells}
-    rows = [[task, *(_shown(found[task, length]) for length in lengths)] for task in tasks]
+    rows = [
+        [task, *(interval_text(vars(found[task, length]), ".0%") for length in lengths)]
+        for task in tasks
+    ]
     header = ["task", *(f"{length:,} tokens" for length in lengths)]
     return {"title": title, "header": header, "rows": rows}
-
-
-def _shown(share: Interval) -> str:
-    whole = f"{share.value:.0%}"
-    return whole if share.low == share.high else f"{whole} ({share.low:.0%} to {share.high:.0%})"
