@@ -22,6 +22,7 @@ from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_spec, refuse_pruned
 from .bos import Bos, bos_token, check_bos, describe_bos
 from .memory import describe_memory, estimate_memory, must_recompute
+from .precision import for_calibration
 from .run import calibrate, check_windows
 from .statistics import Statistics
 from .text import evaluation_tokens, load_windows
@@ -155,12 +156,13 @@ class Workbench:
         return method.plan(self.model, self.statistics_for([method]))
 
     def _collect(self, needs: frozenset[str]) -> Statistics:
-        again = must_recompute(self.model, self.windows, needs)
+        model = for_calibration(self.model)
+        again = must_recompute(model, self.windows, needs)
         if self.progress and needs:
-            estimate = estimate_memory(self.model, self.windows, needs, checkpointing=again)
+            estimate = estimate_memory(model, self.windows, needs, checkpointing=again)
             Console(stderr=True).print(describe_memory(estimate), soft_wrap=True)
         told: dict[str, Any] = {"checkpointing": again, "progress": self.progress}
-        collected = calibrate(self.model, self.windows, needs, **told)
+        collected = calibrate(model, self.windows, needs, **told)
         if self.kept_in is not None:
             with whole_file(self._file(self.kept_in)) as partial:
                 collected.save(partial)

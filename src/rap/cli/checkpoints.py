@@ -78,6 +78,7 @@ def open_checkpoint(
 ) -> Opened:
     """Load a checkpoint once it is sure that its result can be written.
 
+    By default a CPU computes in float32, as most of them convert lower precisions number by number.
     The fingerprint is that of the weights as they are stored, before they are quantized.
     """
     for path in outputs:
@@ -88,6 +89,8 @@ def open_checkpoint(
     source = resolve_source(model)
     tokenizer = load_tokenizer(source)
     placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+    if dtype == "auto" and not device_map and quantize is None:
+        dtype = "float32"
     loaded = load(source, dtype=dtype, **placement)
     record = {"model": model, "fingerprint": fingerprint_model(loaded), "quantize": quantize}
     if quantize is not None:

@@ -22,10 +22,11 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.bos import Bos, bos_token
 from ...calibration.logits import decoder_of
+from ...calibration.precision import in_precision
 from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ..quality.documents import ANSWER, Document, FactWriter
-from ..quality.perplexity import in_precision, whole_windows
+from ..quality.perplexity import whole_windows
 from ..quality.recall import RecallCell, recall_documents
 from .presses import Press, check_press, pressed
 from .quantized_cache import check_cache_kind, quantized_cache

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...calibration.bos import Bos, bos_token
 from ...calibration.logits import Head, chunk_tokens, decoder_of, vocabulary
+from ...calibration.precision import in_precision
 from ...calibration.progress import Progress
 from ...calibration.state import evaluating
 from ...model.errors import RapError
@@ -23,7 +24,6 @@ from .perplexity import (
     Losses,
     Perplexity,
     evaluation_window,
-    in_precision,
     position_ranges,
     token_losses,
     whole_windows,

@@ -3,10 +3,8 @@
 Shapes: N tokens of text, B windows in a batch, T tokens of a window, C tokens of a chunk, V vocab.
 """
 
-import copy
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +15,7 @@ from torch.nn import functional as F
 
 from ...calibration.bos import Bos, bos_token, with_bos
 from ...calibration.logits import Head, chunk_tokens, decoder_of, vocabulary
+from ...calibration.precision import in_precision
 from ...calibration.progress import Progress
 from ...calibration.state import evaluating
 from ...model.errors import RapError
@@ -213,50 +212,6 @@ def whole_windows(
 
 def _rows(ids_N: Tensor, size: int) -> Tensor:
     return ids_N[: len(ids_N) // size * size].view(-1, size)
-
-
-def in_precision(model: Any, dtype: torch.dtype | None) -> Any:
-    """The model itself where it has that dtype or None is asked for, else a copy in it.
-
-    Raises RapError for a quantized model, which cannot be cast.
-    """
-    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
-    if dtype is None or all(found == dtype for found in floating):
-        return model
-    if getattr(model, "is_quantized", False):
-        raise RapError("a quantized model cannot be cast: evaluate it as it is with dtype=None")
-    return _cast(copy.deepcopy(model), dtype)
-
-
-@torch.no_grad()
-def _cast(model: Any, dtype: torch.dtype) -> Any:
-    """The model in place as `from_pretrained(dtype=...)` would have loaded it.
-
-    What is stored is cast, less what the family keeps in float32. Frequencies of RoPE are in no
-    checkpoint, and stay as they were computed: rounding them turns far pairs by other angles.
-    """
-    low = (torch.float16, torch.bfloat16)
-    kept = [
-        re.compile(pattern.replace("*", ".*"))
-        for name, dtypes in (("", low[:1]), ("_strict", low))
-        if dtype in dtypes
-        for pattern in getattr(model, f"_keep_in_fp32_modules{name}", None) or ()
-    ]
-    stored = model.state_dict(keep_vars=True)
-    exact = {
-        name: tensor.data.float()
-        for name, tensor in stored.items()
-        if tensor.is_floating_point() and any(pattern.search(name) for pattern in kept)
-    }
-    computed = {name: x for name, x in model.named_buffers() if name not in stored}
-    model.to(dtype)  # modules that keep a tensor in float32 themselves (KeptNorm) do so here
-    stored = model.state_dict(keep_vars=True)  # buffers are other tensors now
-    for name, tensor in exact.items():
-        stored[name].data = tensor
-    for name, buffer in computed.items():
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, buffer)
-    return model
 
 
 def _predicted(model: Any, ids_BT: Tensor) -> list[Tensor]:
