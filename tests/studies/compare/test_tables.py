@@ -175,6 +175,27 @@ def test_a_sweep_has_a_row_a_ratio_and_a_column_a_method():
     assert fast["title"].endswith("fast, m")
     assert fast["note"] == ""
     assert titled([r for r in records if r["retain"] != 0.9], "Perplexity over") == []
+    assert titled(records, "KL from the dense model over") == []  # it was not measured
+
+
+def test_divergence_is_swept_where_it_was_measured():
+    records = [cell("rap", retain, 100 * retain) for retain in (0.9, 0.7, 0.5)]
+    for record in records[:2]:
+        record["kl"] = {"value": 1 - record["retain"], "low": 0, "high": 1}
+    [table] = titled(records, "KL from the dense model over")
+    assert table["rows"] == [["dense", ""], ["0.7", "0.3"], ["0.9", "0.1"]]
+
+
+def test_what_was_not_measured_has_no_column():
+    """A comparison without recall and copying, as `recall_documents=0` leaves it."""
+    bare = {"recall": [], "copy_gain": None}
+    records = [{**cell("rap", 0.7, 20), **bare}, {**cell("palu", 0.7, 12), **bare}]
+    for record in records:
+        del record["copy_gain"]
+    dense = {k: v for k, v in DENSE.items() if k not in bare}
+    [table] = [t for t in tables("m", [dense, *records], []) if t["title"].startswith("At retain")]
+    assert not any("recall" in column or "copying" in column for column in table["header"])
+    assert any("PPL" in column for column in table["header"])
 
 
 @pytest.mark.parametrize("recipe", ["", ":paper"])

@@ -40,9 +40,11 @@ def tables(name: str, records: Sequence[Record], failed: Sequence[Record]) -> li
     # Once is enough: it holds for all of them.
     made[0]["note"] = f"{_note(dense)} {made[0]['note']}".strip()
     made.append(capability(name, dense, cut, RECOVERED))
-    made.append(matched(name, dense, cut, MATCHED_QUALITY, RECOVERED))
+    seen = {k: show for k, show in MATCHED_QUALITY.items() if any(map(show, cut))}
+    made.append(matched(name, dense, cut, seen, RECOVERED))
     if len(retains) > 2:
-        made += [_sweep(name, recover, dense, cut) for recover in _recoveries(cut)]
+        for what, show in SWEPT.items():
+            made += [_sweep(name, what, show, recover, dense, cut) for recover in _recoveries(cut)]
     steelman = [record for record in cut if record["method"] in STEELMAN]
     if {_base(record) for record in steelman} == {"kvpruner", "kvpruner-indexed", "rap"}:
         made += [_steelman(name, recover, dense, steelman) for recover in _recoveries(steelman)]
@@ -72,7 +74,8 @@ def _main(
     recoveries = _recoveries(here)
     published = any("paper" in record for record in here)
     columns = {"paper PPL": lambda cell: _paper(cell, "perplexity")} if published else {}
-    quality = {**QUALITY, **columns}
+    measured = {k: show for k, show in QUALITY.items() if any(map(show, (dense, *here)))}
+    quality = {**measured, **columns}
     context = dense["attention_flops"]["context"]
     header = ["method", *COST, f"FLOPs at {context:,}", "rebuilds K/V"]
     header += [f"{what}, {RECOVERED.get(r, r)}" for what in quality for r in recoveries]
@@ -103,14 +106,21 @@ def _main(
     }
 
 
-def _sweep(name: str, recover: str, dense: Record, cut: Sequence[Record]) -> Table:
-    here = [record for record in cut if record["recover"] == recover]
+def _sweep(
+    name: str,
+    what: str,
+    show: Callable[[Record], str],
+    recover: str,
+    dense: Record,
+    cut: Sequence[Record],
+) -> Table:
+    here = [record for record in cut if record["recover"] == recover and show(record)]
     methods = _methods(here)
-    rows = [["dense", *[f"{dense['perplexity']:.2f}"] * len(methods)]]
+    rows = [["dense", *[show(dense)] * len(methods)]] if here else []
     for retain in sorted({record["retain"] for record in here}):
         at = {record["method"]: record for record in here if record["retain"] == retain}
-        rows.append([f"{retain:g}", *(_perplexity(at[m]) if m in at else "" for m in methods)])
-    title = f"Perplexity over the retain ratio, {RECOVERED.get(recover, recover)}, {name}"
+        rows.append([f"{retain:g}", *(show(at[m]) if m in at else "" for m in methods)])
+    title = f"{what} over the retain ratio, {RECOVERED.get(recover, recover)}, {name}"
     note = _missed(here, dense)
     return {"title": title, "note": note, "header": ["retain", *methods], "rows": rows}
 
@@ -215,6 +225,10 @@ def _perplexity(cell: Record) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
 
 
+def _kl(cell: Record) -> str:
+    return f"{cell['kl']['value']:.3g}" if "kl" in cell else ""
+
+
 def _recall(cell: Record) -> str:
     return " / ".join(f"{entry['accuracy']:.0%}" for entry in cell.get("recall", []))
 
@@ -239,4 +253,5 @@ QUALITY: dict[str, Callable[[Record], str]] = {
     "recall": _recall,
     "copying": _copying,
 }
-MATCHED_QUALITY = {what: QUALITY[what] for what in ("PPL", "recall")}
+SWEPT: dict[str, Callable[[Record], str]] = {"Perplexity": _perplexity, "KL from the dense model": _kl}
+MATCHED_QUALITY: dict[str, Callable[[Record], str]] = {"PPL": _perplexity, "KL": _kl, "recall": _recall}
