@@ -119,7 +119,7 @@ def demo_command(
         console.print(f"\nasked: {show.prompt}", highlight=False)
     for row in results["rows"]:
         if "sample" in row:
-            console.print(f"\n{_label(row)}: {row['sample']}", highlight=False)
+            console.print(f"\n{_label(row)}: {row['sample'] or '(nothing)'}", highlight=False)
     console.print(f"\nwrote {output / 'results.json'} and {figure}")
 
 

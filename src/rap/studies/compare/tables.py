@@ -253,5 +253,12 @@ QUALITY: dict[str, Callable[[Record], str]] = {
     "recall": _recall,
     "copying": _copying,
 }
-SWEPT: dict[str, Callable[[Record], str]] = {"Perplexity": _perplexity, "KL from the dense model": _kl}
-MATCHED_QUALITY: dict[str, Callable[[Record], str]] = {"PPL": _perplexity, "KL": _kl, "recall": _recall}
+SWEPT: dict[str, Callable[[Record], str]] = {
+    "Perplexity": _perplexity,
+    "KL from the dense model": _kl,
+}
+MATCHED_QUALITY: dict[str, Callable[[Record], str]] = {
+    "PPL": _perplexity,
+    "KL": _kl,
+    "recall": _recall,
+}

@@ -21,7 +21,13 @@ def quality_against_cache(rows: Sequence[dict[str, Any]], path: Path, title: str
     # A Figure of its own, not pyplot: no global state, no display.
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(dense["perplexity"], color="0.6", linewidth=1, linestyle="--", label="dense")
+    axes.axhline(
+        dense["perplexity"],
+        color="0.6",
+        linewidth=1,
+        linestyle="--",
+        label=f"dense, {dense['perplexity']:.1f}",
+    )
     for method in dict.fromkeys(row["method"] for row in rows if row["method"] != "dense"):
         points = sorted(
             (row["kv_bytes_per_token"] / dense["kv_bytes_per_token"], row["perplexity"])
@@ -32,18 +38,21 @@ def quality_against_cache(rows: Sequence[dict[str, Any]], path: Path, title: str
         axes.plot(
             *zip(*points, strict=True), marker="o", color=color, label=LABELS.get(method, method)
         )
-        axes.annotate(
-            f"{points[0][1]:.1f}",
-            points[0],
-            # A lone point stands below the curve it came from.
-            xytext=(8, 4) if len(points) > 1 else (8, -10),
-            textcoords="offset points",
-            color=color,
-            fontsize=9,
-        )
+        for point in points:
+            axes.annotate(
+                f"{point[1]:.1f}",
+                point,
+                # A lone point stands below the curve it came from.
+                xytext=(6, 6) if len(points) > 1 else (8, -10),
+                textcoords="offset points",
+                color=color,
+                fontsize=9,
+            )
     if max(row["perplexity"] for row in rows) > LINEAR * dense["perplexity"]:
         axes.set_yscale("log")  # or one broken cut would press all others onto the axis
-    axes.margins(x=0.06, y=0.12)
+    axes.margins(x=0.09, y=0.12)
+    shares = {row["kv_bytes_per_token"] / dense["kv_bytes_per_token"] for row in rows} - {1.0}
+    axes.set_xticks(sorted({round(share, 2) for share in shares}))
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel(f"KV cache, share of the dense {dense['kv_bytes_per_token']:,} bytes per token")
     axes.set_ylabel("perplexity (lower is better)")
