@@ -25,6 +25,7 @@ from .observers import (
 
 # Query and key positions sampled from every window of a batch, for distances between logits.
 SAMPLES_PER_WINDOW = 64
+DRAWN_WINDOWS = 8  # how many are drawn at a time
 
 
 class InputMoment(ForwardStatistic):
@@ -104,6 +105,7 @@ class LogitSamples(ForwardStatistic):
         self.layer = layer
         self.generator = torch.Generator().manual_seed(layer.index)
         self.query = torch.empty(0)
+        self.places: list[tuple[Tensor, Tensor]] = []
         self.products: list[Tensor] = []
         self.distances: list[Tensor] = []
 
@@ -119,7 +121,6 @@ class LogitSamples(ForwardStatistic):
             self.query = pairs_BTHP
             return
         batch, length = pairs_BTHP.shape[:2]
-        # Drawn window by window, so that a batch of them draws what they do one by one.
         drawn = [self._draw(length) for _ in range(batch)]
         query, key = (torch.stack(places) for places in zip(*drawn, strict=True))
         row = torch.arange(batch)[:, None]
@@ -129,10 +130,16 @@ class LogitSamples(ForwardStatistic):
         self.query = torch.empty(0)
 
     def _draw(self, length: int) -> tuple[Tensor, Tensor]:
-        """Positions of queries, and of a key that each can see, both [N]."""
-        query = torch.randint(length, (SAMPLES_PER_WINDOW,), generator=self.generator)
-        share = torch.rand(SAMPLES_PER_WINDOW, generator=self.generator)
-        return query, (share * (query + 1)).long()
+        """Positions of queries, and of a key that each can see, both [N].
+
+        Drawn for several windows at once, so that the size of a batch decides nothing.
+        """
+        if not self.places:
+            samples = (DRAWN_WINDOWS, SAMPLES_PER_WINDOW)
+            query = torch.randint(length, samples, generator=self.generator)
+            key = (torch.rand(samples, generator=self.generator) * (query + 1)).long()
+            self.places = list(zip(query, key, strict=True))
+        return self.places.pop(0)
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
         products_HNP = torch.cat(self.products).transpose(0, 1)
