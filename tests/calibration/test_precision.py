@@ -66,6 +66,8 @@ def test_low_precision_is_calibrated_in_float32_on_a_cpu(dtype, monkeypatch, tok
 def test_precision_is_left_alone_where_there_is_no_room_or_no_need(monkeypatch):
     low, exact = tiny_model(dtype=torch.bfloat16), tiny_model()
     assert for_calibration(exact) is exact
+    finer = tiny_model(dtype=torch.float64)
+    assert for_calibration(finer) is finer
     assert for_calibration(low).dtype == torch.float32
     size = sum(4 * parameter.numel() for parameter in low.parameters())
     monkeypatch.setattr(precision, "free_memory", lambda device: 2 * size - 1)
