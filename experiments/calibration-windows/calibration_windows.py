@@ -113,7 +113,8 @@ def main() -> None:
     held_out = arguments.held_out_windows
     result = measure(arguments.model, reading, arguments.text, held_out)
     result["seconds"] = round(time.perf_counter() - start, 1)
-    result["provenance"] = provenance(**{k: str(v) for k, v in vars(arguments).items()})
+    asked = {name: value for name, value in vars(arguments).items() if name != "output"}
+    result["provenance"] = provenance(**asked)
     result["table"] = table(result, arguments.window, held_out)
     result["command"] = result["provenance"]["command"]
     write_json(arguments.output, result)
