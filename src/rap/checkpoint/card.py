@@ -51,7 +51,7 @@ _IMPORTS = {
 
 
 # What tells how near a cut is to its dense model: the row, the dense model's own figure, a format.
-_NEARNESS = {
+NEARNESS = {
     "perplexity_ratio": ("perplexity, multiple of dense", "1", ".3f"),
     "kl": ("KL from dense, nats a token", "0", ".3g"),
     "top1": ("same most likely token as dense", "100%", ".1%"),
@@ -152,7 +152,7 @@ def comparison(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
     if "perplexity" in dense:
         rows.append(("perplexity", f"{dense['perplexity']:.3f}", f"{small['perplexity']:.3f}"))
-    for figure, (name, of_dense, form) in _NEARNESS.items():
+    for figure, (name, of_dense, form) in NEARNESS.items():
         # A checkpoint that was recovered, or is of an earlier release, has none.
         if figure in small:
             rows.append((name, of_dense, interval_text(small[figure], form)))

@@ -76,7 +76,7 @@ def perplexity_command(
     """Perplexity in float32 over contiguous non-overlapping windows."""
     opened = open_checkpoint(model, device_map, [output], quantize, dtype="float32", bos=bos)
     tokens = evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer)
-    found = perplexity(
+    scored = perplexity(
         opened.model,
         tokens,
         window=window,
@@ -86,17 +86,17 @@ def perplexity_command(
         progress=not as_json,
     )
     made = provenance(batch_size=batch_size, quantize=quantize)
-    deliver({**opened.record, "text": text, **asdict(found), "provenance": made}, output, as_json)
+    deliver({**opened.record, "text": text, **asdict(scored), "provenance": made}, output, as_json)
     if not as_json:
         print_table(
             f"Perplexity of {label(opened)}",
             ["text", "windows", "tokens a window", "perplexity"],
-            [[text, found.num_windows, found.window, f"{found.value:.4f}"]],
+            [[text, scored.num_windows, scored.window, f"{scored.value:.4f}"]],
         )
-        if len(found.positions) > 1:
+        if len(scored.positions) > 1:
             rows = [
                 [f"{part.start:,} to {part.stop - 1:,}", f"{math.exp(part.nats_per_token):.2f}"]
-                for part in found.positions
+                for part in scored.positions
             ]
             print_table("By position in the window", ["tokens before", "perplexity"], rows)
 

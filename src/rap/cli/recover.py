@@ -9,7 +9,7 @@ import typer
 
 from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
-from ..checkpoint.card import interval_text
+from ..checkpoint.card import NEARNESS, interval_text
 from ..checkpoint.files import PLAN_FILE, check_output
 from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
@@ -63,10 +63,6 @@ class Loaded:
     dtype: options.Dtype = "auto"
     teacher_dtype: TeacherDtype = "auto"
     device_map: TeacherMap = None
-
-
-NEAR = {"perplexity_ratio": ".3f", "kl": ".3g", "top1": ".1%"}
-NEAR_NAMES = ("perplexity of dense", "KL (nats a token)", "top-1 agreement")
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -211,8 +207,14 @@ def _say(report: dict[str, Any], output: Path, as_json: bool) -> None:
     print_table("Recovery, on held-out text", ["", "perplexity"], rows)
     if "kl" in report["pruned"]:
         rows = [
-            [label, *(interval_text(report[name][figure], form) for figure, form in NEAR.items())]
-            for name, label in (("before_recovery", "pruned"), ("pruned", "recovered"))
+            [
+                name,
+                *(
+                    interval_text(report[key][figure], form)
+                    for key in ("before_recovery", "pruned")
+                ),
+            ]
+            for figure, (name, _, form) in NEARNESS.items()
         ]
-        print_table("Near the dense model", ["", *NEAR_NAMES], rows)
+        print_table("Near the dense model", ["", "pruned", "recovered"], rows)
     console.print(f"wrote {output}")

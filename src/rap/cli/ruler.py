@@ -11,12 +11,15 @@ from ..checkpoint.provenance import provenance
 from ..evaluation.quality.ruler import check_tasks, ruler_grid, ruler_table
 from ..evaluation.quality.ruler_tasks import TASKS
 from . import options
-from .checkpoints import Haystack, Quantize, ResultFile, deliver, label, open_checkpoint
+from .checkpoints import Haystack, Opening, ResultFile, deliver, label, open_checkpoint
+from .groups import grouped
 from .options import print_table
 
 
+@grouped
 def ruler_command(
     model: options.Model,
+    *,
     text: Haystack = "bundled",
     lengths: Annotated[
         list[int], typer.Option("--length", help="Tokens of a document; repeatable.")
@@ -26,10 +29,7 @@ def ruler_command(
     ] = list(TASKS),  # noqa: B006 - typer copies it
     documents: Annotated[int, typer.Option(help="Documents per cell.")] = 32,
     batch_size: Annotated[int, typer.Option(help="Documents per forward pass.")] = 1,
-    quantize: Quantize = None,
-    device_map: options.DeviceMap = None,
-    bos: options.Bos = "auto",
-    seed: options.Seed = 0,
+    how: Opening,
     output: ResultFile = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -40,7 +40,7 @@ def ruler_command(
     before it. Intervals are bootstrap intervals over documents.
     """
     check_tasks(tasks)
-    opened = open_checkpoint(model, device_map, [output], quantize, bos=bos)
+    opened = open_checkpoint(model, how.device_map, [output], how.quantize, bos=how.bos)
     cells = ruler_grid(
         opened.model,
         opened.tokenizer,
@@ -49,12 +49,12 @@ def ruler_command(
         lengths=lengths,
         num_documents=documents,
         batch_size=batch_size,
-        seed=seed,
+        seed=how.seed,
         bos=opened.bos,
     )
     title = f"Tasks of long context, {label(opened)}: share of answers (95 % interval)"
     table = ruler_table(title, cells)
-    made = provenance(seed=seed, documents=documents, quantize=quantize)
+    made = provenance(seed=how.seed, documents=documents, quantize=how.quantize)
     result = {
         **opened.record,
         "text": text,

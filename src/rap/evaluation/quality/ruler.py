@@ -177,9 +177,9 @@ def ruler_table(title: str, cells: Sequence[RulerCell]) -> dict[str, Any]:
     """Title, header and rows: a row a task, a column a length, the share of right answers."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     lengths = sorted({cell.length for cell in cells})
-    found = {(cell.task, cell.length): cell.accuracy for cell in cells}
+    scores = {(cell.task, cell.length): cell.accuracy for cell in cells}
     rows = [
-        [task, *(interval_text(vars(found[task, length]), ".0%") for length in lengths)]
+        [task, *(interval_text(vars(scores[task, length]), ".0%") for length in lengths)]
         for task in tasks
     ]
     header = ["task", *(f"{length:,} tokens" for length in lengths)]
