@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from memory import resident_peak
 
 from rap.calibration.logits import decoder_of
 from rap.calibration.loss import next_token_loss
@@ -42,17 +43,16 @@ class Clock:
         start = time.perf_counter()
         result = work()
         seconds = time.perf_counter() - start
-        row: dict[str, Any] = {"stage": stage, "seconds": seconds, "peak_mib": _peak()}
+        row: dict[str, Any] = {
+            "stage": stage,
+            "seconds": seconds,
+            "peak_mib": resident_peak() / MIB,
+        }
         if tokens:
             row["tokens_per_second"] = tokens / seconds
         self.rows.append(row)
         print(f"{stage}: {seconds:.1f} s", flush=True)
         return result
-
-
-def _peak() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / MIB
 
 
 def plain_speeds(model: Any, ids_BT: torch.Tensor) -> dict[str, float]:

@@ -113,14 +113,8 @@ def measure(
     """
     result = _weights(model)
     if text is not None:
-        found = perplexity(
-            model,
-            tokens if tokens is not None else evaluation_tokens(text, tokenizer),
-            max_windows=EVALUATION_WINDOWS,
-            bos=bos_token(bos, tokenizer, model.config),
-            progress=progress,
-        )
-        result |= _quality(text, found)
+        windows = _held_out_windows(model, tokenizer, text, tokens, bos)
+        result |= _quality(text, perplexity(model, **windows, progress=progress))
     return result
 
 
@@ -138,13 +132,8 @@ def measure_against(
     result = {name: _weights(model) for name, model in {"dense": dense, **models}.items()}
     if text is None:
         return result
-    states = DenseStates(
-        dense,
-        tokens if tokens is not None else evaluation_tokens(text, tokenizer),
-        max_windows=EVALUATION_WINDOWS,
-        bos=bos_token(bos, tokenizer, dense.config),
-        progress=progress,
-    )
+    windows = _held_out_windows(dense, tokenizer, text, tokens, bos)
+    states = DenseStates(dense, **windows, progress=progress)
     for name, model in models.items():
         compared = states.compare(model, progress=progress)
         result["dense"] |= _quality(text, compared.dense_perplexity)
@@ -152,8 +141,19 @@ def measure_against(
     return result
 
 
-def _quality(text: str, found: Perplexity) -> dict[str, Any]:
-    return {"perplexity": found.value, "evaluation": {"text": text, **asdict(found)}}
+def _held_out_windows(
+    model: Any, tokenizer: Any, text: str, tokens: Tensor | None, bos: Bos
+) -> dict[str, Any]:
+    """What all models are judged on, as arguments of `perplexity` and `DenseStates`."""
+    return {
+        "token_ids": tokens if tokens is not None else evaluation_tokens(text, tokenizer),
+        "max_windows": EVALUATION_WINDOWS,
+        "bos": bos_token(bos, tokenizer, model.config),
+    }
+
+
+def _quality(text: str, scored: Perplexity) -> dict[str, Any]:
+    return {"perplexity": scored.value, "evaluation": {"text": text, **asdict(scored)}}
 
 
 def save(

@@ -153,7 +153,7 @@ def comparison(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     if "perplexity" in dense:
         rows.append(("perplexity", f"{dense['perplexity']:.3f}", f"{small['perplexity']:.3f}"))
     for figure, (name, of_dense, form) in NEARNESS.items():
-        # A checkpoint that was recovered, or is of an earlier release, has none.
+        # One recovered with a teacher of rounded weights, or by an earlier release, has none.
         if figure in small:
             rows.append((name, of_dense, interval_text(small[figure], form)))
     return rows
