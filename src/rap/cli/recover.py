@@ -1,7 +1,7 @@
 """`rap recover`: quality back into a pruned checkpoint, by refitting and distillation."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,22 +21,26 @@ from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..pipeline import REPORT_FILE, measure, measure_against, save
 from ..planning.plan import Plan
-from ..recovery.config import PRESETS, RecoveryConfig, preset
+from ..recovery.config import RecoveryConfig, preset
+from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import clear_work, processes
-from ..recovery.stages import recover_stage, work_folder
+from ..recovery.stages import RECOVERIES, recover_stage, work_folder
 from ..surgery.replace import Replacement, load_plan
 from . import options
 from .groups import grouped
 from .options import console, print_json, print_table
 
-Recipe = Annotated[str, typer.Option("--preset", help=f"closed-form, {', '.join(PRESETS)}.")]
+RECIPES = [name for name in RECOVERIES if name not in ("none", "projections")]
+Recipe = Annotated[str, typer.Option("--preset", help=f"One of: {', '.join(RECIPES)}.")]
 Texts = Annotated[
     list[str] | None,
     typer.Option("--text", help="Training text, as --calibration of compress; repeat to mix."),
 ]
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Setting of the preset to change, such as steps=100; repeat."),
+    typer.Option(
+        "--set", help="Setting of the preset (of its last part) to change, as steps=100; repeat."
+    ),
 ]
 
 TeacherDtype = Annotated[
@@ -163,11 +167,19 @@ def _placement(device_map: str | None) -> dict[str, Any]:
     return {"device_map": chosen} if chosen else {}
 
 
-def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | None:
-    """The preset with `name=value` changes; None for the closed form, which has no settings."""
-    values = read_settings(changes)
+def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | FitConfig | None:
+    """Settings of a recipe's last part with `name=value` changes; None if it has none."""
+    values, last = read_settings(changes), recipe.rpartition("+")[2]
+    if last == "fit":
+        known = {field.name for field in fields(FitConfig)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise RapError(
+                f"fit has no setting {', '.join(unknown)}; it has: {', '.join(sorted(known))}"
+            )
+        return FitConfig(**{"seed": seed, **values})
     if recipe != "closed-form":
-        return preset(recipe, **{"seed": seed, **values})
+        return preset(last, **{"seed": seed, **values})
     if values:
         raise RapError(f"closed-form has no setting {', '.join(values)}: leave it out")
     return None
@@ -201,7 +213,8 @@ def _say(report: dict[str, Any], output: Path, as_json: bool) -> None:
         print_json(report)
         return
     recovery = report["recovery"]
-    steps = {"perplexity_before": "pruned", "perplexity_refitted": "refitted"}
+    steps = {"perplexity_before": "pruned", "perplexity_fitted": "fitted"}
+    steps |= {"perplexity_refitted": "refitted"}
     steps |= {"perplexity_distilled": "distilled", "perplexity_after": "saved"}
     rows = [[label, f"{recovery[key]:.3f}"] for key, label in steps.items() if key in recovery]
     print_table("Recovery, on held-out text", ["", "perplexity"], rows)

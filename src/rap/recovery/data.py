@@ -5,6 +5,7 @@ Shapes: N windows, T tokens of a window.
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,10 +16,22 @@ from .. import assets
 from ..calibration.bos import Bos, bos_token, with_bos
 from ..calibration.text import ALIASES, read_text, windows_from_text
 from ..model.errors import RapError
-from .config import RecoveryConfig
 
 HELD_OUT_SHARE = 10  # without a validation text, one window in so many is held out
 _CHARACTERS_PER_TOKEN = 16
+
+
+class TextSettings(Protocol):
+    """What a recovery's settings say of its text."""
+
+    @property
+    def window(self) -> int: ...
+    @property
+    def num_windows(self) -> int | None: ...
+    @property
+    def validation_windows(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
 
 
 class Windows(Dataset):
@@ -37,7 +50,7 @@ class Windows(Dataset):
 def recovery_windows(
     sources: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    config: RecoveryConfig,
+    config: TextSettings,
     *,
     longest: int | None = None,
     bos: Bos = "auto",

@@ -1,11 +1,11 @@
-"""Everything that may follow the cut, in order: the closed-form refit, then distillation.
+"""Everything that may follow the cut, in order: a refit or a fit of the layers, then distillation.
 
 Shapes: N windows, T tokens of a window.
 """
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,16 @@ from ..model.layers import trained_length
 from .closed_form import refit_outputs
 from .config import PRESETS, RecoveryConfig, preset
 from .data import recovery_windows
+from .fit import fit_layers
+from .layer_fit import FitConfig
 from .projections import SETTINGS, train_projections
+from .runs import FIT_FOLDER
 
-RECOVERIES = ("none", "closed-form", "projections", *PRESETS)
+RECOVERIES = (
+    *("none", "closed-form", "fit", "projections"),
+    *PRESETS,
+    *(f"fit+{name}" for name in PRESETS),
+)
 REFIT_TOKENS = 2**15  # as many as calibration sees by default
 
 
@@ -63,72 +70,121 @@ def recover_stage(
     name: str,
     *,
     texts: Sequence[str] = ("bundled",),
-    config: RecoveryConfig | None = None,
+    config: RecoveryConfig | FitConfig | None = None,
     seed: int = 0,
     output: str | Path | None = None,
     bos: Bos = "auto",
     progress: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """The best of: the pruned model, with its outputs refitted, and distilled after that.
+    """The best of: the pruned model, with its layers fitted anew, and distilled after that.
 
-    `name` is one of RECOVERIES: `none` does nothing, `closed-form` only refits, `projections` only
-    trains the bases of a model of method matryoshka, which alone has some, the others refit and
-    distil by that preset, or by `config`. Better means a lower perplexity on held-out windows
-    of `texts`, which begin with `bos`, see `data.recovery_windows`. `small` and `dense` are left
-    untouched. The report has the perplexity after each step and what distillation reports; it is
-    empty for `none`. With an `output`, checkpoints go to its `work_folder`, from which a killed run
-    continues.
+    `name` is one of RECOVERIES: `none` does nothing, `closed-form` refits outputs, `fit` fits all
+    of the attention (see `fit.fit_layers`), `projections` trains the bases of a model of method
+    matryoshka, which alone has some; a preset refits and distils by it, and after `fit+` fits and
+    distils. `config` replaces the settings of the last of these. Better means a lower perplexity on
+    held-out windows of `texts`, which begin with `bos`, see `data.recovery_windows`. `small` and
+    `dense` are left untouched. The report has the perplexity after each step and what distillation
+    reports; it is empty for `none`. With an `output`, checkpoints go to its `work_folder`, from
+    which a killed run continues.
     """
     check_recovery(name)
     if name == "none":
         return small, {}
-    if config is None:
-        chosen = preset(name if name in PRESETS else "fast")
-        config = replace(SETTINGS if name == "projections" else chosen, seed=seed)
-    bos, longest = bos_token(bos, tokenizer, small.config), trained_length(small.config)
-    windows, validation = recovery_windows(texts, tokenizer, config, longest=longest, bos=bos)
-    before = _held_out(small, validation)
-    report: dict[str, Any] = {"name": name, "texts": list(texts), "bos": bos}
-    report["perplexity_before"] = before
-    if name == "projections":
-        trained = train_projections(small, dense, windows, config, progress=progress)
-        report["perplexity_trained"] = _held_out(trained, validation)
-        small = trained if report["perplexity_trained"] < before else small
-    else:
-        small, report["perplexity_refitted"] = _refit(
-            small, dense, windows, validation, before, progress
+    report: dict[str, Any] = {"name": name, "texts": list(texts)}
+    run = _Run(small, dense, tokenizer, texts, seed, output, bos, progress, report)
+    first, _, last = name.rpartition("+")
+    if (first or last) == "fit":
+        run.fit(config if isinstance(config, FitConfig) else None)
+    changed = config if isinstance(config, RecoveryConfig) else None
+    if last in PRESETS:
+        run.distil(changed or preset(last, seed=seed), fitted=first == "fit")
+    elif last == "projections":
+        run.train_bases(changed or replace(SETTINGS, seed=seed))
+    elif last == "closed-form":
+        run.refit(changed or preset("fast", seed=seed))
+    measured = (value for key, value in report.items() if key.startswith("perplexity_"))
+    report["perplexity_after"] = min(measured)
+    return run.small, report
+
+
+@dataclass
+class _Run:
+    """A recovery under way: the best model so far, and what the report says of it."""
+
+    small: Any
+    dense: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    texts: Sequence[str]
+    seed: int
+    output: str | Path | None
+    bos: Bos
+    progress: bool
+    report: dict[str, Any]
+    validation: Tensor | None = None  # the same windows for every stage
+
+    def windows(self, config: RecoveryConfig | FitConfig) -> Tensor:
+        """Training windows [N, T]; the first stage to ask also measures the pruned model."""
+        first = bos_token(self.bos, self.tokenizer, self.small.config)
+        longest = trained_length(self.small.config)
+        windows, validation = recovery_windows(
+            self.texts, self.tokenizer, config, longest=longest, bos=first
         )
-    if name in PRESETS:
+        if self.validation is None:
+            self.validation = validation
+            self.report |= {"bos": first, "perplexity_before": self.held_out(self.small)}
+        return windows
+
+    def held_out(self, model: PreTrainedModel) -> float:
+        """Perplexity on the validation windows."""
+        assert self.validation is not None
+        size = self.validation.shape[1]
+        return perplexity(model, self.validation.flatten(), window=size, bos=None).value
+
+    def offer(self, model: PreTrainedModel, done: str) -> None:
+        """Go on with a model if it is better than the one there is."""
+        best = min(value for key, value in self.report.items() if key.startswith("perplexity_"))
+        self.report[f"perplexity_{done}"] = self.held_out(model)
+        if self.report[f"perplexity_{done}"] < best:
+            self.small = model
+
+    def fit(self, config: FitConfig | None) -> None:
+        """Fit the attention of every layer."""
+        config = config or FitConfig(seed=self.seed)
+        windows, fitted = self.windows(config), copy.deepcopy(self.small)
+        work = work_folder(self.output) / FIT_FOLDER if self.output is not None else None
+        layers = fit_layers(fitted, self.dense, windows, config, work=work, progress=self.progress)
+        self.report["fit"] = {"config": asdict(config), "layers": [asdict(x) for x in layers]}
+        self.offer(fitted, "fitted")
+
+    def refit(self, config: RecoveryConfig) -> None:
+        """Refit the outputs of every layer in closed form."""
+        windows, refitted = self.windows(config), copy.deepcopy(self.small)
+        count = max(2, REFIT_TOKENS // windows.shape[1])
+        some = windows[:: max(1, len(windows) // count)]
+        refit_outputs(refitted, self.dense, some, progress=self.progress)
+        self.offer(refitted, "refitted")
+
+    def train_bases(self, config: RecoveryConfig) -> None:
+        """Train the bases of a projected model."""
+        windows = self.windows(config)
+        trained = train_projections(self.small, self.dense, windows, config, progress=self.progress)
+        self.offer(trained, "trained")
+
+    def distil(self, config: RecoveryConfig, *, fitted: bool) -> None:
+        """Distil, after a refit where nothing was fitted."""
+        # Imported here: the trainer and peft take seconds, and only distillation needs them.
         from .distillation import distill
 
-        work = work_folder(output) if output is not None else None
+        if not fitted:
+            self.refit(config)
         distilled = distill(
-            small, dense, windows, config, validation=validation, work=work, progress=progress
+            self.small,
+            self.dense,
+            self.windows(config),
+            config,
+            validation=self.validation,
+            work=work_folder(self.output) if self.output is not None else None,
+            progress=self.progress,
         )
-        small, report["distillation"] = distilled.model, distilled.report
-        report["perplexity_distilled"] = distilled.report["perplexity_after"]
-    report["perplexity_after"] = min(
-        value for key, value in report.items() if key.startswith("perplexity_")
-    )
-    return small, report
-
-
-def _refit(
-    small: PreTrainedModel,
-    dense: PreTrainedModel,
-    windows: Tensor,
-    validation: Tensor,
-    before: float,
-    progress: bool,
-) -> tuple[Any, float]:
-    """The refitted model if it is the better one, and the perplexity of the refitted one."""
-    count = max(2, REFIT_TOKENS // windows.shape[1])
-    refitted = copy.deepcopy(small)
-    refit_outputs(refitted, dense, windows[:: max(1, len(windows) // count)], progress=progress)
-    after = _held_out(refitted, validation)
-    return (refitted if after < before else small), after
-
-
-def _held_out(model: PreTrainedModel, validation_NT: Tensor) -> float:
-    size = validation_NT.shape[1]
-    return perplexity(model, validation_NT.flatten(), window=size, bos=None).value
+        self.small, self.report["distillation"] = distilled.model, distilled.report
+        self.report["perplexity_distilled"] = distilled.report["perplexity_after"]

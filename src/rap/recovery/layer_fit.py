@@ -1,0 +1,152 @@
+"""One attention trained to give wanted outputs: the problem, its loss, and Adam.
+
+The error of a token is taken relative to the size of its residual stream, as the next norm reads
+it: a few tokens, the first of a window above all, carry a stream a thousand times larger than the
+others, and would else be all that is fitted.
+
+Shapes: N windows, B windows of a batch, T tokens of a window, E model dim.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..model.errors import RapError
+from .streams import Stream, call_of
+
+WARMUP_STEPS = 5
+BETAS = (0.9, 0.95)  # in a few hundred steps the second moment must not remember the first ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """How long and how fast every layer is fitted.
+
+    Text: `num_windows` windows of `window` tokens, of which the last `held_out` share judges
+    whether a layer became better; `validation_windows` others judge the whole. Each of `steps`
+    steps of Adam reads `batch` windows; `rate` is the first rate of a matrix in units of its root
+    mean square, and falls to zero by a cosine. `drift` is the share of what the stream has lost
+    that a layer is to make up for.
+    """
+
+    window: int = 512
+    num_windows: int = 64
+    validation_windows: int = 32
+    held_out: float = 0.125
+    steps: int = 160
+    batch: int = 2
+    rate: float = 0.01
+    drift: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("window", "num_windows"):
+            self._check(name, getattr(self, name) >= 2, "give 2 or more")
+        for name in ("validation_windows", "steps", "batch"):
+            self._check(name, getattr(self, name) >= 1, "give 1 or more")
+        self._check("held_out", 0 < self.held_out < 1, "give a share between 0 and 1")
+        self._check("rate", self.rate > 0, "give a positive number")
+        self._check("drift", 0 <= self.drift <= 1, "give a share from 0 to 1")
+
+    def _check(self, name: str, good: bool, remedy: str) -> None:
+        if not good:
+            raise RapError(f"fit {name} cannot be {getattr(self, name)!r}: {remedy}")
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """A layer's mean squared error on held-out windows, relative to the residual stream."""
+
+    layer: int
+    before: float
+    after: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether the fitted layer was better and is in the model."""
+        return self.after < self.before
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProblem:
+    """The attention of layer `index` of a stream, inside its working layer, and what it is to give.
+
+    `target` [N, T, E] is wanted of it, `weight` [N, T, 1] multiplies its error. The last
+    `num_judging` windows judge and the others fit.
+    """
+
+    stream: Stream
+    layer: nn.Module
+    attention: nn.Module
+    index: int
+    target: Tensor
+    weight: Tensor
+    num_judging: int
+    config: FitConfig
+
+    def solve(self) -> LayerFit:
+        """Train all parameters of the attention in place, or leave them if that is no better."""
+        start = copy.deepcopy(self.attention.state_dict())
+        before = self.judge()
+        self._train()
+        after = self.judge()
+        if not after < before:
+            self.attention.load_state_dict(start)
+        return LayerFit(self.index, before, after)
+
+    @torch.no_grad()
+    def judge(self) -> float:
+        """The loss on the windows that judge."""
+        count = len(self.target)
+        batches = torch.arange(count - self.num_judging, count).split(self.config.batch)
+        losses = [float(self.loss(rows)) * len(rows) for rows in batches]
+        return sum(losses) / self.num_judging
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """Mean squared error for some windows [B], each token's relative to its stream."""
+        args, kwargs = call_of(self.attention, self.stream, self.layer, self.index, rows)
+        output = self.attention(*args, **kwargs)
+        output = output if isinstance(output, Tensor) else output[0]
+        error = output - self.target[rows].to(output.device)
+        return (error * self.weight[rows].to(output.device)).square().mean()
+
+    def _train(self) -> None:
+        config = self.config
+        self.attention.requires_grad_(True)
+        groups = [
+            {"params": [p], "lr": config.rate * p.detach().square().mean().sqrt().item()}
+            for p in self.attention.parameters()
+        ]
+        optimizer = torch.optim.Adam(groups, betas=BETAS)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
+        for rows in self._batches():
+            loss = self.loss(rows)
+            if not torch.isfinite(loss):
+                raise RapError(
+                    f"layer {self.index}: the loss of the fit is not finite: lower the rate, or "
+                    "check the weights of this layer"
+                )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        self.attention.requires_grad_(False)
+
+    def _share(self, step: int) -> float:
+        """Of the first rate, at a step."""
+        warm = min(1.0, (step + 1) / WARMUP_STEPS)
+        return warm * 0.5 * (1 + math.cos(math.pi * step / self.config.steps))
+
+    def _batches(self) -> Iterator[Tensor]:
+        """The windows [B] of every step: all of them in another order, again and again."""
+        generator = torch.Generator().manual_seed(self.config.seed + self.index)
+        count, left = len(self.target) - self.num_judging, torch.empty(0, dtype=torch.long)
+        for _ in range(self.config.steps):
+            while len(left) < self.config.batch:
+                left = torch.cat([left, torch.randperm(count, generator=generator)])
+            yield left[: self.config.batch]
+            left = left[self.config.batch :]

@@ -1,0 +1,222 @@
+"""The layer-by-layer fit: what it walks through, what it aims at, and that it survives a kill."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rap
+from cases.family_cases import CASES as FAMILIES
+from cases.family_cases import Case, random_case_plan
+from cases.method_cases import CASES as METHODS
+from cases.method_cases import MethodCase
+from cases.models import random_tokens, tiny_model
+from cases.plans import random_plan
+from rap import RapError
+from rap.model.fingerprint import fingerprint_model
+from rap.model.layers import attention_spec, text_decoder
+from rap.recovery import layer_fit
+from rap.recovery.fit import fit_layers
+from rap.recovery.layer_fit import FitConfig, LayerProblem
+from rap.recovery.streams import Stream, residual_scale
+
+CONFIG = FitConfig(window=16, num_windows=24, steps=40, batch=2, rate=0.02)
+WINDOWS = random_tokens(24, 16)
+
+
+@pytest.fixture
+def pair() -> tuple[Any, Any]:
+    dense = tiny_model("llama", hidden=32, layers=3)
+    return dense, rap.apply(dense, random_plan(dense, ((4, 8), (3, 6), (4, 8))))
+
+
+def _last_hidden(model: Any, ids: Tensor) -> Tensor:
+    """What the last decoder layer gives, by a plain forward pass."""
+    seen: list[Tensor] = []
+    last = text_decoder(model).layers[-1]
+    handle = last.register_forward_hook(
+        lambda module, args, output: seen.append(output if torch.is_tensor(output) else output[0])
+    )
+    with torch.no_grad():
+        model.base_model(input_ids=ids, use_cache=False)
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+def test_layers_one_by_one_are_the_whole_model_in_every_family(case: Case) -> None:
+    model = case.model(dtype=torch.float32)
+    windows = random_tokens(3, 16)  # the last batch is smaller
+    stream = Stream(model, windows, batch_size=2)
+    for index in range(len(stream.layers)):
+        stream.advance(stream.working(index), index)
+    expected = _last_hidden(model, windows)
+    torch.testing.assert_close(stream.hidden, expected.float(), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+def test_every_family_is_fitted(case: Case) -> None:
+    dense = case.model(dtype=torch.float32)
+    plan = random_case_plan(dense, case)
+    small = rap.apply(dense, plan)
+    results = fit_layers(small, dense, WINDOWS, CONFIG)
+    kept = [index for index, layer in enumerate(plan.layers) if layer is not None]
+    assert [found.layer for found in results] == kept
+    assert sum(found.after for found in results) < sum(found.before for found in results)
+    assert any(found.kept for found in results)
+
+
+@pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+def test_every_method_is_fitted(case: MethodCase) -> None:
+    dense = tiny_model("llama", hidden=32, layers=2)
+    method = case.method(0.5)
+    statistics = rap.calibrate(dense, random_tokens(4, 32), method.needs_for(dense))
+    small = method.apply(dense, method.plan(dense, statistics))
+    # Two factors of a matrix learn so few tokens by heart: these are enough.
+    results = fit_layers(small, dense, random_tokens(128, 16), CONFIG)
+    assert len(results) == 2
+    assert any(found.kept for found in results)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "scale"),
+    [
+        ("llama", {}, 1.0),
+        ("granite", {"residual_multiplier": 0.25}, 0.25),
+        ("gpt_neox", {}, 1.0),
+        ("gemma2", {"sliding_window": 4}, None),
+        ("olmo2", {}, None),
+    ],
+)
+def test_how_a_layer_adds_its_attention_is_found(
+    family: str, fields: dict[str, Any], scale: float | None
+) -> None:
+    model = tiny_model(family, **fields)
+    stream = Stream(model, WINDOWS, batch_size=2)
+    layer = stream.working(0)
+    attention = getattr(layer, attention_spec(model.config).attention)
+    seen: list[Tensor] = []
+    attention.register_forward_hook(
+        lambda module, args, output: seen.append(output if torch.is_tensor(output) else output[0])
+    )
+    before = stream.hidden[:1]
+    with torch.no_grad():
+        stream.run(layer, 0, before)
+    found = residual_scale(stream, layer, attention, 0, before, seen[0])
+    assert found == (None if scale is None else pytest.approx(scale, rel=1e-3))
+
+
+def test_only_attention_changes_and_the_dense_model_does_not(pair: tuple[Any, Any]) -> None:
+    dense, small = pair
+    before = {name: tensor.clone() for name, tensor in small.state_dict().items()}
+    mark = fingerprint_model(dense)
+    results = fit_layers(small, dense, WINDOWS, CONFIG)
+    changed = {n for n, tensor in small.state_dict().items() if not torch.equal(tensor, before[n])}
+    assert changed == {
+        f"model.layers.{found.layer}.self_attn.{role}_proj.weight"
+        for found in results
+        if found.kept
+        for role in "qkvo"
+    }
+    assert changed
+    assert fingerprint_model(dense) == mark
+    assert all(parameter.requires_grad for parameter in small.parameters())
+
+
+def test_the_error_is_that_of_its_definition(pair: tuple[Any, Any]) -> None:
+    """Of the first layer, whose inputs are the same in both models, from plain forward passes."""
+    dense, small = pair
+    outputs: dict[str, Tensor] = {}
+    for name, model in (("dense", dense), ("small", small)):
+        model.model.layers[0].self_attn.register_forward_hook(
+            lambda module, args, output, name=name: outputs.__setitem__(name, output[0])
+        )
+        with torch.no_grad():
+            hidden = model.model.embed_tokens(WINDOWS[-3:])
+            model(WINDOWS[-3:])
+    stream_size = (hidden + outputs["dense"]).square().mean(-1, keepdim=True)
+    error = ((outputs["small"] - outputs["dense"]).square() / stream_size).mean()
+    found = fit_layers(small, dense, WINDOWS, CONFIG)[0]
+    assert found.before == pytest.approx(float(error), rel=1e-4)
+
+
+def test_a_token_with_a_huge_stream_does_not_rule_the_fit(pair: tuple[Any, Any]) -> None:
+    """Massive activations: without relative errors one token would be all that is fitted."""
+    dense, small = pair
+    with torch.no_grad():
+        for model in pair:
+            model.model.embed_tokens.weight[7] *= 1e4
+    windows = WINDOWS.clone()
+    windows[:, 0] = 7
+    stream = Stream(small, windows, 2)
+    layer = stream.working(0)
+    target = torch.zeros_like(stream.hidden)
+    weight = torch.rsqrt(stream.hidden.square().mean(-1, keepdim=True))
+    problem = LayerProblem(stream, layer, layer.self_attn, 0, target, weight, 1, CONFIG)
+    rows = torch.arange(2)
+    whole = float(problem.loss(rows))
+    without = replace(problem, weight=torch.where(windows[..., None] == 7, 0.0, weight))
+    assert float(without.loss(rows)) == pytest.approx(whole, rel=0.1)
+
+
+def test_the_drift_of_the_stream_is_made_up_for(pair: tuple[Any, Any]) -> None:
+    """With a share of 1 the stream after the last layer is nearer to the dense one than with 0."""
+    dense, _ = pair
+    distances = {}
+    for drift in (0.0, 1.0):
+        small = rap.apply(dense, random_plan(dense, ((3, 6), (3, 6), (3, 6))))
+        fit_layers(small, dense, WINDOWS, replace(CONFIG, drift=drift, steps=60))
+        distances[drift] = (_last_hidden(small, WINDOWS) - _last_hidden(dense, WINDOWS)).norm()
+    assert distances[1.0] < distances[0.0]
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
+    pair: tuple[Any, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, _ = pair
+    cut = [rap.apply(dense, random_plan(dense, ((4, 8), (3, 6), (4, 8)))) for _ in range(2)]
+    whole = fit_layers(cut[0], dense, WINDOWS, CONFIG)
+    solve, solved = LayerProblem.solve, []
+
+    def solve_some(problem: LayerProblem) -> layer_fit.LayerFit:
+        solved.append(problem.index)
+        if solved == [0, 1]:
+            raise KeyboardInterrupt
+        return solve(problem)
+
+    monkeypatch.setattr(LayerProblem, "solve", solve_some)
+    with pytest.raises(KeyboardInterrupt):
+        fit_layers(cut[1], dense, WINDOWS, CONFIG, work=tmp_path)
+    again = rap.apply(dense, random_plan(dense, ((4, 8), (3, 6), (4, 8))))
+    assert fit_layers(again, dense, WINDOWS, CONFIG, work=tmp_path) == whole
+    assert solved == [0, 1, 1, 2]
+    assert fingerprint_model(again) == fingerprint_model(cut[0])
+    other = rap.apply(dense, random_plan(dense, ((4, 8), (3, 6), (4, 8))))
+    with pytest.raises(RapError, match="another config"):
+        fit_layers(other, dense, WINDOWS, replace(CONFIG, steps=3), work=tmp_path)
+
+
+def test_a_low_precision_model_is_fitted_in_float32(pair: tuple[Any, Any]) -> None:
+    dense, small = (model.bfloat16() for model in pair)
+    results = fit_layers(small, dense, WINDOWS, CONFIG)
+    assert any(found.kept for found in results)
+    assert {parameter.dtype for parameter in small.parameters()} == {torch.bfloat16}
+
+
+def test_what_cannot_be_fitted_is_refused(pair: tuple[Any, Any]) -> None:
+    dense, small = pair
+    with pytest.raises(RapError, match="fewer than a batch"):
+        fit_layers(small, dense, WINDOWS[:2], CONFIG)
+    with torch.device("meta"):
+        empty = type(dense)(dense.config)
+    with pytest.raises(RapError, match="all weights in memory"):
+        fit_layers(small, empty, WINDOWS, CONFIG)
+    with torch.no_grad():
+        small.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
+    with pytest.raises(RapError, match="layer 1"):
+        fit_layers(small, dense, WINDOWS, CONFIG)
+    for name, value in {"steps": 0, "rate": 0.0, "drift": 2.0, "held_out": 1.0}.items():
+        with pytest.raises(RapError, match=f"fit {name}"):
+            FitConfig(**{name: value})
