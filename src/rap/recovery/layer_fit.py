@@ -39,8 +39,8 @@ class FitConfig:
     held_out: float = 0.125
     steps: int = 160
     batch: int = 2
-    rate: float = 0.01
-    drift: float = 0.5
+    rate: float = 0.03
+    drift: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
