@@ -18,7 +18,7 @@ from rap import RapError
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_spec, text_decoder
 from rap.recovery import layer_fit
-from rap.recovery.fit import fit_layers
+from rap.recovery.fit import estimate_fit, fit_layers
 from rap.recovery.layer_fit import FitConfig, LayerProblem
 from rap.recovery.streams import Stream, residual_scale
 
@@ -151,6 +151,19 @@ def test_the_drift_of_the_stream_is_made_up_for(pair: tuple[Any, Any]) -> None:
         fit_layers(small, dense, WINDOWS, replace(CONFIG, drift=drift, steps=60))
         distances[drift] = (_last_hidden(small, WINDOWS) - _last_hidden(dense, WINDOWS)).norm()
     assert distances[1.0] < distances[0.0]
+
+
+def test_what_it_will_hold_is_told_before(pair: tuple[Any, Any], capfd: Any) -> None:
+    dense, small = pair
+    estimate = estimate_fit(small, dense, WINDOWS)
+    assert estimate["streams"] == 6 * WINDOWS.numel() * 32 * 4
+    shared = 3 * 32 * 64 + 2 * 32  # the MLP's matrices, and two norms
+    dense_attention = 2 * 32 * 64 + 2 * 32 * 32
+    small_attention = 32 * (4 * 8 + 2 * 8 + 2 * 8 + 4 * 8)
+    layers = 2 * shared + dense_attention + 4 * small_attention
+    assert estimate["layers"] == 4 * layers
+    fit_layers(small, dense, WINDOWS, replace(CONFIG, steps=1), progress=True)
+    assert "the fit needs about 0." in capfd.readouterr().err
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(

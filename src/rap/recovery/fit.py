@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,11 +26,19 @@ from ..calibration.state import evaluating
 from ..checkpoint.files import whole_file
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import AttentionLayer, attention_layers, attention_spec
+from ..model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    text_config,
+    text_decoder,
+)
 from .data import fingerprint_windows
 from .layer_fit import FitConfig, LayerFit, LayerProblem
 from .runs import begin, explained
 from .streams import Stream, attention_outputs_of, residual_scale
+
+_FLOAT = 4
 
 
 def fit_layers(
@@ -58,6 +67,8 @@ def fit_layers(
         )
     if any(parameter.is_meta for model in (small, dense) for parameter in model.parameters()):
         raise RapError("fit needs all weights in memory: load the models without offloading")
+    if progress:
+        Console(stderr=True).print(_describe(estimate_fit(small, dense, windows)), soft_wrap=True)
     if work is not None:
         begin(work, _record(small, dense, windows, config))
     with evaluating(small), evaluating(dense):
@@ -65,6 +76,34 @@ def fit_layers(
         small_stream = Stream(small, windows, config.batch)
         fitter = _Fitter(dense_stream, small_stream, config, num_judging, work)
         return list(fitter.layers(progress))
+
+
+def estimate_fit(small: Any, dense: Any, windows: Tensor) -> dict[str, int]:
+    """Bytes that `fit_layers` will hold beside the weights: `streams` on the host, `layers`.
+
+    Streams: what both models hand to a layer, and of the dense one its input, its attention's
+    output, what is wanted, and one more for a moment. Layers: the largest of each model in float32,
+    and three times the attention for gradients and Adam.
+    """
+    hidden = windows.numel() * text_config(dense.config).hidden_size * _FLOAT
+
+    def largest(model: Any) -> int:
+        layers = text_decoder(model).layers
+        return max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+
+    attention = max(
+        sum(parameter.numel() for parameter in layer.module.parameters())
+        for layer in attention_layers(small)
+        if layer.module is not None
+    )
+    layers = _FLOAT * (largest(small) + largest(dense) + 3 * attention)
+    return {"streams": 6 * hidden, "layers": layers}
+
+
+def _describe(estimate: dict[str, int]) -> str:
+    parts = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in estimate.items())
+    total = f"{sum(estimate.values()) / 2**20:,.1f} MiB"
+    return f"the fit needs about {total} beside the weights ({parts})"
 
 
 class _Fitter:
