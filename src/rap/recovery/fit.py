@@ -171,11 +171,12 @@ class _Fitter:
             self.dense, theirs, getattr(theirs, self.attention), index, before[one], added[one]
         )
         if scale is None:  # a norm reads the output by itself, without the stream
-            target, size = added, added
+            target, size = added, _mean_square(added)
         else:
             target = added + self.config.drift / scale * (before - self.small.hidden)
-            size = before / scale + added
-        weight = torch.rsqrt(size.square().mean(-1, keepdim=True) + torch.finfo(size.dtype).tiny)
+            # Of both models: a stream that is large in one alone would rule the fit either way.
+            size = _mean_square(before / scale + added) + _mean_square(self.small.hidden / scale)
+        weight = torch.rsqrt(size + torch.finfo(size.dtype).tiny)
         return LayerProblem(
             self.small, mine, attention, index, target, weight, self.num_judging, self.config
         )
@@ -204,6 +205,11 @@ class _Fitter:
         errors = {"before": repr(result.before), "after": repr(result.after)}
         with explained(self.work), whole_file(path) as partial:
             save_file(tensors, partial, metadata=errors)
+
+
+def _mean_square(x_NTE: Tensor) -> Tensor:
+    """Of every token, [N, T, 1]."""
+    return x_NTE.square().mean(-1, keepdim=True)
 
 
 def _record(small: Any, dense: Any, windows: Tensor, config: FitConfig) -> dict[str, Any]:
