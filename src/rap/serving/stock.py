@@ -26,8 +26,6 @@ from ..model.modeling import configured_widths
 from ..model.rope import read_frequencies
 
 STOCK_FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "llama"}
-# Frequencies that change with the length of the text are no fixed list.
-_VARIABLE_ROPES = ("dynamic", "longrope")
 _NOT_STOCK = "a stock checkpoint needs the same for every head and layer: use `--profile stock`"
 
 
@@ -108,7 +106,7 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
     config = small.config
     base_type = base_model_type(config)
     rope = config.rope_parameters
-    if rope["rope_type"] in _VARIABLE_ROPES:
+    if is_variable(rope):
         raise UnsupportedModelError(
             f"rope_type {rope['rope_type']!r} has frequencies that depend on the length of the "
             "text: no stock checkpoint can list them"
@@ -136,6 +134,14 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
         "long_factor": factors,
     }
     return AutoConfig.for_model(STOCK_FAMILIES[base_type], **kept)
+
+
+def is_variable(rope: dict[str, Any]) -> bool:
+    """Whether frequencies change with the length of the text, so that no list holds them."""
+    kind = rope["rope_type"]
+    return kind == "dynamic" or (
+        kind == "longrope" and list(rope["short_factor"]) != list(rope["long_factor"])
+    )
 
 
 def longrope_factors(theta: Tensor, base: float) -> list[float]:
