@@ -25,7 +25,10 @@ _REASON = re.compile(r"(?:error loading model: |llama_init_from_model: |GGML_ASS
 
 @dataclass(frozen=True)
 class Completion:
-    """Greedy tokens of one prompt; per token its log-probability and the likeliest tokens'."""
+    """Greedy tokens of one prompt; per token its log-probability and the likeliest tokens'.
+
+    Both are empty where a token ended within a character, for which the server reports none.
+    """
 
     prompt: list[int]
     tokens: list[int]

@@ -150,7 +150,7 @@ def agreement(
         start = len(each.prompt) - 1
         logprobs_TV = _logprobs(model, each.prompt + each.tokens[:-1])[start:]
         mismatched += int((logprobs_TV.argmax(-1) != torch.tensor(each.tokens)).sum())
-        for row_V, listed in zip(logprobs_TV, each.alternatives, strict=True):
+        for row_V, listed in zip(logprobs_TV, each.alternatives, strict=False):
             ids = torch.tensor([token for token, _ in listed])
             found = torch.tensor([value for _, value in listed], dtype=torch.float64)
             behind = (row_V[ids] - row_V[ids[0]]) - (found - found[0])

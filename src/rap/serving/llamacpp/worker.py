@@ -64,6 +64,8 @@ def _complete(server: Any, job: dict[str, Any], prompt: list[int]) -> dict[str, 
     }
     answer = _post(server, "/completion", body)
     rows = answer.get("completion_probabilities", [])
+    # The server leaves out tokens that end within a character: then no row is known to be whose.
+    rows = rows if len(rows) == len(answer["tokens"]) else []
     return {
         "prompt": prompt,
         "tokens": answer["tokens"],
