@@ -11,6 +11,7 @@ Qwen2 becomes a Llama with biases (that of W_o zero): engines derive Qwen2's hea
 hidden size.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoint.files import check_output, whole_directory
+from ..checkpoint.files import check_output, whole_directory, write_json
 from ..checkpoint.load import load, load_tokenizer
 from ..model.errors import CheckpointError, UnsupportedModelError
 from ..model.layers import base_model_type, rotary_module
@@ -41,9 +42,22 @@ def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any
     model = stock_model(load(source) if is_path else source)
     with whole_directory(output, force=force) as folder:
         model.save_pretrained(folder)
+        write_legacy_rope(folder / "config.json")
         if is_path:
             _copy_tokenizer(source, folder)
     return model
+
+
+def write_legacy_rope(file: Path) -> None:
+    """Say a config's rope also as `rope_theta` and `rope_scaling`, as it was before transformers 5.
+
+    mlx-lm and other readers know only these, and take a default base where they are missing.
+    """
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    scaling = dict(fields["rope_parameters"])
+    fields["rope_theta"] = scaling.pop("rope_theta")
+    fields["rope_scaling"] = scaling
+    write_json(file, fields)
 
 
 def stock_model(small: PreTrainedModel) -> Any:
