@@ -35,6 +35,14 @@ def test_stock_sets_the_profile() -> None:
     assert target_settings("stock", 128, "uniform") == {"align": 16, "profile": "stock"}
 
 
+@pytest.mark.parametrize("target", ["llamacpp", "mlx"])
+@pytest.mark.parametrize(("head_dim", "widths"), [(64, [32]), (128, [32, 64, 96])])
+def test_plain_engines_get_multiples_of_32(target: str, head_dim: int, widths: list[int]) -> None:
+    settings = target_settings(target, head_dim, "uniform")
+    assert settings == {"align": 32, "profile": "stock"}
+    assert list(range(32, head_dim, settings["align"])) == widths
+
+
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(RapError, match="unknown target"):
         target_settings("tpu", 128, "uniform")

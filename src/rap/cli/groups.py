@@ -13,7 +13,7 @@ from ..methods.naming import read_method
 from ..methods.settings import read_value
 from ..model.errors import RapError
 from ..model.layers import text_config
-from ..planning.shared import target_settings
+from ..planning.shared import STOCK_TARGETS, target_settings
 from . import options
 
 
@@ -93,7 +93,7 @@ class Cut:
         target = str(self.target)
         config = text_config(load_config(source))
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        budget = given.get("budget") or ("uniform" if target == "stock" else "error")
+        budget = given.get("budget") or ("uniform" if target in STOCK_TARGETS else "error")
         wanted = target_settings(target, dim, budget)
         for name in wanted:
             if name in given:
