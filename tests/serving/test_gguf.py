@@ -1,5 +1,6 @@
 """`rap export gguf` as far as it goes without the engine: tensors, keys, tokenizers, refusals."""
 
+import copy
 import json
 from hashlib import sha256
 
@@ -19,9 +20,10 @@ from rap.checkpoint.source import resolve_source
 from rap.model.errors import CheckpointError, RapError, UnsupportedModelError
 from rap.serving.gguf.export import export_gguf
 from rap.serving.gguf.plain import frequency_factors, plain_model, width_warnings
+from rap.serving.gguf.rotation import hadamard, key_mix, rotate_heads
 from rap.serving.gguf.tensors import interleaved
 from rap.serving.gguf.tokenizer import add_tokenizer, known_pre
-from rap.serving.stock import longrope_factors
+from rap.serving.stock import longrope_factors, stock_model
 from rap.surgery.apply import apply
 
 from .test_stock import stock_profile
@@ -83,6 +85,38 @@ def test_the_reader_sees_a_file_without_factors(saved, home, tmp_path, monkeypat
     ids = torch.arange(90)[None] * 7
     with torch.no_grad():
         assert (back(ids).logits - small(ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_rotated_heads_are_the_same_model_with_other_channels(family):
+    """Keys mix where a frequency repeats, values everywhere, biases with them."""
+    model = bundled_vocabulary(family, use_sliding_window=False)
+    plain = stock_model(stock_profile(model, PAIRS))
+    frequencies = plain.model.rotary_emb.inv_freq
+    frequencies[9:12] = frequencies[9]  # as folded slots repeat theirs
+    before = copy.deepcopy(plain)
+    rotate_heads(plain)
+    ids = torch.arange(90)[None] * 7
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, before(ids).logits, rtol=1e-4, atol=1e-4)
+    for name in ("k_proj", "v_proj"):
+        linears = [getattr(each.model.layers[0].self_attn, name) for each in (plain, before)]
+        assert not torch.allclose(linears[0].weight, linears[1].weight)
+
+
+@pytest.mark.parametrize("width", [10, 32, 48, 96])
+def test_rotations_are_orthogonal_and_spread_a_channel(width):
+    turn = hadamard(width)
+    identity = torch.eye(width, dtype=torch.float64)
+    torch.testing.assert_close(turn @ turn.T, identity)
+    assert turn.abs().max() <= (2 / width) ** 0.5 + 1e-9
+
+
+def test_keys_of_other_frequencies_are_never_mixed():
+    mix = key_mix(torch.tensor([1.0, 0.5, 0.5, 0.1], dtype=torch.float64))
+    torch.testing.assert_close(mix @ mix.mH, torch.eye(4, dtype=torch.complex128))
+    apart = [[1, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    assert (mix != 0).int().tolist() == apart
 
 
 def test_settings_of_a_stock_checkpoint(saved, tmp_path):

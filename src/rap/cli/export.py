@@ -60,6 +60,9 @@ def export_gguf_command(
         str | None,
         typer.Option("--pre", help="llama.cpp's name for how the tokenizer splits text."),
     ] = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Mix channels, for a cache of 8 or 4 bits.")
+    ] = False,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -71,11 +74,12 @@ def export_gguf_command(
         kind=kind,
         tokenizer_from=tokenizer_from,
         pre=pre,
+        rotate=rotate,
         force=force,
         progress=not as_json,
     )
     if as_json:
-        settings = {"model": model, "type": kind, "pre": pre}
+        settings = {"model": model, "type": kind, "pre": pre, "rotate": rotate}
         print_json({**asdict(written), "provenance": provenance(**settings)})
         return
     for warning in written.warnings:

@@ -11,6 +11,7 @@ from ...checkpoint.gguf import FREQUENCY_FACTORS
 from ...checkpoint.load import load_config, load_tokenizer
 from ...model.errors import CheckpointError
 from .plain import head_width, plain_model, width_warnings
+from .rotation import rotate_heads
 
 ARCHITECTURE = "llama"
 TYPE_NAMES = ("f32", "f16", "bf16", "q8_0")
@@ -35,14 +36,16 @@ def export_gguf(
     kind: str = "f16",
     tokenizer_from: str | Path | None = None,
     pre: str | None = None,
+    rotate: bool = False,
     force: bool = False,
     progress: bool = False,
 ) -> GgufExport:
     """Write a dense checkpoint, or a pruned one of the stock profile, as a GGUF file.
 
     `kind` is how matrices are stored, one of TYPE_NAMES. The tokenizer is the checkpoint's own, or
-    copied from the GGUF file `tokenizer_from`; `pre` names its pre-tokenizer in llama.cpp. The file
-    appears whole or not at all. Raises CheckpointError or UnsupportedModelError for what llama.cpp
+    copied from the GGUF file `tokenizer_from`; `pre` names its pre-tokenizer in llama.cpp.
+    With `rotate`, heads are mixed for a quantized cache (`rotation`). The file appears whole or not
+    at all. Raises CheckpointError or UnsupportedModelError for what llama.cpp
     cannot run, RapError for an unknown kind.
     """
     require_gguf()
@@ -58,6 +61,8 @@ def export_gguf(
     else:
         add_tokenizer(writer, _own_tokenizer(source), vocabulary, pre)
     model = plain_model(source)
+    if rotate:
+        rotate_heads(model.float())
     tensors = list(stored_tensors(model, kind))
     add_settings(writer, model, kind, _name(source))
     with whole_file(output, force=force) as partial:
