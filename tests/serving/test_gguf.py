@@ -92,8 +92,11 @@ def test_rotated_heads_are_the_same_model_with_other_channels(family):
     """Keys mix where a frequency repeats, values everywhere, biases with them."""
     model = bundled_vocabulary(family, use_sliding_window=False)
     plain = stock_model(stock_profile(model, PAIRS))
-    frequencies = plain.model.rotary_emb.inv_freq
-    frequencies[9:12] = frequencies[9]  # as folded slots repeat theirs
+    theta = plain.model.rotary_emb.inv_freq.clone()
+    theta[9:12] = theta[9]  # as folded slots repeat theirs
+    factors = longrope_factors(theta, 1e4)
+    plain.config.rope_parameters |= {"short_factor": factors, "long_factor": factors}
+    plain.model.rotary_emb = type(plain.model.rotary_emb)(config=plain.config)
     before = copy.deepcopy(plain)
     rotate_heads(plain)
     ids = torch.arange(90)[None] * 7

@@ -2,8 +2,8 @@
 
 Blocks of a quantized cache share one scale, which the loudest channel sets. Any rotation of a
 head's values is free (W_o undoes it), and so is any unitary mix of keys that rotate at one
-frequency (the queries take the same). llama.cpp rotates caches by itself at widths that are multiples of 64; this
-does it in the weights, for other widths.
+frequency (the queries take the same). llama.cpp rotates caches by itself at widths that are multiples of 64;
+this does it in the weights, for other widths.
 
 Shapes: G KV heads, R query heads per KV head, C value channels, m pairs, E model dim.
 """
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ...model.layers import rotary_module
 from ...model.rope import read_frequencies
+
+_SAME = 1e-6  # relative difference of frequencies that are one
 
 
 @torch.no_grad()
@@ -65,7 +67,8 @@ def key_mix(theta: Tensor) -> Tensor:
     """A unitary matrix [m, m], complex128, that mixes only pairs of one and the same frequency."""
     mix = torch.zeros(len(theta), len(theta), dtype=torch.complex128)
     for frequency in theta.unique():
-        group = (theta == frequency).nonzero()[:, 0]
+        # Factors are rounded: one frequency may come back as two neighbours in float32.
+        group = ((theta / frequency - 1).abs() < _SAME).nonzero()[:, 0]
         steps = torch.arange(len(group), dtype=torch.float64)
         angle = 2 * torch.pi / len(group) * steps[None] * steps[:, None]
         mix[group[:, None], group] = torch.polar(torch.ones_like(angle), angle) / len(group) ** 0.5
