@@ -2,8 +2,8 @@
 
 Blocks of a quantized cache share one scale, which the loudest channel sets. Any rotation of a
 head's values is free (W_o undoes it), and so is any unitary mix of keys that rotate at one
-frequency (the queries take the same). llama.cpp rotates caches by itself at widths that are multiples of 64;
-this does it in the weights, for other widths.
+frequency (the queries take the same). llama.cpp rotates caches by itself at widths that are
+multiples of 64; this does it in the weights, for other widths.
 
 Shapes: G KV heads, R query heads per KV head, C value channels, m pairs, E model dim.
 """
