@@ -1,16 +1,15 @@
-"""Cut the width of the cache, its bits, or both? Fidelity, bytes and speed in llama.cpp.
+"""Cut the width of the cache, its bits, or both? Fidelity and bytes in llama.cpp.
 
     python experiments/width-bits/width_bits.py [MODEL] [--calibration TEXT] [--windows 32]
-        [--text TEXT] [--held-out 4] [--length 1024] [--rounds 3] [--output FILE]
+        [--text TEXT] [--held-out 4] [--length 1024] [--output FILE]
 
 The dense model and cuts of the stock profile, exported as F16 files, each with a cache of 16, 8 and
 4 bits: KL from the dense model with a 16-bit cache, and from the model itself with one, perplexity,
-bytes of cache by the engine's account; then prefill and decode in turns, as ratios to the dense
-model of the same round. Writes width_bits.json beside this file. `--rounds 0` measures no speed.
+bytes of cache by the engine's account. Writes width_bits.json beside this file; what widths and bits
+do to speed is in benchmarks/llamacpp.py.
 """
 
 import argparse
-import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +36,6 @@ MODELS: list[tuple[str, float | None, bool]] = [
     ("0.5, mixed", 0.5, True),
 ]
 CACHES = ("f16", "q8_0", "q4_0")
-DECODED = 48
-TIMED = ("dense", "0.75", "0.5")
 
 
 @dataclass
@@ -122,48 +119,15 @@ def perplexity(windows: Tensor, found: list[Tensor]) -> float:
     return float(torch.cat(each).double().mean().neg().exp())
 
 
-def speed(files: dict[str, Path], prompt: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Medians over rounds of prefill and decode throughput over the dense model's of the round."""
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for number in range(rounds):
-        for name in TIMED:
-            for cache in CACHES:
-                asked = Asked(prompts=[prompt], max_tokens=DECODED, alternatives=0)
-                try:
-                    run = run_llamacpp(
-                        files[name],
-                        asked,
-                        context=len(prompt) + DECODED + 1,
-                        cache=cache,
-                        flash_attention="enabled",
-                    )
-                except EngineError:
-                    continue
-                found.setdefault((name, cache), []).append(run.completions[0].timings)
-        print(f"round {number + 1} of {rounds}", flush=True)
-    rows = []
-    for (name, cache), timings in found.items():
-        row: dict[str, Any] = {"model": name, "cache": cache}
-        for what, key in (("prefill", "prompt_per_second"), ("decode", "predicted_per_second")):
-            base = [each[key] for each in found[("dense", "f16")]]
-            ratios = [each[key] / one for each, one in zip(timings, base, strict=True)]
-            row[what] = statistics.median(ratios)
-            row[f"{what}_range"] = [min(ratios), max(ratios)]
-        rows.append(row)
-    return rows
-
-
 def table(result: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """A row a model and cache, as `rap report` reads it."""
-    timed = {(row["model"], row["cache"]): row for row in result.get("speed", [])}
     base = result["fidelity"][0]["bytes_per_token"]
     rows = []
     for row in result["fidelity"]:
         about = [row["model"], row["cache"]]
         if "refused" in row:
-            rows.append([*about, "refused", *[""] * 6])
+            rows.append([*about, "refused", *[""] * 4])
             continue
-        ratios = timed.get((row["model"], row["cache"]), {})
         rows.append(
             [
                 *about,
@@ -172,7 +136,6 @@ def table(result: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
                 f"{row['kl']:.2g}",
                 f"{row['kl_own']:.2g}",
                 f"{row['perplexity']:.2f}",
-                *(f"{ratios[key]:.2f}" if key in ratios else "" for key in ("prefill", "decode")),
             ]
         )
     return {
@@ -181,25 +144,11 @@ def table(result: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
             f"Stock profile, cut only, files of type F16; KL in nats a token over "
             f"{arguments.held_out} windows of {arguments.length:,} tokens, from the dense model "
             "with a 16-bit cache and from the model itself with one. `mixed`: `--rotate`. "
-            f"{result['speed_note']}"
+            "Speed is in benchmarks/llamacpp.py."
         ),
-        "header": [
-            *("model", "cache", "KiB/token", "tokens, x", "KL", "KL, own", "PPL"),
-            *("prefill, x", "decode, x"),
-        ],
+        "header": ["model", "cache", "KiB/token", "tokens, x", "KL", "KL, own", "PPL"],
         "rows": rows,
     }
-
-
-def speed_note(arguments: argparse.Namespace) -> str:
-    """How speed was measured, or that it was not."""
-    if not arguments.rounds:
-        return "Speed was not measured in this run."
-    return (
-        f"Prefill of {arguments.timed_length:,} tokens and decode of {DECODED} behind them on one "
-        f"thread: medians of {arguments.rounds} rounds in turns, over the dense model with a "
-        "16-bit cache of the same round."
-    )
 
 
 def main() -> None:
@@ -211,8 +160,6 @@ def main() -> None:
     parser.add_argument("--text", default="bundled", help="held-out text")
     parser.add_argument("--held-out", type=int, default=4, help="windows")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--timed-length", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pre", help="llama.cpp's pre-tokenizer, where its table has none")
     parser.add_argument("--kept-in", type=Path, help="folder of statistics")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
@@ -225,10 +172,6 @@ def main() -> None:
         judge = Judge(dense.lm_head, tokens[:size].reshape(arguments.held_out, arguments.length))
         result: dict[str, Any] = {"model": arguments.model, "fingerprint": bench.fingerprint}
         result["fidelity"] = fidelity(files, judge, arguments.length)
-        result["speed_note"] = speed_note(arguments)
-        if arguments.rounds:
-            prompt = tokens[: arguments.timed_length].tolist()
-            result["speed"] = speed(files, prompt, arguments.rounds)
     skipped = ("output", "kept_in")
     asked = {name: value for name, value in vars(arguments).items() if name not in skipped}
     result["provenance"] = provenance(**asked, xllamacpp=installed_version("xllamacpp"))
