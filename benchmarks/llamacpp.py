@@ -1,4 +1,4 @@
-"""Prefill and decode in llama.cpp by the width of heads and the bits of the cache, over dense heads.
+"""Prefill and decode in llama.cpp by width of heads and bits of the cache, over dense heads.
 
     python benchmarks/llamacpp.py [MODEL] [--widths 32,48] [--length 2048] [--rounds 5]
         [--threads 1] [--output FILE]

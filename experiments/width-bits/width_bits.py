@@ -5,8 +5,8 @@
 
 The dense model and cuts of the stock profile, exported as F16 files, each with a cache of 16, 8 and
 4 bits: KL from the dense model with a 16-bit cache, and from the model itself with one, perplexity,
-bytes of cache by the engine's account. Writes width_bits.json beside this file; what widths and bits
-do to speed is in benchmarks/llamacpp.py.
+and bytes of cache by the engine's account. Writes width_bits.json beside this file. What widths and
+bits do to speed is in benchmarks/llamacpp.py.
 """
 
 import argparse

@@ -139,6 +139,8 @@ def test_settings_of_a_stock_checkpoint(saved, tmp_path):
     assert (written.head_dim, written.frequency_factors) == (32, True)
     assert written.num_bytes == (tmp_path / "a.gguf").stat().st_size
     assert "no multiple of 64" in written.warnings[0]
+    modelfile = (tmp_path / "a.Modelfile").read_text("utf-8")
+    assert modelfile == "FROM ./a.gguf\nPARAMETER num_ctx 512\n"
 
 
 def test_rows_of_a_head_become_pairs_side_by_side():

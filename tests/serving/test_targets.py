@@ -2,6 +2,7 @@
 
 import pytest
 
+from cases.command import error_violations, run
 from rap.model.errors import RapError
 from rap.planning.shared import MAX_WIDTHS, TARGETS, target_settings
 
@@ -41,6 +42,12 @@ def test_plain_engines_get_multiples_of_32(target: str, head_dim: int, widths: l
     settings = target_settings(target, head_dim, "uniform")
     assert settings == {"align": 32, "profile": "stock"}
     assert list(range(32, head_dim, settings["align"])) == widths
+
+
+def test_a_retain_that_cuts_nothing_is_refused(tmp_path) -> None:
+    result = run("compress", "bundled", "-o", tmp_path, "--target", "llamacpp", "--retain", "0.8")
+    assert error_violations(result) == []
+    assert "nearest to 64, where nothing can be cut" in result.err
 
 
 def test_what_cannot_work_is_refused() -> None:

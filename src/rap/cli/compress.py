@@ -18,6 +18,7 @@ from ..pipeline import compress, save
 from ..planning.plan import Plan
 from ..recovery.stages import RECOVERIES
 from ..serving.capacity import held_by_engines
+from ..serving.layout import dense_head_dim
 from ..surgery.replace import Replacement, load_plan
 from ..surgery.stream import apply_streamed
 from . import options
@@ -68,6 +69,13 @@ def compress_command(
     table = comparison(result.report)
     print_table(f"{model} at retain {cut.retain}", ["", "dense", "pruned"], table)
     _say_held(result.model.config)
+    if cut.target in ("llamacpp", "mlx") and dense_head_dim(result.model.config) == 64:
+        console.print(
+            f"heads of 64 channels have one width below that suits {cut.target}, 32: half the "
+            "cache whatever --retain says, at the cost in quality above (docs/serving.md compares "
+            "it with a quantized cache)",
+            style="yellow",
+        )
     console.print(f"wrote {output}; `rap inspect {output}` shows every layer")
 
 

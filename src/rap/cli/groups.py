@@ -13,6 +13,7 @@ from ..methods.naming import read_method
 from ..methods.settings import read_value
 from ..model.errors import RapError
 from ..model.layers import text_config
+from ..planning.budgets import nearest_width
 from ..planning.shared import STOCK_TARGETS, target_settings
 from . import options
 
@@ -99,6 +100,14 @@ class Cut:
             if name in given:
                 raise RapError(
                     f"--target {target} decides {name}: leave --{name} out, or the target"
+                )
+        if wanted.get("profile") == "stock" and self.retain < 1:
+            width = nearest_width(self.retain * dim, dim, wanted["align"])
+            if width in (0, dim):
+                raise RapError(
+                    f"retain {self.retain} of heads of {dim} channels is nearest to {width}, where "
+                    f"nothing can be cut: --target {target} takes multiples of {wanted['align']} "
+                    f"below {dim}"
                 )
         return wanted
 

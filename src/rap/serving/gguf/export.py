@@ -22,6 +22,7 @@ class GgufExport:
     """What was written: plain data for JSON. `warnings` are sentences about the engine."""
 
     output: str
+    modelfile: str
     type: str
     head_dim: int
     num_bytes: int
@@ -43,10 +44,10 @@ def export_gguf(
     """Write a dense checkpoint, or a pruned one of the stock profile, as a GGUF file.
 
     `kind` is how matrices are stored, one of TYPE_NAMES. The tokenizer is the checkpoint's own, or
-    copied from the GGUF file `tokenizer_from`; `pre` names its pre-tokenizer in llama.cpp.
-    With `rotate`, heads are mixed for a quantized cache (`rotation`). The file appears whole or not
-    at all. Raises CheckpointError or UnsupportedModelError for what llama.cpp
-    cannot run, RapError for an unknown kind.
+    copied from the GGUF file `tokenizer_from`; `pre` names its pre-tokenizer in llama.cpp. With
+    `rotate`, heads are mixed for a quantized cache (`rotation`). The file appears whole or not at
+    all; a Modelfile for Ollama is put beside it. Raises CheckpointError or UnsupportedModelError
+    for what llama.cpp cannot run, RapError for an unknown kind.
     """
     require_gguf()
     from .settings import add_settings, new_writer  # they need the optional package
@@ -68,9 +69,13 @@ def export_gguf(
     with whole_file(output, force=force) as partial:
         _write(writer, tensors, partial, progress)
         num_bytes = partial.stat().st_size
+    modelfile = Path(output).with_suffix(".Modelfile")
+    with whole_file(modelfile, force=True) as partial:
+        partial.write_text(_modelfile(Path(output).name, model.config), encoding="utf-8")
     width = head_width(model.config)
     return GgufExport(
         output=str(output),
+        modelfile=str(modelfile),
         type=kind,
         head_dim=width,
         num_bytes=num_bytes,
@@ -101,6 +106,11 @@ def _write(writer: Any, tensors: list[Any], path: Path, progress: bool) -> None:
                 shown.advance(tensor.num_bytes / 2**20)
     finally:
         writer.close()
+
+
+def _modelfile(file: str, config: Any) -> str:
+    """What `ollama create NAME -f FILE` reads; without num_ctx Ollama cuts texts short."""
+    return f"FROM ./{file}\nPARAMETER num_ctx {min(config.max_position_embeddings, 8192)}\n"
 
 
 def _own_tokenizer(source: str | Path) -> Any:
