@@ -55,7 +55,9 @@ def checkpoints(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, 
         if retain is None:
             bench.model.save_pretrained(saved[name])
             bench.tokenizer.save_pretrained(saved[name])
-        else:
+            continue
+        saved[name] = (arguments.kept_in or folder) / f"stock-{name}"
+        if not saved[name].is_dir():
             method = Rap(retain=retain, profile="stock", align=16)
             plan = bench.plan(method)
             save(method.apply(bench.model, plan), plan, saved[name], bench.tokenizer)
@@ -142,7 +144,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--text", default="bundled")
     parser.add_argument("--long", type=int, default=3000, help="tokens of the long text")
-    parser.add_argument("--kept-in", type=Path, help="folder of statistics")
+    parser.add_argument("--kept-in", type=Path, help="folder of statistics and cuts")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
     rows = []

@@ -64,14 +64,20 @@ def exported(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Pat
     bench.tokenizer.save_pretrained(dense)
     for name, retain, mixed in MODELS:
         if retain is not None and retain not in saved:
-            method = Rap(retain=retain, profile="stock", align=16)
-            plan = bench.plan(method)
-            saved[retain] = folder / str(retain)
-            save(method.apply(bench.model, plan), plan, saved[retain], bench.tokenizer)
+            saved[retain] = (arguments.kept_in or folder) / f"stock-{retain:g}"
+            cut(bench, retain, saved[retain])
         source = dense if retain is None else saved[retain]
         files[name] = folder / f"{name}.gguf"
         export_gguf(source, files[name], kind="f16", rotate=mixed, pre=arguments.pre)
     return files, bench.model, bench.tokenizer
+
+
+def cut(bench: Workbench, retain: float, folder: Path) -> None:
+    """The checkpoint of a cut of the stock profile, unless it was kept there before."""
+    if not folder.is_dir():
+        method = Rap(retain=retain, profile="stock", align=16)
+        plan = bench.plan(method)
+        save(method.apply(bench.model, plan), plan, folder, bench.tokenizer)
 
 
 def fidelity(files: dict[str, Path], judge: Judge, cells: int) -> list[dict[str, Any]]:
@@ -161,7 +167,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=4, help="windows")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
     parser.add_argument("--pre", help="llama.cpp's pre-tokenizer, where its table has none")
-    parser.add_argument("--kept-in", type=Path, help="folder of statistics")
+    parser.add_argument("--kept-in", type=Path, help="folder of statistics and cuts")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
