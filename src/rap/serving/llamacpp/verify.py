@@ -21,7 +21,7 @@ from ..engine import GIB
 from ..gguf.export import export_gguf, require_gguf
 from ..layout import dense_head_dim
 from ..verify import MAX_TOKENS, Verification, bundled_prompts, kept_fraction
-from .engine import Answered, Asked, Completion, run_llamacpp
+from .engine import Answered, Asked, Completion, require_xllamacpp, run_llamacpp
 
 CACHE = "f32"
 PROBE = Path(__file__).with_name("tokenizer_probe.json")  # digits, emoji, CJK, code
@@ -48,6 +48,7 @@ def verify_llamacpp(
     greedy tokens from decoding. Raises RapError, CheckpointError or EngineError.
     """
     require_gguf()
+    require_xllamacpp()
     with tempfile.TemporaryDirectory(prefix="rap-gguf-") as folder:
         file = Path(source)
         if not is_gguf(source):
