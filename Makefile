@@ -44,9 +44,9 @@ $(SERVE)/.installed: pyproject.toml constraints-serve.txt
 	$(SERVE)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
-serve-env: $(SERVE)/.installed ## make .venv-serve: vLLM for CPUs, for the serving tests
+serve-env: $(SERVE)/.installed ## make .venv-serve: vLLM, llama.cpp and MLX for CPUs, for the serving tests
 
-test-serve: $(SERVE)/.installed ## run the serving tests against the real vLLM engine
+test-serve: $(SERVE)/.installed ## run the serving tests against the real engines
 	$(SERVE)/bin/python -m pytest -m serve tests/serving $(ARGS)
 
 test-gpu: $(STAMP) ## run the tests that need a CUDA device, kernels compiled

@@ -90,6 +90,19 @@ def test_missing_engine_is_named_with_its_extra(pruned, command):
     assert "vLLM is not installed: pip install 'rap-kv[serve]'" in result.err
 
 
+@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is not None, reason="it is installed")
+def test_missing_llama_cpp_is_named_with_its_extra(pruned):
+    result = run("verify", pruned, "--engine", "llamacpp")
+    assert error_violations(result) == []
+    assert "llama.cpp is not installed here: pip install 'rap-kv[llamacpp]'" in result.err
+
+
+def test_a_checkpoint_is_its_own_reference(pruned):
+    result = run("verify", pruned, "--engine", "llamacpp", "--reference", pruned)
+    assert error_violations(result) == []
+    assert "--reference is for a .gguf file" in result.err
+
+
 def test_checkpoint_is_checked_before_an_engine_starts(pruned, tmp_path, monkeypatch):
     monkeypatch.setattr("rap.serving.serve.require_vllm", lambda: None)
     config = json.loads((pruned / "config.json").read_text("utf-8"))

@@ -123,6 +123,8 @@ def test_export_loads_in_transformers_without_this_package(tmp_path):
         config = json.loads((paths[family] / "config.json").read_text("utf-8"))
         assert {"rap", "auto_map"}.isdisjoint(config)
         assert config["head_dim"] == 10
+        legacy = {**config["rope_scaling"], "rope_theta": config["rope_theta"]}
+        assert legacy == config["rope_parameters"]
         with torch.no_grad():
             expected[family] = small(ids).logits
     subprocess.run([sys.executable, "-c", _STOCK_LOGITS, *map(str, paths.values())], check=True)

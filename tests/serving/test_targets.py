@@ -2,6 +2,7 @@
 
 import pytest
 
+from cases.command import error_violations, run
 from rap.model.errors import RapError
 from rap.planning.shared import MAX_WIDTHS, TARGETS, target_settings
 
@@ -33,6 +34,20 @@ def test_cpu_widths_from_half_the_head_on_are_declared(head_dim: int) -> None:
 
 def test_stock_sets_the_profile() -> None:
     assert target_settings("stock", 128, "uniform") == {"align": 16, "profile": "stock"}
+
+
+@pytest.mark.parametrize("target", ["llamacpp", "mlx"])
+@pytest.mark.parametrize(("head_dim", "widths"), [(64, [32]), (128, [32, 64, 96])])
+def test_plain_engines_get_multiples_of_32(target: str, head_dim: int, widths: list[int]) -> None:
+    settings = target_settings(target, head_dim, "uniform")
+    assert settings == {"align": 32, "profile": "stock"}
+    assert list(range(32, head_dim, settings["align"])) == widths
+
+
+def test_a_retain_that_cuts_nothing_is_refused(tmp_path) -> None:
+    result = run("compress", "bundled", "-o", tmp_path, "--target", "llamacpp", "--retain", "0.8")
+    assert error_violations(result) == []
+    assert "nearest to 64, where nothing can be cut" in result.err
 
 
 def test_what_cannot_work_is_refused() -> None:

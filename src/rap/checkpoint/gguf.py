@@ -15,6 +15,7 @@ from .files import whole_directory, write_json
 from .home import home
 
 SOURCE_FILE = "gguf_source.json"
+FREQUENCY_FACTORS = "rope_freqs.weight"
 # Types that a float dtype holds exactly; all others are dequantized to bfloat16.
 _EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 24
@@ -61,6 +62,7 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
         packed = AutoModelForCausalLM.from_pretrained(
             file.parent, config=config, dtype=torch.float32, **where
         )
+        _turn_as_stored(packed.config, file)
     except (OSError, ValueError, KeyError, IndexError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(f"cannot read {file}: {reason}") from error
@@ -91,6 +93,29 @@ def _plain(packed: Any, dtype: torch.dtype) -> Any:
     plain.tie_weights()
     plain.generation_config = packed.generation_config
     return plain.to(dtype)
+
+
+def _turn_as_stored(config: Any, file: Path) -> None:
+    """Put the file's frequency factors into the config: transformers reads past that tensor.
+
+    llama.cpp divides every frequency by its factor, as longrope does; llama3 scaling and exports of
+    the stock profile are stored so.
+    """
+    from gguf import GGUFReader  # an optional extra
+
+    stored = [each.data for each in GGUFReader(file).tensors if each.name == FREQUENCY_FACTORS]
+    if not stored:
+        return
+    factors = [float(factor) for factor in stored[0]]
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config.max_position_embeddings,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
 
 
 def _tensor_types(file: Path) -> Counter[str]:

@@ -17,6 +17,7 @@ from . import (
     demo,
     doctor,
     evaluate,
+    export,
     fetch,
     inspect,
     recover,
@@ -41,6 +42,7 @@ evaluate.add_commands(app)
 compare.add_commands(app)
 analyze.add_commands(app)
 demo.add_commands(app)
+export.add_commands(app)
 serving.add_commands(app)
 bench.add_commands(app)
 report.add_commands(app)

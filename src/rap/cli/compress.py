@@ -9,7 +9,7 @@ import typer
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
 from ..checkpoint.files import check_output, check_output_file, whole_file
-from ..checkpoint.load import load_config, load_dense
+from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..methods import apply_plan, traits_of
@@ -17,6 +17,8 @@ from ..model.errors import RapError
 from ..pipeline import compress, save
 from ..planning.plan import Plan
 from ..recovery.stages import RECOVERIES
+from ..serving.capacity import held_by_engines
+from ..serving.layout import dense_head_dim
 from ..surgery.replace import Replacement, load_plan
 from ..surgery.stream import apply_streamed
 from . import options
@@ -66,7 +68,26 @@ def compress_command(
         return print_json(result.report)
     table = comparison(result.report)
     print_table(f"{model} at retain {cut.retain}", ["", "dense", "pruned"], table)
+    _say_held(result.model.config)
+    if cut.target in ("llamacpp", "mlx") and dense_head_dim(result.model.config) == 64:
+        console.print(
+            f"heads of 64 channels have one width below that suits {cut.target}, 32: half the "
+            "cache whatever --retain says, at the cost in quality above (docs/serving.md compares "
+            "it with a quantized cache)",
+            style="yellow",
+        )
     console.print(f"wrote {output}; `rap inspect {output}` shows every layer")
+
+
+def _say_held(config: Any) -> None:
+    """What engines will hold: padding is seen here, and not first in a server's capacity."""
+    rows = [
+        (row.backend, row.widths, f"{row.ratio:.3f}x" if row.ratio else "-", row.advice)
+        for row in (held_by_engines(config) if is_pruned(config) else [])
+    ]
+    if rows:
+        header = ["engine", "widths", "tokens it holds", "would do better"]
+        print_table("The cache in engines, over the dense model's", header, rows)
 
 
 @grouped

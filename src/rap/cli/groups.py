@@ -13,7 +13,8 @@ from ..methods.naming import read_method
 from ..methods.settings import read_value
 from ..model.errors import RapError
 from ..model.layers import text_config
-from ..planning.shared import target_settings
+from ..planning.budgets import nearest_width
+from ..planning.shared import STOCK_TARGETS, target_settings
 from . import options
 
 
@@ -93,12 +94,20 @@ class Cut:
         target = str(self.target)
         config = text_config(load_config(source))
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        budget = given.get("budget") or ("uniform" if target == "stock" else "error")
+        budget = given.get("budget") or ("uniform" if target in STOCK_TARGETS else "error")
         wanted = target_settings(target, dim, budget)
         for name in wanted:
             if name in given:
                 raise RapError(
                     f"--target {target} decides {name}: leave --{name} out, or the target"
+                )
+        if wanted.get("profile") == "stock" and self.retain < 1:
+            width = nearest_width(self.retain * dim, dim, wanted["align"])
+            if width in (0, dim):
+                raise RapError(
+                    f"retain {self.retain} of heads of {dim} channels is nearest to {width}, where "
+                    f"nothing can be cut: --target {target} takes multiples of {wanted['align']} "
+                    f"below {dim}"
                 )
         return wanted
 

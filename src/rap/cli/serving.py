@@ -1,50 +1,61 @@
-"""`rap verify`, `rap serve` and `rap export`: a checkpoint in the engine that serves it."""
+"""`rap verify` and `rap serve`: a checkpoint in the engine that serves it."""
 
 import shlex
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..checkpoint.gguf import is_gguf
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
+from ..model.errors import RapError
+from ..serving.llamacpp.verify import verify_llamacpp
 from ..serving.serve import Server, complete, free_port, running, serve
-from ..serving.stock import export_stock
 from ..serving.verify import ENGINES, TOLERANCES, Verification, verify
 from . import options
 from .options import console, print_json, print_table
 
-export_app = typer.Typer(no_args_is_help=True, help="Write a checkpoint in another form.")
+ALL_ENGINES = (*ENGINES, "llamacpp")
+# Data types of torch to how a GGUF file stores matrices.
+GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def add_commands(app: typer.Typer) -> None:
     """Register this module's commands."""
     app.command("verify")(verify_command)
     app.command("serve")(serve_command)
-    app.add_typer(export_app, name="export")
 
 
 def verify_command(
     model: options.Model,
-    engine: Annotated[str, typer.Option(help=f"One of: {', '.join(ENGINES)}.")] = "transformers",
+    engine: Annotated[
+        str, typer.Option(help=f"One of: {', '.join(ALL_ENGINES)}.")
+    ] = "transformers",
     dtype: Annotated[str, typer.Option(help=f"One of: {', '.join(TOLERANCES)}.")] = "float32",
     tolerance: Annotated[
         float | None, typer.Option(help="Largest |delta log-probability| that passes, in nats.")
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the heads.")] = 1,
+    reference: Annotated[
+        str | None, typer.Option(help="For a .gguf file: the checkpoint that it was made from.")
+    ] = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
     """Compare an engine's tokens and cache with the reference; exit code 1 if it fails."""
-    source = resolve_source(model)
-    verdict = verify(
-        source,
-        engine,
-        dtype=dtype,
-        tolerance=tolerance,
-        tensor_parallel_size=tensor_parallel_size,
-    )
+    if engine not in ALL_ENGINES:
+        raise RapError(f"unknown engine {engine!r}: use one of {', '.join(ALL_ENGINES)}")
+    if engine == "llamacpp":
+        verdict = _in_llamacpp(model, reference, dtype, tolerance)
+    else:
+        verdict = verify(
+            resolve_source(model),
+            engine,
+            dtype=dtype,
+            tolerance=tolerance,
+            tensor_parallel_size=tensor_parallel_size,
+        )
     if as_json:
         settings = {"model": model, "tensor_parallel_size": tensor_parallel_size}
         report = {**asdict(verdict), "capacity_ratio": verdict.capacity_ratio}
@@ -86,28 +97,18 @@ def serve_command(
     console.print(f"completed {choice['text']!r}: the server works", markup=False)
 
 
-@export_app.command("stock")
-def export_stock_command(
-    model: options.Model,
-    output: options.Output,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    config: options.ConfigFile = None,
-) -> None:
-    """Write MODEL, of the stock profile, as a plain checkpoint that every engine runs."""
-    stock = export_stock(resolve_source(model), output, force=force)
-    report = {
-        "output": str(Path(output)),
-        "model_type": stock.config.model_type,
-        "head_dim": stock.config.head_dim,
-    }
-    if as_json:
-        print_json({**report, "provenance": provenance(model=model)})
-    else:
-        console.print(
-            f"wrote {output}: a plain {report['model_type']} with heads of {report['head_dim']} "
-            "channels"
-        )
+def _in_llamacpp(
+    model: str, reference: str | None, dtype: str, tolerance: float | None
+) -> Verification:
+    """A GGUF file as it is, a checkpoint as one that is made for the occasion."""
+    if dtype not in GGUF_TYPES:
+        raise RapError(f"unknown dtype {dtype!r}: use one of {', '.join(GGUF_TYPES)}")
+    if is_gguf(model):
+        against = resolve_source(reference) if reference is not None else None
+        return verify_llamacpp(model, reference=against, tolerance=tolerance)
+    if reference is not None:
+        raise RapError("--reference is for a .gguf file: a checkpoint is its own reference")
+    return verify_llamacpp(resolve_source(model), kind=GGUF_TYPES[dtype], tolerance=tolerance)
 
 
 def _rows(verdict: Verification) -> list[tuple[str, str]]:
@@ -120,4 +121,5 @@ def _rows(verdict: Verification) -> list[tuple[str, str]]:
         ("the dense model's", f"{verdict.dense_tokens_per_gib:,}"),
         ("ratio", f"{verdict.capacity_ratio:.3f}"),
         ("1 / kept fraction", f"{1 / verdict.kept_fraction:.3f}"),
+        *(("cut into other tokens", repr(text)) for text in verdict.tokenizer_differences),
     ]

@@ -99,7 +99,7 @@ def uniform(retain: float, sizes: Sequence[int], unit: int = 1) -> list[int]:
     Raises RapError if retain is outside (0, 1] or a layer would keep nothing.
     """
     check_retain(retain)
-    kept = [_nearest(retain * size, size, unit) for size in sizes]
+    kept = [nearest_width(retain * size, size, unit) for size in sizes]
     for size, amount in zip(sizes, kept, strict=True):
         if amount == 0:
             raise RapError(
@@ -236,7 +236,8 @@ def _top(score_GN: Tensor, count: int) -> list[list[int]]:
     return kept
 
 
-def _nearest(target: float, size: int, unit: int) -> int:
+def nearest_width(target: float, size: int, unit: int) -> int:
+    """The multiple of `unit` nearest to `target`, or `size` itself, which need be no multiple."""
     whole = size // unit * unit
     if target >= (whole + size) / 2:
         return size

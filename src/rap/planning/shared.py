@@ -14,21 +14,25 @@ from .folding import EDGES, Direction, FoldedHead, fill_slots, frequency_groups,
 
 # What an engine's attention takes without padding. vLLM on CPUs declares no size between 32 and 64;
 # a stock export must suit every engine, so it takes the strictest of the usual ones.
-TARGETS = ("any", "cpu", "flash", "stock", "vllm")
+TARGETS = ("any", "cpu", "flash", "llamacpp", "mlx", "stock", "vllm")
+# Engines that run plain checkpoints alone, where every head of every layer is of one width.
+STOCK_TARGETS = ("llamacpp", "mlx", "stock")
 MAX_WIDTHS = 6
 
 
 def target_settings(target: str, head_dim: int, budget: str) -> dict[str, Any]:
     """Settings of a method whose result the target serves without padding.
 
-    `align` in channels, and `profile` for the stock target. Engines keep metadata per distinct
-    width: where layers differ (a `budget` other than uniform), at most six widths are possible.
+    `align` in channels, and `profile` for targets that run plain checkpoints. Engines keep metadata
+    per distinct width: where layers differ (a `budget` other than uniform), at most six widths are
+    possible.
     Raises RapError for an unknown target or a head that leaves no width to choose.
     """
     if target not in TARGETS:
         raise RapError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
     align = 8 if target == "flash" else 16
-    if target == "cpu" and head_dim <= 64:
+    if target in ("llamacpp", "mlx") or (target == "cpu" and head_dim <= 64):
+        # llama.cpp quantizes caches in blocks of 32 values, and decodes widths between slowly.
         align = 32
     if budget != "uniform":
         while head_dim / align > MAX_WIDTHS:
@@ -38,7 +42,7 @@ def target_settings(target: str, head_dim: int, budget: str) -> dict[str, Any]:
             f"heads of {head_dim} channels have no smaller width that target {target!r} serves "
             "without padding: use --align instead"
         )
-    return {"align": align} | ({"profile": "stock"} if target == "stock" else {})
+    return {"align": align} | ({"profile": "stock"} if target in STOCK_TARGETS else {})
 
 
 def shared_pairs(score_GP: Sequence[Tensor], num_pairs: int) -> list[int]:

@@ -11,6 +11,7 @@ Qwen2 becomes a Llama with biases (that of W_o zero): engines derive Qwen2's hea
 hidden size.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoint.files import check_output, whole_directory
+from ..checkpoint.files import check_output, whole_directory, write_json
 from ..checkpoint.load import load, load_tokenizer
 from ..model.errors import CheckpointError, UnsupportedModelError
 from ..model.layers import base_model_type, rotary_module
@@ -26,8 +27,6 @@ from ..model.modeling import configured_widths
 from ..model.rope import read_frequencies
 
 STOCK_FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "llama"}
-# Frequencies that change with the length of the text are no fixed list.
-_VARIABLE_ROPES = ("dynamic", "longrope")
 _NOT_STOCK = "a stock checkpoint needs the same for every head and layer: use `--profile stock`"
 
 
@@ -43,9 +42,22 @@ def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any
     model = stock_model(load(source) if is_path else source)
     with whole_directory(output, force=force) as folder:
         model.save_pretrained(folder)
+        write_legacy_rope(folder / "config.json")
         if is_path:
             _copy_tokenizer(source, folder)
     return model
+
+
+def write_legacy_rope(file: Path) -> None:
+    """Say a config's rope also as `rope_theta` and `rope_scaling`, as it was before transformers 5.
+
+    mlx-lm and other readers know only these, and take a default base where they are missing.
+    """
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    scaling = dict(fields["rope_parameters"])
+    fields["rope_theta"] = scaling.pop("rope_theta")
+    fields["rope_scaling"] = scaling
+    write_json(file, fields)
 
 
 def stock_model(small: PreTrainedModel) -> Any:
@@ -108,7 +120,7 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
     config = small.config
     base_type = base_model_type(config)
     rope = config.rope_parameters
-    if rope["rope_type"] in _VARIABLE_ROPES:
+    if is_variable(rope):
         raise UnsupportedModelError(
             f"rope_type {rope['rope_type']!r} has frequencies that depend on the length of the "
             "text: no stock checkpoint can list them"
@@ -136,6 +148,14 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
         "long_factor": factors,
     }
     return AutoConfig.for_model(STOCK_FAMILIES[base_type], **kept)
+
+
+def is_variable(rope: dict[str, Any]) -> bool:
+    """Whether frequencies change with the length of the text, so that no list holds them."""
+    kind = rope["rope_type"]
+    return kind == "dynamic" or (
+        kind == "longrope" and list(rope["short_factor"]) != list(rope["long_factor"])
+    )
 
 
 def longrope_factors(theta: Tensor, base: float) -> list[float]:

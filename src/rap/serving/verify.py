@@ -1,7 +1,7 @@
 """Does an engine compute what the checkpoint says? Tokens, log-probabilities and cache capacity."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,7 +30,8 @@ class Verification:
 
     Log-probability errors are in nats. Capacities are tokens per GiB of KV cache on one device, of
     this checkpoint as measured in the engine and of the dense model by its sizes; their ratio is
-    `1 / kept_fraction` unless the engine pads heads to a size it takes.
+    `1 / kept_fraction` unless the engine pads heads to a size it takes. Of an engine with
+    its own tokenizer, the texts are listed that it cuts into other tokens.
     """
 
     engine: str
@@ -44,6 +45,7 @@ class Verification:
     dense_tokens_per_gib: int
     kept_fraction: float
     passed: bool
+    tokenizer_differences: list[str] = field(default_factory=list)
 
     @property
     def capacity_ratio(self) -> float:

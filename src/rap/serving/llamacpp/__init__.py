@@ -1,0 +1,5 @@
+"""llama.cpp itself, from the wheel xllamacpp, in a process of its own.
+
+In: a GGUF file.
+Out: what the engine makes of prompts and texts, and a check of that against transformers.
+"""

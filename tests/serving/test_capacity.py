@@ -1,0 +1,62 @@
+"""What engines hold of a plan's widths, told when it is made."""
+
+import pytest
+
+from cases.command import run
+from cases.models import tiny_model
+from cases.plans import random_plan
+from rap.serving.capacity import held_by_engines
+from rap.surgery.apply import apply
+
+
+def held(*widths, head_dim=64, family="llama"):
+    model = tiny_model(family, head_dim=head_dim, hidden=64, layers=len(widths))
+    found = held_by_engines(apply(model, random_plan(model, widths)).config)
+    return {row.backend: row for row in found}
+
+
+def test_padding_of_a_cpu_is_told_with_the_target_without_it():
+    """The widths that `--target vllm` chose once: 48 and 16 of 64, for a retain of 0.7."""
+    rows = held((24, 48), (24, 48), (24, 48), None, (8, 16))
+    kept = (3 * 48 + 64 + 16) / (5 * 64)
+    cpu = rows["vLLM on a CPU"]
+    assert cpu.ratio == pytest.approx(5 * 64 / (3 * 64 + 64 + 32))
+    assert (cpu.widths, cpu.advice) == ("16 as 32, 48 as 64", "--target cpu")
+    flash = rows["vLLM, FlashAttention"]
+    assert flash.ratio == pytest.approx(1 / kept)
+    assert (flash.widths, flash.advice) == ("as they are", "")
+    assert rows["vLLM, FlashInfer"].ratio == 1.0
+    assert rows["vLLM, FlashInfer"].advice == "--align 64"
+    assert (rows["llama.cpp, MLX"].ratio, rows["llama.cpp, MLX"].advice) == (
+        None,
+        "--target llamacpp",
+    )
+
+
+@pytest.mark.parametrize(("pairs", "advice"), [(16, ""), (24, "--target llamacpp")])
+def test_one_width_runs_in_plain_engines(pairs, advice):
+    row = held((pairs, 2 * pairs), (pairs, 2 * pairs))["llama.cpp, MLX"]
+    assert row.ratio == pytest.approx(32 / pairs)
+    assert row.advice == advice
+
+
+def test_unequal_keys_and_values_are_held_at_the_wider():
+    row = held((8, 32))["vLLM on a CPU"]
+    assert row.ratio == 2.0
+    assert row.advice == "--target cpu"
+
+
+def test_families_without_an_engine_have_no_rows():
+    assert held((16, 32), family="olmo") == {}
+    assert "llama.cpp, MLX" not in held((16, 32), family="qwen3")
+
+
+def test_compress_prints_what_engines_hold(tmp_path):
+    words = ("--retain", "0.75", "--windows", "1", "--window", "64", "--metric", "output")
+    words += ("--budget", "uniform", "--evaluate", "none", "--align", "16")
+    result = run("compress", "bundled", "-o", tmp_path / "out", *words)
+    assert result.code == 0, result.err
+    row = next(line for line in result.out.splitlines() if "vLLM on a CPU" in line)
+    assert "48 as 64" in row
+    assert "1.000x" in row
+    assert "--target cpu" in row
