@@ -49,6 +49,7 @@ class RapAttention(nn.Module):
 
     Other kinds of attention override `prepare`, `project`, `position` or `rotate`. `fusable` says
     that a kernel may rotate, cache and attend at once, which takes whole pairs cached as they are.
+    `places_by_slot` says that tokens rotate by their slot, whatever position the model gives them.
     """
 
     config: PreTrainedConfig
@@ -56,6 +57,7 @@ class RapAttention(nn.Module):
     frequency_index: Tensor
     kept_channels: Tensor
     fusable = True
+    places_by_slot = False
 
     def __init__(
         self,

@@ -66,7 +66,9 @@ class EliteAttention(ReconstructingAttention):
         q, k = self.rotate(q, nn.functional.pad(k, (0, self.key_width - elite)), tables)
         return q, k[..., :elite].transpose(1, 2).flatten(2)[:, None]
 
-    def expand(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, k: Tensor, v: Tensor, start: int, tables: Tables | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Keys [B, G, S, D], elite channels first, and values [B, G, S, D]."""
         heads, latent_BSC = self.dense_shape.num_kv_heads, v[:, 0]
         keys = k[:, 0].unflatten(-1, (heads, -1))

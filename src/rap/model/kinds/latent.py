@@ -65,8 +65,13 @@ class ReconstructingAttention(RapAttention):
         """The cache receives what `project` and `position` give for k and v, and expands it."""
         return tables, _ExpandedCache(self, cache)
 
-    def expand(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keys [B, G, S, D] and values [B, G, S, C] of the cache; its first token is in `start`."""
+    def expand(
+        self, k: Tensor, v: Tensor, start: int, tables: Tables | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys [B, G, S, D] and values [B, G, S, C] of the cache; its first token is in `start`.
+
+        `tables` are the cos and sin of all of it, given where there is nothing but the new tokens.
+        """
         raise NotImplementedError
 
     def linear(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> nn.Linear:
@@ -78,8 +83,13 @@ class ReconstructingAttention(RapAttention):
 class _ExpandedCache:
     """A cache that stores what it is given, and gives back keys and values made of all of it."""
 
-    def __init__(self, attention: ReconstructingAttention, cache: StateCache | None):
-        self.attention, self.cache = attention, cache
+    def __init__(
+        self,
+        attention: ReconstructingAttention,
+        cache: StateCache | None,
+        tables: Tables | None = None,
+    ):
+        self.attention, self.cache, self.tables = attention, cache, tables
         self.cached = int(attention.num_cached(cache))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -90,7 +100,7 @@ class _ExpandedCache:
         if self.cache is not None:
             k, v = self.cache.update(k, v, layer_idx)
         # A sliding window has lost its first tokens; a static cache is longer than what it saw.
-        return self.attention.expand(k, v, max(0, seen - k.shape[2]))
+        return self.attention.expand(k, v, max(0, seen - k.shape[2]), self.tables)
 
 
 class LatentWidths(TypedDict):
@@ -153,11 +163,14 @@ class LatentAttention(ReconstructingAttention):
     ) -> tuple[Tables | None, StateCache]:
         """Tables of the slots in the cache: attention sees distances only.
 
-        Keys have no other place, and padding on the left shifts queries and keys alike.
+        Cached keys have no other place, and padding on the left shifts queries and keys alike.
+        Without a cache every key has the position that the model gives it, as its query.
         """
-        _, cache = super().prepare(hidden_states, tables, cache)
-        cached = cache.get_seq_length(self.layer_idx)
-        return self._table(hidden_states, cached, hidden_states.shape[1]), cache
+        if cache is None:
+            return tables, _ExpandedCache(self, None, tables)
+        cached = self.num_cached(cache)
+        expanded = _ExpandedCache(self, cache)
+        return self._table(hidden_states, cached, hidden_states.shape[1]), expanded
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries [B, H, T, D] and latents [B, 1, T, N r] of keys and values; no gate."""
@@ -169,10 +182,13 @@ class LatentAttention(ReconstructingAttention):
         """Rotated queries; latents cannot rotate."""
         return self._turn(q, tables), k
 
-    def expand(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, k: Tensor, v: Tensor, start: int, tables: Tables | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rotated keys [B, G, S, D]; values [B, G, S, D], or every head's latent [B, G, S, r]."""
         keys = self._up(self.k_up, k)
-        keys = self._turn(keys, self._table(keys, start, keys.shape[2]))
+        tables = self._table(keys, start, keys.shape[2]) if tables is None else tables
+        keys = self._turn(keys, tables)
         if not self.fold:
             return keys, self._up(self.v_up, v)
         latents_BNSR = v[:, 0].unflatten(-1, (self.num_groups, -1)).transpose(1, 2)

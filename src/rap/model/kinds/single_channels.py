@@ -36,6 +36,7 @@ class ReindexedAttention(RapAttention):
     """
 
     kind: ClassVar[str] = "reindexed"
+    places_by_slot = True
 
     def __init__(
         self,
