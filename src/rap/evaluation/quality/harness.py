@@ -14,6 +14,7 @@ from typing import Any
 from ...calibration.state import evaluating
 from ...checkpoint.provenance import installed_version
 from ...model.errors import RapError
+from .choices import choice_scorer
 
 # In the order of preference, for tasks that no group gives a metric.
 METRICS = ("acc_norm", "acc", "exact_match", "score", "f1", "word_perplexity")
@@ -171,9 +172,9 @@ def _score(task: str, metrics: Mapping[str, str | None], found: Mapping[str, Any
 
 def _wrapped(model: Any, tokenizer: Any, batch_size: int) -> Any:
     """The model as lm-eval takes it: as it is, on the device where it is."""
-    wrapper = importlib.import_module("lm_eval.models.huggingface").HFLM
     device = str(model.get_input_embeddings().weight.device)
-    return wrapper(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=device)
+    settings = {"tokenizer": tokenizer, "batch_size": batch_size, "device": device}
+    return choice_scorer()(pretrained=model, **settings)
 
 
 def _lm_eval() -> Any:
