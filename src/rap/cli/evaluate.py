@@ -12,7 +12,13 @@ from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
-from ..evaluation.quality.harness import GROUPS, harness_version, mean_score, run_tasks
+from ..evaluation.quality.harness import (
+    GROUPS,
+    harness_version,
+    mean_score,
+    mean_stderr,
+    run_tasks,
+)
 from ..evaluation.quality.needle import heat_map, needle_grid, needle_table
 from ..evaluation.quality.perplexity import perplexity
 from ..evaluation.quality.recall import copy_loss, recall_grid
@@ -260,6 +266,7 @@ def zero_shot_command(
         **opened.record,
         "tasks": [asdict(score) for score in scores],
         "mean": mean_score(scores),
+        "mean_stderr": mean_stderr(scores),
         "lm_eval": harness_version(),
         # lm-eval leaves it to the tokenizer.
         "bos": bos_token("auto", opened.tokenizer),
@@ -267,7 +274,14 @@ def zero_shot_command(
     }
     deliver(result, output, as_json)
     if not as_json:
-        rows = [[s.task, s.metric, str(s.num_examples), f"{s.value:.4f}"] for s in scores]
-        rows.append(["mean", "", "", f"{mean_score(scores):.4f}"])
-        header = ["task", "metric", "questions", "score"]
+        rows = [
+            [s.task, s.metric, str(s.num_examples), f"{s.value:.4f}", _error(s.stderr)]
+            for s in scores
+        ]
+        rows.append(["mean", "", "", f"{mean_score(scores):.4f}", _error(mean_stderr(scores))])
+        header = ["task", "metric", "questions", "score", "standard error"]
         print_table(f"Tasks of lm-eval, {label(opened)}", header, rows)
+
+
+def _error(stderr: float | None) -> str:
+    return "" if stderr is None else f"{stderr:.4f}"

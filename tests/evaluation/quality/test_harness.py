@@ -1,6 +1,7 @@
 """Tasks of lm-eval on the live model, offline: a small local task scored by hand as well."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -8,7 +9,13 @@ import torch
 
 from cases.command import error_violations, run
 from rap.evaluation.quality import harness
-from rap.evaluation.quality.harness import GROUPS, TaskScore, mean_score, run_tasks
+from rap.evaluation.quality.harness import (
+    GROUPS,
+    TaskScore,
+    mean_score,
+    mean_stderr,
+    run_tasks,
+)
 from rap.model.errors import RapError
 from rap.model.fingerprint import fingerprint_model
 
@@ -89,6 +96,8 @@ def test_command_twice_the_same_digits_with_fingerprint_and_versions(
     assert json.loads(out.read_text()) == first
     assert first["tasks"] == second["tasks"]
     assert first["tasks"][0]["num_examples"] == 3
+    assert first["tasks"][0]["value"] == 1
+    assert first["mean_stderr"] == first["tasks"][0]["stderr"] == 0
     assert first["fingerprint"] == fingerprint_model(reference_model)
     assert first["lm_eval"] == harness.harness_version() is not None
     assert first["provenance"]["settings"]["limit"] == 3
@@ -148,7 +157,8 @@ def test_a_metric_the_group_wants_must_be_there():
         "versions": {"piqa": 1.0},
         "n-samples": {"piqa": {"original": 9, "effective": 4}},
     }
-    assert harness._score("piqa", {"piqa": None}, found) == TaskScore("piqa", "acc", 0.5, 4, "1.0")
+    score = TaskScore("piqa", "acc", 0.5, 4, "1.0", math.sqrt(1 / 12))
+    assert harness._score("piqa", {"piqa": None}, found) == score
     with pytest.raises(RapError, match="no metric acc_norm, but acc"):
         harness._score("piqa", {"piqa": "acc_norm"}, found)
 
@@ -156,3 +166,26 @@ def test_a_metric_the_group_wants_must_be_there():
 def test_mean_is_over_tasks():
     scores = [TaskScore(str(n), "acc", value, n, "1") for n, value in ((1, 0.5), (100, 0.7))]
     assert mean_score(scores) == pytest.approx(0.6)
+
+
+def test_errors_of_shares_are_those_of_lm_eval():
+    own = pytest.importorskip("lm_eval.api.metrics").mean_stderr
+    for right, count in ((1, 2), (3, 7), (0, 5), (500, 500)):
+        items = [1.0] * right + [0.0] * (count - right)
+        assert harness._stderr("acc", right / count, count) == pytest.approx(own(items))
+    assert harness._stderr("acc", 1.0, 1) is None
+    assert harness._stderr("word_perplexity", 12.0, 9) is None
+
+
+def test_the_error_of_a_mean_is_of_independent_tasks():
+    scores = [TaskScore(str(n), "acc", 0.5, 9, "1", error) for n, error in ((1, 0.3), (2, 0.4))]
+    assert mean_stderr(scores) == pytest.approx(0.25)
+    assert mean_stderr([*scores, TaskScore("3", "f1", 0.5, 9, "1")]) is None
+
+
+def test_the_printed_table_has_errors(folder):
+    local = ("--tasks", "four_questions", "--task-folder", folder, "--dtype", "float32")
+    result = run("evaluate", "zero-shot", "bundled", *local)
+    (score,) = [line for line in result.out.splitlines() if "four_questions" in line]
+    assert "standard error" in result.out
+    assert score.split()[-2].startswith("0.")

@@ -5,6 +5,7 @@ https://github.com/EleutherAI/lm-evaluation-harness, optional: `pip install 'rap
 
 import functools
 import importlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .choices import choice_scorer
 # In the order of preference, for tasks that no group gives a metric.
 METRICS = ("acc_norm", "acc", "exact_match", "score", "f1", "word_perplexity")
 UNFILTERED = "none"
+# Means of zeros and ones. lm-eval makes errors only of all metrics at once, some by resampling.
+SHARES = ("acc_norm", "acc", "exact_match")
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,17 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class TaskScore:
-    """`value` of one metric of one task, as lm-eval gives it (accuracies are shares)."""
+    """`value` of one metric of one task, as lm-eval gives it (accuracies are shares).
+
+    `stderr` is the standard error of shares, None for other metrics and of a single example.
+    """
 
     task: str
     metric: str
     value: float
     num_examples: int
     version: str
+    stderr: float | None = None
 
 
 def run_tasks(
@@ -103,6 +110,12 @@ def run_tasks(
 def mean_score(scores: Sequence[TaskScore]) -> float:
     """The plain mean over tasks, as the paper averages them."""
     return sum(score.value for score in scores) / len(scores)
+
+
+def mean_stderr(scores: Sequence[TaskScore]) -> float | None:
+    """The standard error of `mean_score`, the tasks being independent; None if one has none."""
+    squares = [score.stderr**2 for score in scores if score.stderr is not None]
+    return math.sqrt(sum(squares)) / len(scores) if len(squares) == len(scores) else None
 
 
 def harness_version() -> str | None:
@@ -167,7 +180,15 @@ def _score(task: str, metrics: Mapping[str, str | None], found: Mapping[str, Any
         )
     version = str(found["versions"].get(task, ""))
     count = int(found["n-samples"][task]["effective"])
-    return TaskScore(task, metric, values[metric], count, version)
+    value = values[metric]
+    return TaskScore(task, metric, value, count, version, _stderr(metric, value, count))
+
+
+def _stderr(metric: str, value: float, count: int) -> float | None:
+    """Of a share of `count` examples: sqrt(p (1 - p) / (n - 1)), as lm-eval has it."""
+    if metric not in SHARES or count < 2:
+        return None
+    return math.sqrt(value * (1 - value) / (count - 1))
 
 
 def _wrapped(model: Any, tokenizer: Any, batch_size: int) -> Any:
