@@ -169,6 +169,8 @@ def _placement(device_map: str | None) -> dict[str, Any]:
 
 def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | FitConfig | None:
     """Settings of a recipe's last part with `name=value` changes; None if it has none."""
+    if recipe not in RECIPES:
+        raise RapError(f"unknown recovery preset {recipe!r}: use one of {', '.join(RECIPES)}")
     values, last = read_settings(changes), recipe.rpartition("+")[2]
     if last == "fit":
         known = {field.name for field in fields(FitConfig)}
