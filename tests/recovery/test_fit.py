@@ -61,7 +61,8 @@ def test_every_family_is_fitted(case: Case) -> None:
     dense = case.model(dtype=torch.float32)
     plan = random_case_plan(dense, case)
     small = rap.apply(dense, plan)
-    results = fit_layers(small, dense, WINDOWS, CONFIG)
+    # Few tokens are learned by heart: more of them, and slower.
+    results = fit_layers(small, dense, random_tokens(64, 16), replace(CONFIG, rate=0.01))
     kept = [index for index, layer in enumerate(plan.layers) if layer is not None]
     assert [found.layer for found in results] == kept
     assert sum(found.after for found in results) < sum(found.before for found in results)
