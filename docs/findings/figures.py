@@ -39,6 +39,18 @@ def cut_only(results: Results, *methods: str) -> str:
     )
 
 
+def compared(results: Results, *methods: str) -> str:
+    """Perplexity and KL of methods, cut only, at the ratios at which all were measured."""
+    return ", ".join(
+        f"at {retain:g} "
+        + " against ".join(
+            f"{results.ppl(method, retain):,.2f} (KL {results.kl(method, retain):.3f})"
+            for method in methods
+        )
+        for retain in ratios(results, *methods)
+    )
+
+
 def sweep(results: Results, method: str, recover: str = "none") -> str:
     """Perplexity of a method from 0.9 to 0.5."""
     return slashed([results.ppl(method, retain, recover) for retain in RATIOS])
@@ -112,6 +124,13 @@ def probe(results: Results) -> list[float]:
 def probe_dense(results: Results) -> float:
     """Dense perplexity on the windows of the probe."""
     return float(results.analysis("probe")["dense"])
+
+
+def by_budget(results: Results, budget: str, retain: float) -> float:
+    """Perplexity of the default cut with widths by this budget, on the windows of analyses."""
+    rows = results.analysis("loss")["rows"]
+    (row,) = (one for one in rows if (one["budget"], one["retain"]) == (budget, retain))
+    return float(row["perplexity"])
 
 
 def bars(results: Results, share: str = "K as wide as V") -> dict[str, float]:

@@ -41,9 +41,8 @@ RECOVERY = (
             why="It is true of the paper's selection. The default cut costs at 0.5 what the "
             "paper's costs Llama-3-8B at 0.9.",
         ),
-        follows="what the bundled model says of a ratio being free is not to be claimed of any "
-        "model. A cut to 0.7 without recovery is a default of no use; `--recover fit` belongs to "
-        "it.",
+        follows="no ratio is free because the bundled model says so; `--recover fit` belongs to a "
+        "cut below 0.9.",
     ),
     Finding(
         title="A short distillation brings 0.7 back",

@@ -96,13 +96,15 @@ def test_the_real_model_answers_first_and_disagreement_is_said(tmp_path, real, s
         bundled=answer(CONFIRMED),
         follows="cut less.",
     )
-    default = Default(title="`retain`", chosen="There 0.5.", real="not measured.")
+    default = Default(
+        title="`retain`", bundled=lambda r: f"{r.loss('rap'):.0%}.", real="not measured."
+    )
     page = findings_page("# Title\n", [finding], [default], Models(results, results))
     section, closing = page.split("## What the two models disagree on")
     assert f"Paper: twice.\n\n{said}\n\nBundled model: 2 and 4. **Confirmed.**" in section
     assert ("They disagree: cut less." in section) is disagree
-    assert ("| Cuts cost | Contradicted | Confirmed |" in closing) is disagree
-    assert "* **`retain`.** There 0.5. Real model: not measured." in closing
+    assert ("| Cuts cost | Contradicted | Confirmed | cut less. |" in closing) is disagree
+    assert "* **`retain`.** Bundled model: 100%. Real model: not measured." in closing
 
 
 def _worst_first_layer(result: dict[str, Any]) -> None:

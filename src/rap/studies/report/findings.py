@@ -138,7 +138,7 @@ class Default:
     """A setting that the bundled model chose: why, and whether the real model bears it out."""
 
     title: str
-    chosen: str
+    bundled: Callable[[Results], str]
     real: Answer | str
 
 
@@ -160,7 +160,7 @@ def findings_page(
     }
     parts = [head.format(**dense), _tally(findings)]
     parts += [_section(finding, models) for finding in findings]
-    return "\n".join([*parts, _closing(findings, defaults, models.real)])
+    return "\n".join([*parts, _closing(findings, defaults, models)])
 
 
 def _tally(findings: Sequence[Finding]) -> str:
@@ -187,23 +187,23 @@ def _answered(answer: Answer | str, asked: str, results: Results) -> str:
     return answer if isinstance(answer, str) else answer.written(asked, results)
 
 
-def _closing(findings: Sequence[Finding], defaults: Sequence[Default], real: Results) -> str:
+def _closing(findings: Sequence[Finding], defaults: Sequence[Default], models: Models) -> str:
     """Where the models differ, and what each default of the bundled model comes to on the real."""
     rows = [
-        f"| {finding.title} | {finding.verdict} | {finding.bundled.verdict} |"
+        f"| {finding.title} | {finding.verdict} | {finding.bundled.verdict} | {finding.follows} |"
         for finding in findings
         if finding.disagree
     ]
     items = [
-        f"* **{default.title}.** {default.chosen} Real model: "
-        f"{_answered(default.real, default.title, real)}"
+        f"* **{default.title}.** Bundled model: {default.bundled(models.bundled)} Real model: "
+        f"{_answered(default.real, default.title, models.real)}"
         for default in defaults
     ]
     return "\n".join(
         [
             "## What the two models disagree on, and which defaults follow\n",
-            "| finding | real model | bundled model |",
-            "| --- | --- | --- |",
+            "| finding | real model | bundled model | what follows |",
+            "| --- | --- | --- | --- |",
             *rows,
             "",
             "Defaults that the bundled model chose, and what the real one says of them:\n",
