@@ -45,7 +45,7 @@ WIDTHS = (
             ),
             why="The score is nearly everything: by weight magnitude the model is unusable. "
             "Adaptive budgets help that bad score, and with Fisher they are what breaks the "
-            "model: equal widths cost a third of it.",
+            "model: equal widths cost a third of it or less.",
         ),
         bundled=Answer(
             verdict=PARTLY,
@@ -82,7 +82,7 @@ WIDTHS = (
             ),
             why="Equal budgets are the best by far, less for K and a pool cost as much as more, "
             "though all four are broken by their adaptive budgets. Where widths go by expected "
-            "loss, a pool does no harm: see the last section.",
+            "loss a pool costs little: see the last section.",
         ),
         bundled=Answer(
             verdict=PARTLY,
