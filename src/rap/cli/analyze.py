@@ -45,14 +45,15 @@ def analyze_command(
 ) -> None:
     """Answer one question about MODEL: which pairs, which layers, which scores, at what cost.
 
-    Writes analysis-NAME.json, which `rap report` shows, and a figure beside it.
+    Writes analysis-NAME.json, which `rap report` shows, and a figure beside it. What calibration
+    collected is kept there too, so that the next question need not read the text again.
     """
     if name != ALL and name not in ANALYSES:
         raise RapError(f"unknown analysis {name!r}: use one of {', '.join(ANALYSES)} or {ALL}")
     if figure not in FORMATS:
         raise RapError(f"cannot draw a {figure!r} figure: use {' or '.join(FORMATS)}")
     check_output(output, force=True)
-    study = _study(model, Reading(**vars(text), **vars(load)), evaluate, max_windows)
+    study = _study(model, Reading(**vars(text), **vars(load)), evaluate, max_windows, output)
     # What decides the numbers, and so belongs into a result.
     settings: dict[str, Any] = {
         "model": model,
@@ -81,10 +82,10 @@ def analyze_command(
         console.print(table["note"], highlight=False)
 
 
-def _study(model: str, read: Reading, evaluate: str, max_windows: int) -> Study:
+def _study(model: str, read: Reading, evaluate: str, max_windows: int, kept_in: Path) -> Study:
     """The dense model with its texts, all of them checked before the first measurement."""
     placed: dict[str, Any] = {"dtype": read.dtype, "device_map": read.device_map}
-    bench = Workbench.open(model, **placed, reading=read.text)
+    bench = Workbench.open(model, **placed, reading=read.text, kept_in=kept_in)
     tokens = bench.held_out(evaluate)
     _ = bench.windows  # read, and checked, before the first measurement
     return Study(bench, tokens, window=read.window, num_windows=max_windows)

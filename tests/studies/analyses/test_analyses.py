@@ -200,6 +200,7 @@ def test_command_writes_a_result_that_a_report_shows(tmp_path):
     assert result.json["fingerprint"] == fingerprint_model(model)
     assert result.json["provenance"]["settings"]["windows"] == 1
     assert (tmp_path / "analysis-kept-pairs.svg").read_text().startswith("<?xml")
+    assert list(tmp_path.glob("statistics-*.safetensors"))  # for the next question
     page = run("report", tmp_path)
     assert result.json["table"]["title"] in page.out
     assert "rap analyze kept-pairs bundled" in page.out

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from rap.model.errors import RapError
-from rap.studies.report.findings import Results
+from rap.studies.report.findings import (
+    CONFIRMED,
+    CONTRADICTED,
+    OPEN,
+    Answer,
+    Default,
+    Finding,
+    Models,
+    Results,
+    findings_page,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -32,19 +42,69 @@ def findings() -> ModuleType:
 
 def test_the_committed_page_is_built_from_the_committed_results(findings):
     committed = (REPOSITORY / "docs" / "findings.md").read_text(encoding="utf-8")
-    assert committed == findings.page(Results(findings.EXPERIMENTS, findings.FILES))
+    assert committed == findings.page(findings.models(findings.EXPERIMENTS))
 
 
-def test_a_verdict_that_the_figures_contradict_is_refused(findings):
-    results = Results(findings.EXPERIMENTS, findings.FILES)
+@pytest.mark.parametrize("model", ["real", "bundled"])
+def test_a_verdict_that_the_figures_contradict_is_refused(findings, model):
+    models = findings.models(findings.EXPERIMENTS)
+    results = getattr(models, model)
     cells = dict(results.cells)
     key = ("kvpruner:paper", 0.7, "none")
     results.cells = {**cells, key: {**cells[key], "perplexity": 1.0}}
     with pytest.raises(RapError, match="no longer bear out"):
-        findings.page(results)
-    del results.cells[key]
+        findings.page(models)
+
+
+def test_a_cell_that_is_not_there_is_refused(findings):
+    models = findings.models(findings.EXPERIMENTS)
+    del models.bundled.cells["kvpruner:paper", 0.7, "none"]
     with pytest.raises(RapError, match=r"no cell kvpruner:paper at 0\.7"):
-        findings.page(results)
+        findings.page(models)
+
+
+@pytest.mark.parametrize(
+    ("real", "said", "disagree"),
+    [
+        (CONFIRMED, "Real model: 2 and 4. **Confirmed.** So it is.", False),
+        (CONTRADICTED, "Real model: 2 and 4. **Contradicted.** So it is.", True),
+        (OPEN, "Real model: 2 and 4. **Open.** So it is.", False),
+        (None, "Real model: not measured.", False),
+    ],
+)
+def test_the_real_model_answers_first_and_disagreement_is_said(tmp_path, real, said, disagree):
+    file = tmp_path / "cells.json"
+    cells = [
+        {"method": "dense", "retain": 1, "recover": "none", "perplexity": 2.0},
+        {"method": "rap", "retain": 0.7, "recover": "none", "perplexity": 4.0},
+    ]
+    file.write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    results = Results(tmp_path, [file.name])
+
+    def answer(verdict: str) -> Answer:
+        return Answer(
+            verdict=verdict,
+            figures=lambda r: f"{r.dense['perplexity']:.0f} and {r.ppl('rap'):.0f}.",
+            holds=lambda r: r.loss("rap") == 1,
+            why="So it is.",
+        )
+
+    finding = Finding(
+        title="Cuts cost",
+        paper="twice.",
+        real=answer(real) if real else "not measured.",
+        bundled=answer(CONFIRMED),
+        follows="cut less.",
+    )
+    default = Default(
+        title="`retain`", bundled=lambda r: f"{r.loss('rap'):.0%}.", real="not measured."
+    )
+    page = findings_page("# Title\n", [finding], [default], Models(results, results))
+    section, closing = page.split("## What the two models disagree on")
+    assert f"Paper: twice.\n\n{said}\n\nBundled model: 2 and 4. **Confirmed.**" in section
+    assert ("They disagree: cut less." in section) is disagree
+    assert ("| Cuts cost | Contradicted | Confirmed | cut less. |" in closing) is disagree
+    assert "* **`retain`.** Bundled model: 100%. Real model: not measured." in closing
 
 
 def _worst_first_layer(result: dict[str, Any]) -> None:
@@ -75,9 +135,29 @@ def _rank_of_no_weight(result: dict[str, Any]) -> None:
         row[1] = "50.00"
 
 
+def _lone_channels_alone(result: dict[str, Any]) -> None:
+    result["data"]["rows"][-1]["channels"]["orphans"] = 0.99
+
+
+def _fast_pairs(result: dict[str, Any]) -> None:
+    result["data"]["kept"]["0.5"].reverse()
+
+
+def _adaptive_ahead(result: dict[str, Any]) -> None:
+    result["data"]["rows"][-1]["perplexity"]["K as wide as V"] = 20.0
+
+
+def _values_ahead(result: dict[str, Any]) -> None:
+    result["data"]["rows"][0]["perplexity"] = 100.0
+
+
 @pytest.mark.parametrize(
     ("name", "change", "title"),
     [
+        ("smollm2-analyses/analysis-orphans", _lone_channels_alone, "Channel pruning orphans"),
+        ("smollm2-analyses/analysis-kept-pairs", _fast_pairs, "Fisher keeps the slow pairs"),
+        ("smollm2-analyses/analysis-allocation", _adaptive_ahead, "Fisher scores and adaptive"),
+        ("smollm2-analyses/analysis-share", _values_ahead, "K and V need equal budgets"),
         ("analyses/analysis-probe", _worst_first_layer, "Early and late layers"),
         ("analyses/analysis-rope-base", _sensitive_to_the_base, "The base frequency"),
         ("analyses/analysis-scores", _unlike_scores, "The two Fisher scores"),
@@ -100,7 +180,7 @@ def test_every_result_file_can_overturn_its_verdict(
     change(result)
     path.write_text(json.dumps(result), encoding="utf-8")
     with pytest.raises(RapError, match=f"no longer bear out .{title}"):
-        findings.page(Results(folder, findings.FILES))
+        findings.page(findings.models(folder))
     path.unlink()
     with pytest.raises(RapError, match=rf"there is no .*{name}\.json: run the experiment"):
-        findings.page(Results(folder, findings.FILES))
+        findings.page(findings.models(folder))

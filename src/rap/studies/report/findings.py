@@ -1,10 +1,11 @@
-"""A page of findings: what a paper says, what result files say, and whether the two agree.
+"""A page of findings: what a paper says, what two models say, and what follows for defaults.
 
-Every figure is read from the files. A verdict is written by a person and checked against the
-figures, so that it cannot outlive them.
+The real model answers first, the bundled one second. Every figure is read from result files. A
+verdict is written by a person and checked against the figures, so that it cannot outlive them.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,18 @@ from typing import Any
 from ...model.errors import RapError
 
 CONFIRMED, CONTRADICTED, PARTLY = "Confirmed", "Contradicted", "Confirmed in part"
+OPEN, UNMEASURED = "Open", "Not measured"
 
 
 class Results:
-    """Cells of the committed comparisons, by method, retain ratio and recovery.
+    """What was measured of one model: cells by method, retain ratio and recovery, and analyses.
 
-    `files` and names are paths below the folder of experiments, such as `needle/needle`.
+    `files`, of the comparisons, `analyses` and names are paths below the folder of experiments,
+    such as `needle/needle`.
     """
 
-    def __init__(self, folder: Path, files: Sequence[str]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, files: Sequence[str], analyses: str = "analyses") -> None:
+        self.folder, self.analyses = folder, analyses
         self.cells: dict[tuple[str, float, str], dict[str, Any]] = {}
         for name in files:
             for cell in json.loads((folder / name).read_text(encoding="utf-8"))["cells"]:
@@ -45,7 +48,15 @@ class Results:
 
     def analysis(self, name: str) -> dict[str, Any]:
         """The data that `rap analyze NAME` measured."""
-        return dict(self.file(f"analyses/analysis-{name}")["data"])
+        return dict(self.file(f"{self.analyses}/analysis-{name}")["data"])
+
+    def loss(self, method: str, retain: float = 0.7, recover: str = "none") -> float:
+        """How much more perplexity than dense, as a part of it."""
+        return self.ppl(method, retain, recover) / float(self.dense["perplexity"]) - 1
+
+    def kl(self, method: str, retain: float = 0.7, recover: str = "none") -> float:
+        """Its divergence from the dense model, nats per token."""
+        return float(self.cell(method, retain, recover)["kl"]["value"])
 
     def column(self, name: str) -> dict[str, float]:
         """The second column of a file's table, by the first."""
@@ -82,25 +93,121 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What the paper says, what is seen here, and why they differ where they do."""
+class Answer:
+    """What one model says to a question: figures, a verdict they must bear out, and why."""
 
-    title: str
-    paper: str
     verdict: str
-    here: Callable[[Results], str]
+    figures: Callable[[Results], str]
     holds: Callable[[Results], bool]
     why: str
 
+    def written(self, asked: str, results: Results) -> str:
+        """As a paragraph; RapError names the question whose verdict the figures contradict."""
+        if not self.holds(results):
+            raise RapError(f"the figures no longer bear out {asked!r}: write it anew")
+        return f"{self.figures(results)} **{self.verdict}.** {self.why}"
 
-def findings_page(head: str, findings: Sequence[Finding], results: Results) -> str:
+
+@dataclass(frozen=True)
+class Finding:
+    """What the paper says, and what the real model and the bundled one answer.
+
+    `real` is text where it was not measured there: what is missing. `follows` says, where their
+    verdicts differ, what that means for a claim or a default.
+    """
+
+    title: str
+    paper: str
+    real: Answer | str
+    bundled: Answer
+    follows: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Of the real model."""
+        return self.real.verdict if isinstance(self.real, Answer) else UNMEASURED
+
+    @property
+    def disagree(self) -> bool:
+        """Whether the models answer differently, as far as both do."""
+        return self.verdict not in (OPEN, UNMEASURED, self.bundled.verdict)
+
+
+@dataclass(frozen=True)
+class Default:
+    """A setting that the bundled model chose: why, and whether the real model bears it out."""
+
+    title: str
+    bundled: Callable[[Results], str]
+    real: Answer | str
+
+
+@dataclass(frozen=True)
+class Models:
+    """The results of both models."""
+
+    real: Results
+    bundled: Results
+
+
+def findings_page(
+    head: str, findings: Sequence[Finding], defaults: Sequence[Default], models: Models
+) -> str:
     """The page in Markdown; RapError names a verdict that the figures do not bear out."""
-    parts = [head.format(dense=f"{results.dense['perplexity']:.2f}")]
-    for finding in findings:
-        if not finding.holds(results):
-            raise RapError(f"the figures no longer bear out {finding.title!r}: write it anew")
-        parts.append(
-            f"## {finding.title}\n\nPaper: {finding.paper}\n\nHere: {finding.here(results)}\n\n"
-            f"{finding.verdict}. {finding.why}\n"
-        )
-    return "\n".join(parts)
+    dense = {
+        "real": f"{models.real.dense['perplexity']:.2f}",
+        "bundled": f"{models.bundled.dense['perplexity']:.2f}",
+    }
+    parts = [head.format(**dense), _tally(findings)]
+    parts += [_section(finding, models) for finding in findings]
+    return "\n".join([*parts, _closing(findings, defaults, models)])
+
+
+def _tally(findings: Sequence[Finding]) -> str:
+    """How many findings either model bears out."""
+    order = (CONFIRMED, PARTLY, CONTRADICTED, OPEN, UNMEASURED)
+    rows = ["| | real model | bundled model |", "| --- | ---: | ---: |"]
+    real = Counter(finding.verdict for finding in findings)
+    bundled = Counter(finding.bundled.verdict for finding in findings)
+    rows += [f"| {name} | {real[name]} | {bundled[name]} |" for name in order if real[name]]
+    return "\n".join(rows) + "\n"
+
+
+def _section(finding: Finding, models: Models) -> str:
+    real = _answered(finding.real, finding.title, models.real)
+    bundled = finding.bundled.written(finding.title, models.bundled)
+    follows = f"\n\nThey disagree: {finding.follows}" if finding.disagree else ""
+    return (
+        f"## {finding.title}\n\nPaper: {finding.paper}\n\nReal model: {real}\n\n"
+        f"Bundled model: {bundled}{follows}\n"
+    )
+
+
+def _answered(answer: Answer | str, asked: str, results: Results) -> str:
+    return answer if isinstance(answer, str) else answer.written(asked, results)
+
+
+def _closing(findings: Sequence[Finding], defaults: Sequence[Default], models: Models) -> str:
+    """Where the models differ, and what each default of the bundled model comes to on the real."""
+    rows = [
+        f"| {finding.title} | {finding.verdict} | {finding.bundled.verdict} | {finding.follows} |"
+        for finding in findings
+        if finding.disagree
+    ]
+    items = [
+        f"* **{default.title}.** Bundled model: {default.bundled(models.bundled)} Real model: "
+        f"{_answered(default.real, default.title, models.real)}"
+        for default in defaults
+    ]
+    return "\n".join(
+        [
+            "## What the two models disagree on, and which defaults follow\n",
+            "| finding | real model | bundled model | what follows |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            "",
+            "Defaults that the bundled model chose, and what the real one says of them:\n",
+            *items,
+            "",
+        ]
+    )

@@ -1,0 +1,255 @@
+"""Findings on other methods at the same cache or compute; see page.py."""
+
+from figures import COSTLY, LONG, adjacent, both, costs, cut_only, matched, needed, only_rap_shrinks
+
+from rap.studies.report.findings import (
+    CONFIRMED,
+    CONTRADICTED,
+    PARTLY,
+    Answer,
+    Finding,
+)
+
+NEEDLES = ("dense", "rap at 0.7", "rap at 0.5", "palu at 0.5", "rap:paper at 0.5")
+
+BASELINES = (
+    Finding(
+        title="Low rank keeps the better perplexity at the same cache",
+        paper="PaLU 8.59 against RAP 9.12 at 0.7, 8.87 against 10.82 at 0.5.",
+        real=Answer(
+            verdict=CONFIRMED,
+            figures=lambda r: (
+                f"cut only, {both(r, 'rap', 'palu', 'svdllm')}; KL at 0.5 "
+                + ", ".join(f"{m} {r.kl(m, 0.5):.3f}" for m in COSTLY)
+                + f". After the fit rap has {r.ppl('rap', 0.5, 'fit'):.2f} and "
+                f"{r.kl('rap', 0.5, 'fit'):.3f} at 0.5."
+            ),
+            holds=lambda r: (
+                all(r.ppl("palu", retain) < r.ppl("rap", retain) for retain in (0.9, 0.7, 0.5))
+                and r.ppl("rap", 0.5) > 1.5 * r.ppl("palu", 0.5)
+                and 1 < r.ppl("rap", 0.5, "fit") / r.ppl("palu", 0.5) < 1.15
+            ),
+            why="The lead grows as the cache shrinks, as in the paper, and is far larger than "
+            "there after recovery. The fit of rap comes near the cut of PaLU at 0.5; a fit of PaLU "
+            "was not measured.",
+        ),
+        bundled=Answer(
+            verdict=CONFIRMED,
+            figures=lambda r: (
+                f"cut only, {both(r, *COSTLY)}. Recovered, {both(r, *COSTLY, recover='fast')}."
+            ),
+            holds=lambda r: all(
+                r.ppl("palu", retain, recover) < r.ppl("rap", retain, recover)
+                for retain in (0.7, 0.5)
+                for recover in ("none", "fast")
+            ),
+            why="A latent may mix all channels and be rotated after it is rebuilt. The default RAP "
+            "closes most of the gap at 0.7; at 0.5 the paper's concession stands.",
+        ),
+    ),
+    Finding(
+        title="The best low-rank method is far better than SVD-LLM",
+        paper="136 for SVD-LLM against 8.59 for PaLU at 0.7 after distillation.",
+        real=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: f"cut only, {both(r, 'palu', 'svdllm', 'svdllm2')}.",
+            holds=lambda r: (
+                all(
+                    r.ppl("palu", retain) < r.ppl("svdllm", retain) < 1.1 * r.ppl("palu", retain)
+                    for retain in (0.7, 0.5)
+                )
+                and r.ppl("svdllm2", 0.5) > 5 * r.ppl("svdllm", 0.5)
+            ),
+            why="PaLU is ahead by less than a tenth. The same factorisation with ranks by the rule "
+            "of version 2, as we read it, breaks at 0.5: ranks can do what the method does not.",
+        ),
+        bundled=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: f"cut only, {both(r, 'palu', 'svdllm')}.",
+            holds=lambda r: r.ppl("svdllm") < 1.02 * r.ppl("palu"),
+            why="Both solve their whitened problem exactly here, which the tests check, and two "
+            "optima of nearly the same problem cannot lie far apart. 136 after distillation is no "
+            "property of the method.",
+        ),
+    ),
+    Finding(
+        title="Only pruning shrinks attention's parameters and FLOPs with the cache",
+        paper="at 0.7, parameters are 70.3 % for RAP, 82.4 % for PaLU, 97.6 % for SVD-LLM.",
+        real=Answer(
+            verdict=CONFIRMED,
+            figures=costs,
+            holds=lambda r: only_rap_shrinks(r) and r.slower("rap") < 1,
+            why="A quarter of attention's parameters are W_k and W_v here, so factors weigh more "
+            "than on Llama-3-8B. The step of the cut model is a little faster than the dense one's "
+            "on a CPU.",
+        ),
+        bundled=Answer(
+            verdict=CONFIRMED,
+            figures=costs,
+            holds=only_rap_shrinks,
+            why="W_k and W_v are a third of attention here (a fifth in Llama-3-8B), so factors "
+            "weigh more. On a CPU rebuilding dominates the step, though at this size a pruned step "
+            "is no faster than a dense one either.",
+        ),
+    ),
+    Finding(
+        title="At equal attention compute, low rank keeps a small lead in perplexity",
+        paper="at 0.70 of attention RAP 0.7 has 9.12 and 51.4 LongBench points, PaLU 0.5 has 8.87 "
+        "and 47.7 (`tab:isoparam`).",
+        real=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: (
+                "cut only, attention parameters and perplexity: "
+                + "; ".join(
+                    f"{method} at {retain:g} "
+                    f"{r.share(method, 'attention_parameters', retain):.1%}, "
+                    f"{r.ppl(method, retain):.2f}"
+                    for method, retain in (("rap", 0.7), ("palu", 0.5), ("svdllm", 0.5))
+                )
+                + "."
+            ),
+            holds=lambda r: all(
+                r.ppl(method, 0.5) > r.ppl("rap", 0.7)
+                and r.share(method, "attention_parameters", 0.5)
+                > 1.2 * r.share("rap", "attention_parameters", 0.7)
+                for method in ("palu", "svdllm")
+            ),
+            why="At half of the cache either has more parameters than rap at 0.7 and is behind it "
+            "already. The paper's PaLU, head by head, has fewer; it was not measured, but at the "
+            "same cache one factorisation of all heads never errs more than one of each.",
+        ),
+        bundled=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: (
+                "cut only, attention parameters, perplexity, recall at 256 / 1,000 tokens: "
+                + "; ".join(
+                    f"{name} {share:.1%}, {ppl:.2f}, {recall}"
+                    for name, (share, ppl, recall) in matched(r).items()
+                )
+                + f". By formula PaLU head by head needs {needed(r):.2f} of the cache on "
+                "Llama-3-8B."
+            ),
+            holds=lambda r: (
+                min(matched(r).values(), key=lambda found: found[1]) == matched(r)["rap at 0.7"]
+                and r.ppl("rap:paper") > sorted(ppl for _, ppl, _ in matched(r).values())[1]
+                and abs(needed(r) - 0.5) < 0.02
+                and max(share for share, _, _ in matched(r).values()) < 0.75
+            ),
+            why="RAP leads in both. PaLU head by head is the paper's, and so is the ratio it needs "
+            "there. But this is before recovery, and the default RAP: the paper's cut does not "
+            "lead.",
+        ),
+    ),
+    Finding(
+        title="Dropping whole heads is as good, where the budget allows it",
+        paper="10.94 against RAP's 10.82 at 0.5 after distillation; 0.7 cannot be expressed.",
+        real=Answer(
+            verdict=PARTLY,
+            figures=lambda r: (
+                "asked for 0.7 or 0.5, heads caches "
+                f"{r.share('heads', 'kv_bytes_per_token'):.1%} (two of three) and has "
+                f"{r.ppl('heads'):.2f}; at 0.7 the paper's cut has {r.ppl('rap:paper'):.2f}, rap "
+                f"{r.ppl('rap'):.2f}, which has {r.ppl('rap', 0.5):.2f} at 0.5."
+            ),
+            holds=lambda r: (
+                1.5 * r.ppl("rap") < r.ppl("heads") < 0.5 * r.ppl("rap:paper")
+                and r.share("heads", "kv_bytes_per_token", 0.5) > 0.6
+                and r.ppl("heads", 0.5) < r.ppl("rap", 0.5) < 1.05 * r.ppl("heads", 0.5)
+            ),
+            why="Before recovery whole heads are far better than the paper's pairs and channels, "
+            "and no better with two thirds of the cache than the default cut with half of it.",
+        ),
+        bundled=Answer(
+            verdict=PARTLY,
+            figures=lambda r: (
+                f"at 0.5 cut only heads {r.ppl('heads', 0.5):.2f}, the paper's cut "
+                f"{r.ppl('rap:paper', 0.5):.2f}, rap {r.ppl('rap', 0.5):.2f}; recovered "
+                f"{r.ppl('heads', 0.5, 'fast'):.2f}, {r.ppl('rap:paper', 0.5, 'fast'):.2f}, "
+                f"{r.ppl('rap', 0.5, 'fast'):.2f}. Asked for 0.7, heads caches "
+                f"{r.share('heads', 'kv_bytes_per_token'):.0%}."
+            ),
+            holds=lambda r: (
+                r.ppl("rap", 0.5, "fast") < r.ppl("heads", 0.5, "fast")
+                and r.share("heads", "kv_bytes_per_token") < 0.6
+            ),
+            why="It matches the paper's pairs and channels, as the paper says, and loses to the "
+            "default cut. With 2 KV heads the grid has one step, so 0.7 becomes 0.5.",
+        ),
+    ),
+    Finding(
+        title="EliteKV and MatryoshkaKV do not come back under the shared recovery",
+        paper="EliteKV 6459 at 0.7 before and diverged after; MatryoshkaKV 213 and 624 "
+        "(`tab:nonconverging`).",
+        real=Answer(
+            verdict=PARTLY,
+            figures=lambda r: (
+                f"cut only, {cut_only(r, 'elitekv', 'elitekv:plus', 'matryoshka', 'rap')}."
+            ),
+            holds=lambda r: (
+                min(r.ppl("elitekv"), r.ppl("matryoshka")) > 3 * r.ppl("rap")
+                and r.ppl("elitekv:plus") < 1.05 * r.ppl("rap")
+            ),
+            why="As published both are broken before any recovery, as in the paper; whether they "
+            "come back was not measured. EliteKV with a whitened SVD and a swept number of pairs "
+            "is level with rap.",
+        ),
+        bundled=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: (
+                f"cut only, {both(r, 'elitekv', 'matryoshka')}; recovered, "
+                f"{both(r, 'elitekv', 'matryoshka', recover='fast')}."
+            ),
+            holds=lambda r: all(
+                r.ppl(method, retain, "fast") < r.ppl(method, retain)
+                for method in ("elitekv", "matryoshka")
+                for retain in (0.7, 0.5)
+            ),
+            why="Both start near the other methods here and distil like them; in the paper they "
+            "were broken before any recovery. The tests check EliteKV's search and MatryoshkaKV's "
+            "bases by other routes, so the methods are not at fault here.",
+        ),
+        follows="the bundled model hides how far these two fall; compare with `elitekv:plus`.",
+    ),
+    Finding(
+        title="Stronger compression favours low rank at long range",
+        paper="at 0.5 PaLU keeps 48 to 50 LongBench points, RAP 29 to 33 (`app:limitations`).",
+        real="not measured.",
+        bundled=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: (
+                "recall at 256 / 1,000 tokens at 0.5, recovered: "
+                + ", ".join(f"{m} {r.recall(m, 0.5, 'fast')}" for m in (*COSTLY, "rap:paper"))
+                + "."
+            ),
+            holds=lambda r: r.recalled("rap", 0.5, "fast") > r.recalled("palu", 0.5, "fast"),
+            why="The paper's own cut does lose recall, and distillation does not bring it back. "
+            "What keeps it is widths by expected loss and keys folded for the whole context. "
+            "PaLU's latent has a small error on average, and loses numbers in long texts all the "
+            "same (see the needles below).",
+        ),
+    ),
+    Finding(
+        title="Finding a needle is too easy to tell methods apart",
+        paper="at 0.7 dense, RAP and PaLU find every needle at 4k and 8k; the only misses are "
+        "RAP's at 0.5, 12 of 15 found at 8k (`app:extended`).",
+        real="not measured.",
+        bundled=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: (
+                f"one of 4 numbers, cut only, over all documents and in those of {LONG:,} tokens: "
+                + ", ".join(f"{m} {r.found(m):.1%} and {r.found(m, LONG):.1%}" for m in NEEDLES)
+                + "."
+            ),
+            holds=lambda r: (
+                min(r.found(model) for model in NEEDLES[:3]) > 0.98
+                and r.found("palu at 0.5", 512) == 1
+                and r.found("palu at 0.5", LONG) < 0.1
+                and r.found("rap:paper at 0.5") == 0
+                and adjacent(r) < 0.1
+            ),
+            why="Saturated for the dense model and the default cut, not for the others at 0.5. "
+            "PaLU fails with the length of the document, not with the distance: at 2,048 tokens it "
+            "loses even the number that stands right before the question. Why is not known.",
+        ),
+    ),
+)

@@ -1,0 +1,123 @@
+"""Findings on a cut before and after a recovery, and with rounded weights; see page.py."""
+
+from figures import ranks, rounded, slashed, sweep
+
+from rap.studies.report.findings import (
+    CONFIRMED,
+    CONTRADICTED,
+    OPEN,
+    PARTLY,
+    Answer,
+    Finding,
+)
+
+RECOVERY = (
+    Finding(
+        title="Without recovery, only about a tenth can be cut",
+        paper="8.85 at 0.9, 11.65 at 0.8 and 28.9 at 0.7, pooled budgets (`app:limitations`).",
+        real=Answer(
+            verdict=CONFIRMED,
+            figures=lambda r: (
+                f"from 0.9 to 0.5, the default cut {sweep(r, 'rap')}, which is "
+                f"{r.loss('rap', 0.9):.1%} above dense at 0.9, {r.loss('rap', 0.8):.0%} at 0.8 and "
+                f"{r.loss('rap', 0.7):.0%} at 0.7; the paper's {sweep(r, 'rap:paper')}."
+            ),
+            holds=lambda r: (
+                r.loss("rap", 0.9) < 0.07 < 0.1 < r.loss("rap", 0.8)
+                and r.loss("rap:paper", 0.9) > 1
+            ),
+            why="The default cut (folded keys, value subspaces, widths by expected loss) costs at "
+            "0.9 a little less than the paper's costs Llama-3-8B (7 %). The paper's own selection "
+            "cannot take even a tenth from a model this small.",
+        ),
+        bundled=Answer(
+            verdict=PARTLY,
+            figures=lambda r: (
+                f"the paper's cut costs {r.loss('rap:paper', 0.7):.0%} at 0.7 and "
+                f"{r.loss('rap:paper', 0.5):.0%} at 0.5; the default one {r.loss('rap', 0.7):.1%} "
+                f"and {r.loss('rap', 0.5):.1%}."
+            ),
+            holds=lambda r: r.loss("rap:paper", 0.7) > 0.1 > r.loss("rap", 0.7),
+            why="It is true of the paper's selection. The default cut costs at 0.5 what the "
+            "paper's costs Llama-3-8B at 0.9.",
+        ),
+        follows="no ratio is free because the bundled model says so; `--recover fit` belongs to a "
+        "cut below 0.9.",
+    ),
+    Finding(
+        title="A short distillation brings 0.7 back",
+        paper="28.9 becomes 9.12, a tenth above dense, in nine GPU-hours.",
+        real=Answer(
+            verdict=OPEN,
+            figures=lambda r: (
+                "the fit of the layers (no gradient through the model) brings the default cut at "
+                f"0.5 from {r.ppl('rap', 0.5):.2f} to {r.ppl('rap', 0.5, 'fit'):.2f} and KL from "
+                f"{r.kl('rap', 0.5):.3f} to {r.kl('rap', 0.5, 'fit'):.3f} nats (dense "
+                f"{r.dense['perplexity']:.2f})."
+            ),
+            holds=lambda r: 0.4 < r.loss("rap", 0.5, "fit") < 0.5 * r.loss("rap", 0.5),
+            why="That is more than half of the way. Distillation itself was not measured here: "
+            "forty of its steps are half an hour of a core.",
+        ),
+        bundled=Answer(
+            verdict=CONFIRMED,
+            figures=lambda r: (
+                f"the paper's cut goes from {r.ppl('rap:paper'):.2f} to "
+                f"{r.ppl('rap:paper', 0.7, 'fast'):.2f} ({r.loss('rap:paper', 0.7, 'fast'):.0%} "
+                "above dense); recall at 256 / 1,000 tokens stays "
+                f"{r.recall('rap:paper', 0.7, 'fast')} (dense {r.recall('dense', 1.0)})."
+            ),
+            holds=lambda r: r.loss("rap:paper", 0.7, "fast") < 0.6 * r.loss("rap:paper", 0.7),
+            why="Perplexity comes back, recall does not: windows of 256 tokens of novels never ask "
+            "for it. A cut that keeps recall needs no recovery of it.",
+        ),
+    ),
+    Finding(
+        title="Neither the LoRA rank nor the score carries the recovered result",
+        paper="after recovery at 0.7: 9.52 / 9.35 / 9.37 for rank 4 / 8 / 16, 9.35 for Fisher and "
+        "9.52 for weight magnitude; single runs tell apart about 0.5 (`tab:ablation_design`).",
+        real="not measured, since nothing was distilled.",
+        bundled=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: (
+                "the paper's cut at 0.5, distilled without a refit: "
+                f"{slashed([ranks(r)[f'rank {n}'] for n in (4, 8, 16)])} for rank 4 "
+                f"/ 8 / 16, from {ranks(r)['no recovery']:.2f}. Recovered at 0.7: "
+                f"Fisher {r.ppl('rap:paper', 0.7, 'fast'):.2f}, magnitude (uniform widths) "
+                f"{r.ppl('magnitude', 0.7, 'fast'):.2f}, random "
+                f"{r.ppl('random', 0.7, 'fast'):.2f}."
+            ),
+            holds=lambda r: (
+                ranks(r)["rank 4"] > 1.05 * ranks(r)["rank 16"]
+                and r.ppl("magnitude", 0.7, "fast") > 1.05 * r.ppl("rap:paper", 0.7, "fast")
+            ),
+            why="Each is worth over 5 % of perplexity here. Forty steps are a short recovery: "
+            "where the model starts from, and how much an adapter can move, still show after it.",
+        ),
+    ),
+    Finding(
+        title="Four-bit weights need a recovered model",
+        paper="one scale a tensor: dense 8.28 becomes 14.75; RAP at 0.7 16.46 after recovery and "
+        "127.6 without (`tab:quant4bit`). In nats per token: 0.58, about 0.6, and over 1.4.",
+        real="not measured.",
+        bundled=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: (
+                "what the same rounding adds, in nats per token: dense "
+                f"{rounded(r, 'dense', 1.0):.3f}; the paper's cut at 0.7 "
+                f"{rounded(r, 'paper', 0.7):.3f} before recovery and "
+                f"{rounded(r, 'paper', 0.7, 'fast'):.3f} after; the default cut "
+                f"{rounded(r, 'default', 0.7):.3f} and {rounded(r, 'default', 0.7, 'fast'):.3f}, "
+                f"at 0.5 {rounded(r, 'default', 0.5):.3f} before."
+            ),
+            holds=lambda r: all(
+                abs(rounded(r, recipe, 0.7) - rounded(r, recipe, 0.7, "fast")) < 0.03
+                and rounded(r, recipe, 0.7) < 1.5 * rounded(r, "dense", 1.0)
+                for recipe in ("paper", "default")
+            ),
+            why="The two costs add up here, recovered or not. The cut alone costs this model 0.2 "
+            "nats before recovery, in the paper 1.2: whether rounding hurts a model more that is "
+            "broken already, it cannot say.",
+        ),
+    ),
+)

@@ -1,0 +1,128 @@
+"""Findings on who gets which width: scores, layers, keys and values; see page.py."""
+
+from figures import bars, dense_window, probe, probe_dense, shares, slashed, starved
+
+from rap.studies.report.findings import CONFIRMED, PARTLY, Answer, Finding, Results
+
+BARS = {
+    "FA": "Fisher adaptive",
+    "FU": "Fisher uniform",
+    "MA": "magnitude adaptive",
+    "MU": "magnitude uniform",
+}
+
+
+def _scores_and_budgets(results: Results) -> str:
+    """The paper's four bars, of the bundled model's comparison."""
+    return (
+        f"at 0.7: Fisher adaptive {results.ppl('rap:paper'):.2f}, Fisher uniform "
+        f"{results.ppl('rap:paper:budget=uniform'):.2f}, magnitude adaptive "
+        f"{results.ppl('rap:paper:score=magnitude'):.2f}, magnitude uniform "
+        f"{results.ppl('rap:paper:score=magnitude:budget=uniform'):.2f}."
+    )
+
+
+WIDTHS = (
+    Finding(
+        title="Fisher scores and adaptive budgets each help, together most",
+        paper="of the prune-only bars at 0.7, magnitude with uniform budgets is unusable, Fisher "
+        "with adaptive ones the best (`fig:ablation_allocation`).",
+        real=Answer(
+            verdict=PARTLY,
+            figures=lambda r: (
+                "at 0.7 on one window of 1,024 tokens (dense "
+                f"{dense_window(r, 'allocation')}): "
+                + ", ".join(f"{name} {bars(r)[bar]:,.2f}" for bar, name in BARS.items())
+                + "; in one pool of K and V "
+                + slashed([bars(r, "one pool")[bar] for bar in BARS])
+                + "."
+            ),
+            holds=lambda r: all(
+                3 * found["FU"] < found["FA"]
+                and 10 * found["FA"] < found["MA"]
+                and 2 * found["MA"] < found["MU"]
+                for found in (bars(r), bars(r, "one pool"))
+            ),
+            why="The score is nearly everything: by weight magnitude the model is unusable. "
+            "Adaptive budgets help that bad score, and with Fisher they are what breaks the "
+            "model: equal widths cost a third of it or less.",
+        ),
+        bundled=Answer(
+            verdict=PARTLY,
+            figures=_scores_and_budgets,
+            holds=lambda r: (
+                r.ppl("rap:paper:budget=uniform")
+                < r.ppl("rap:paper")
+                < r.ppl("rap:paper:score=magnitude")
+            ),
+            why="The score matters, the adaptive budget hurts: Fisher on novels gives the layers "
+            "that serve recall too little (`docs/log.md`, 2026-11-20).",
+        ),
+    ),
+    Finding(
+        title="K and V need equal budgets",
+        paper="at 0.5, 11.64 / 11.37 / 13.61 for K's share 0.35 / 0.5 / 0.65 (`tab:kvsplit`); "
+        "pooling starves K and costs 8 LongBench points.",
+        real=Answer(
+            verdict=CONFIRMED,
+            figures=lambda r: (
+                "the paper's cut at 0.5 on one window of 1,024 tokens (dense "
+                f"{dense_window(r, 'share')}): "
+                + slashed([shares(r)[share] for share in ("0.35", "0.5", "0.65")])
+                + f" for the same shares, pooled {shares(r)['pooled']:,.2f}, where K keeps "
+                f"{starved(r):.0%}."
+            ),
+            holds=lambda r: (
+                min(shares(r), key=lambda share: shares(r)[share]) == "0.5"
+                and all(
+                    value > 2 * shares(r)["0.5"]
+                    for share, value in shares(r).items()
+                    if share != "0.5"
+                )
+            ),
+            why="Equal budgets are the best by far, less for K and a pool cost as much as more, "
+            "though all four are broken by their adaptive budgets. Where widths go by expected "
+            "loss a pool costs little: see the last section.",
+        ),
+        bundled=Answer(
+            verdict=PARTLY,
+            figures=lambda r: (
+                f"cut only at 0.7: {r.ppl('rap:paper:key_share=0.35'):.2f} / "
+                f"{r.ppl('rap:paper'):.2f} / {r.ppl('rap:paper:key_share=0.65'):.2f}, pooled "
+                f"{r.ppl('rap:paper:key_share=pooled'):.2f}."
+            ),
+            holds=lambda r: (
+                r.ppl("rap:paper:key_share=0.35")
+                < r.ppl("rap:paper")
+                < r.ppl("rap:paper:key_share=0.65")
+            ),
+            why="More for K is clearly worse, as in the paper. Less for K is better here, pooled "
+            "most of all, where the paper cannot tell a little less from equal: cutting value "
+            "channels is what costs this model most.",
+        ),
+        follows="what giving K less gained was the bundled model's own. The equal split stays, for "
+        "quality too and not only for the kernels.",
+    ),
+    Finding(
+        title="Early and late layers are more fragile than the middle",
+        paper="one layer cut to 0.5: 10.8 on average for the first four, 9.0 for the last four, "
+        "8.6 between (dense 8.28); layer 2 alone 13.4 (`fig:layer_probe`).",
+        real="not measured.",
+        bundled=Answer(
+            verdict=PARTLY,
+            figures=lambda r: (
+                f"one layer cut to 0.5, first to last of six: {slashed(probe(r))} (dense "
+                f"{probe_dense(r):.2f} on these 12 windows)."
+            ),
+            holds=lambda r: (
+                probe(r)[0] == min(probe(r))
+                and probe(r)[-1] == max(probe(r))
+                and probe(r)[-1] - probe_dense(r) > 3 * (probe(r)[0] - probe_dense(r))
+            ),
+            why="Layers differ as much as there, and the last one hurts most; the first hurts "
+            "least, against the paper. Why is not known; with six layers there is hardly a "
+            "middle. Widths by expected loss come to the same: the last layer keeps all its "
+            "channels (`docs/log.md`).",
+        ),
+    ),
+)
