@@ -9,6 +9,7 @@ import torch
 from cases.family_cases import CASES, Case
 from cases.models import random_tokens, tiny_model
 from rap.calibration import streams
+from rap.calibration.logits import CHUNK_LOGITS
 from rap.calibration.memory import estimate_layers
 from rap.calibration.registry import STATISTICS, backward_needs
 from rap.calibration.run import calibrate
@@ -112,7 +113,8 @@ def test_the_estimate_counts_one_layer(tmp_path: Path) -> None:
     estimate = estimate_layers(StoredModel(tmp_path).model, WINDOWS, {"values"})
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     assert estimate["layer"] == 4 * layer
-    assert estimate["outside"] == 4 * (model.lm_head.weight.numel() + 32)
-    assert estimate["stream"] == 4 * WINDOWS.numel() * 32
+    head = model.lm_head.weight.numel() + 32
+    assert estimate["outside"] == 4 * (head + CHUNK_LOGITS)
+    assert estimate["streams"] == 4 * WINDOWS.numel() * 32
     assert estimate["statistics"] == 5 * 4 * 4 * 16 * 16
     assert estimate["total"] == sum(x for name, x in estimate.items() if name != "total")

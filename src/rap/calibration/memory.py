@@ -47,11 +47,14 @@ def estimate_memory(
     return estimate | {"total": sum(estimate.values())}
 
 
-def estimate_layers(model: Any, windows: Tensor, needs: Collection[str]) -> dict[str, int]:
+def estimate_layers(
+    model: Any, windows: Tensor, needs: Collection[str], *, kept: int = 1
+) -> dict[str, int]:
     """Bytes that `streamed.calibrate_layers` will hold in all, weights included, by part.
 
     The model may be on the meta device. `layer` is the largest one in float32, `outside` what works
-    before and after the layers, `stream` what they read, `activations` one layer's for a batch.
+    before and after the layers with a chunk of logits, `streams` what they read, `kept` times,
+    `activations` one layer's for a batch.
     """
     config, decoder = text_config(model.config), text_decoder(model)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder.layers]
@@ -61,8 +64,8 @@ def estimate_layers(model: Any, windows: Tensor, needs: Collection[str]) -> dict
     inner = _inner(config, watched)
     estimate = {
         "layer": FLOAT * max(sizes),
-        "outside": FLOAT * max(below, head),
-        "stream": FLOAT * windows.numel() * config.hidden_size,
+        "outside": FLOAT * (max(below, head) + CHUNK_LOGITS),
+        "streams": kept * FLOAT * windows.numel() * config.hidden_size,
         "statistics": sum(
             STATISTICS[n].num_bytes(i, len(windows)) for i in watched for n in check_needs(needs)
         ),

@@ -3,10 +3,10 @@
 Every pass reads the layers from their files in order, and carries the text through them.
 """
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -21,10 +21,12 @@ from ..checkpoint.files import check_output
 from ..checkpoint.load import load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..checkpoint.stored import StoredModel
+from ..evaluation.quality.perplexity import evaluation_window
 from ..evaluation.quality.streamed import streamed_fidelity
 from ..methods import Method, parse_method
 from ..methods.base import PairPruning, traits
 from ..methods.stored import check_streams, plan_stored
+from ..recovery.fit import estimate_fit
 from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
 from ..recovery.stages import work_folder
@@ -73,11 +75,15 @@ def compress_streamed(
     check_output(output, force=force)
     check_bos(bos)
     stored = StoredModel(resolve_source(source))
+    given = _given(chosen, stored, statistics)
     reading = CalibrationText(calibration, num_windows, window, seed, bos)
     bench = _bench(stored, str(source), reading, work / STATISTICS_FOLDER, device, progress)
     tokens = held_out(evaluate, bench)
 
-    plan = plan_stored(chosen, bench.layers, _statistics(bench, chosen, statistics))
+    if progress:
+        _say(bench, chosen, stage, tokens is not None)
+    found = given or bench.statistics(chosen.needs_for(stored.model))
+    plan = plan_stored(chosen, bench.layers, found)
     small, recovery = stage.run(stored, plan, bench.tokenizer)
     report = describe(bench, chosen, plan) | _sizes(stored, small, chosen)
     if tokens is not None:
@@ -111,29 +117,35 @@ def _bench(
     return StreamedBench(stored.model, tokenizer, name, reading, kept_in, progress, layers=layers)
 
 
-def _statistics(bench: StreamedBench, method: PairPruning, file: str | Path | None) -> Statistics:
-    """Those of the file, or of one pass through the layers."""
-    needs = method.needs_for(bench.model)
-    if file is not None:
-        found = Statistics.load(file)
-        found.require(needs, f"method {method.name}")
-        return found
-    refuse_gradients(needs, f"method {method.name}", _REMEDY)
-    if bench.progress:
-        _say(bench, method, needs)
-    return bench.statistics(needs)
+def _given(method: PairPruning, stored: StoredModel, file: str | Path | None) -> Statistics | None:
+    """The statistics of the file; without one RapError for a method that needs gradients."""
+    needs, what = method.needs_for(stored.model), f"method {method.name}"
+    if file is None:
+        refuse_gradients(needs, what, _REMEDY)
+        return None
+    found = Statistics.load(file)
+    found.require(needs, what)
+    return found
 
 
-def _say(bench: StreamedBench, method: PairPruning, needs: Collection[str]) -> None:
+def _say(bench: StreamedBench, method: PairPruning, stage: StreamedStage, measured: bool) -> None:
+    """What is cut by, and how much memory it takes, weights included."""
     console = Console(stderr=True, markup=False, soft_wrap=True)
-    metric = getattr(method, "metric", None)
-    if metric is not None:
+    if getattr(method, "metric", "") == "output":
         console.print(
-            f"streamed: method {method.name} cuts by metric {metric!r}, which needs no gradients "
-            "of the loss"
+            f"method {method.name} cuts by metric 'output' here, which needs no gradients of the "
+            "loss"
         )
-    estimate = estimate_layers(bench.model, bench.windows, needs)
-    console.print(describe_memory(estimate, "compressing layer by layer needs about", "in all"))
+    needs = method.needs_for(bench.model)
+    parts = {"calibrating": estimate_layers(bench.model, bench.windows, needs)["total"]}
+    if stage.name == "fit":
+        parts["fitting"] = sum(estimate_fit(bench.model, bench.model, stage.sizes).values())
+    if measured:
+        shape = EVALUATION_WINDOWS, evaluation_window(bench.model, None)
+        windows = torch.empty(shape, dtype=torch.long, device="meta")
+        parts["measuring"] = estimate_layers(bench.model, windows, (), kept=2)["total"]
+    estimate = parts | {"total": max(parts.values())}
+    console.print(describe_memory(estimate, "layer by layer it takes at most about", "in all"))
 
 
 def _sizes(stored: StoredModel, small: CutModel, method: PairPruning) -> dict[str, Any]:

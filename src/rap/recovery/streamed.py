@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -73,6 +74,17 @@ class StreamedStage:
                 f"{' or '.join(RECOVERIES)}; or recover the checkpoint it writes"
             )
 
+    @property
+    def settings(self) -> FitConfig:
+        """Those that were given, or the fit's own."""
+        return self.config or FitConfig(seed=self.seed)
+
+    @property
+    def sizes(self) -> Tensor:
+        """As many windows as fit, on the meta device: for estimates."""
+        shape = self.settings.num_windows, self.settings.window
+        return torch.empty(shape, dtype=torch.long, device="meta")
+
     def run(
         self, dense: StoredModel, plan: Plan, tokenizer: PreTrainedTokenizerBase
     ) -> tuple[CutModel, dict[str, Any]]:
@@ -80,7 +92,7 @@ class StreamedStage:
         cut = CutModel(dense, plan)
         if self.name == "none":
             return cut, {}
-        config = self.config or FitConfig(seed=self.seed)
+        config = self.settings
         first = bos_token(self.bos, tokenizer, dense.model.config)
         longest = trained_length(dense.model.config)
         windows, validation = recovery_windows(
