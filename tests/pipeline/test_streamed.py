@@ -224,6 +224,7 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
         ("--recover", "fast"): "--stream takes none or fit",
         ("--dtype", "float32"): "leave --dtype and --device-map out",
         ("--statistics", tmp_path / "nowhere"): "nowhere",
+        ("--device", "nowhere"): "no device 'nowhere'",
     }.items():
         refused = run(*given, "--force", *arguments)
         assert (error_violations(refused), message in refused.err) == ([], True), refused.err

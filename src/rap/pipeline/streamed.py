@@ -26,6 +26,7 @@ from ..evaluation.quality.streamed import streamed_fidelity
 from ..methods import Method, parse_method
 from ..methods.base import PairPruning, traits
 from ..methods.stored import check_streams, plan_stored
+from ..model.errors import RapError
 from ..recovery.fit import estimate_fit
 from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
@@ -74,6 +75,7 @@ def compress_streamed(
     chosen = _method(method, retain, statistics, seed)
     check_output(output, force=force)
     check_bos(bos)
+    _check_device(device)
     stored = StoredModel(resolve_source(source))
     given = _given(chosen, stored, statistics)
     reading = CalibrationText(calibration, num_windows, window, seed, bos)
@@ -88,11 +90,22 @@ def compress_streamed(
     report = describe(bench, chosen, plan) | _sizes(stored, small, chosen)
     if tokens is not None:
         _measure(report, small, bench, str(evaluate), tokens)
-    report |= {"recovery": recovery, "provenance": made_with(reading, evaluate, "auto", **told)}
+    report |= {
+        "recovery": recovery,
+        "provenance": made_with(reading, evaluate, "auto", device=device),
+    }
     written: dict[str, Any] = {"changed": small.changed, "report": report}
     apply_streamed(stored, plan, output, **written, force=force, progress=progress)
     clear_work(work)
     return report
+
+
+def _check_device(device: str) -> None:
+    """Raise RapError for a device that is not here."""
+    try:
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RapError(f"no device {device!r} to work on here: use cpu, or cuda") from error
 
 
 def _method(
