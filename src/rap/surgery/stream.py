@@ -20,8 +20,9 @@ from transformers.dynamic_module_utils import custom_object_save
 from ..calibration.progress import Progress
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
+from ..checkpoint.load import load_config
 from ..checkpoint.shards import DTYPE_NAMES, DTYPES, write_header, write_index
-from ..checkpoint.stored import StoredModel
+from ..checkpoint.stored import StoredModel, without_weights
 from ..model.errors import CheckpointError, PlanError
 from ..model.fingerprint import Fingerprint
 from ..model.layers import (
@@ -30,6 +31,7 @@ from ..model.layers import (
     attention_spec,
     base_model_type,
     projection_tensors,
+    refuse_pruned,
 )
 from ..model.modeling import auto_class
 from ..planning.plan import Plan
@@ -171,7 +173,7 @@ def apply_streamed(
     weights turn out to be other ones than were planned for, in which case nothing is written) or
     CheckpointError.
     """
-    stored = source if isinstance(source, StoredModel) else StoredModel(source)
+    stored = source if isinstance(source, StoredModel) else _opened(source, plan)
     rewriter, shards = _Rewriter(stored, plan, changed or {}), stored.shards
     with whole_directory(output, force=force) as partial:
         weight_map, total_bytes = {}, 0
@@ -196,6 +198,16 @@ def apply_streamed(
         said = report or unmeasured(plan, stored.name, stored.model, small, traits)
         card = model_card(said, Path(output).resolve().name)
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def _opened(source: str | Path, plan: Plan) -> StoredModel:
+    """The checkpoint; a plan of another model is refused before its weights are looked at."""
+    config = load_config(source)
+    refuse_pruned(config)
+    attention_spec(config)
+    shapes = [layer.shape for layer in attention_layers(without_weights(config))]
+    plan.check_model(base_model_type(config), shapes)
+    return StoredModel(source)
 
 
 def _each_shard(
