@@ -68,7 +68,8 @@ def compress_streamed(
     run goes on, when it is repeated, after the statistics or after the last fitted layer. Raises a
     RapError for any input that cannot work, before the work it would waste.
     """
-    work, told = work_folder(output), {"device": device, "progress": progress}
+    work = work_folder(output)
+    told: dict[str, Any] = {"device": device, "progress": progress}
     stage = StreamedStage(
         name=recover, work=work, text=calibration, config=fit, seed=seed, bos=bos, **told
     )
@@ -113,7 +114,7 @@ def _method(
 ) -> PairPruning:
     """One that cuts weights; its text leaves the metric to `WITHOUT_GRADIENTS`."""
     if isinstance(method, str):
-        shared = {} if statistics is not None else WITHOUT_GRADIENTS
+        shared: dict[str, Any] = {} if statistics is not None else WITHOUT_GRADIENTS
         method = parse_method(method, retain, seed=seed, **shared)
     return check_streams(method)
 
@@ -173,8 +174,8 @@ def _measure(
 ) -> None:
     """Add perplexities, and how near the dense model is, to the report."""
     told: dict[str, Any] = {"folder": bench.kept_in, "progress": bench.progress}
-    pair = StoredLayers(small, bench.layers.device), bench.layers
+    cut = StoredLayers(small, bench.layers.device)
     windows: dict[str, Any] = {"max_windows": EVALUATION_WINDOWS, "bos": bench.bos}
-    compared = streamed_fidelity(*pair, tokens, **windows, **told)
+    compared = streamed_fidelity(cut, bench.layers, tokens, **windows, **told)
     report["dense"] |= quality(text, compared.dense_perplexity)
     report["pruned"] |= quality(text, compared.perplexity) | compared.figures()

@@ -86,8 +86,8 @@ def fit_from(
         Console(stderr=True).print(_describe(estimate), soft_wrap=True)
     if work is not None:
         begin(work, _record(small, dense, windows, config))
-    streams = [Stream(source, windows, config.batch, work) for source in (dense, small)]
-    return list(_Fitter(*streams, config, num_judging, work).layers(progress))
+    theirs, mine = (Stream(source, windows, config.batch, work) for source in (dense, small))
+    return list(_Fitter(theirs, mine, config, num_judging, work).layers(progress))
 
 
 def estimate_fit(small: Any, dense: Any, windows: Tensor) -> dict[str, int]:

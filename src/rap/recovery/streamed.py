@@ -101,8 +101,8 @@ class StreamedStage:
         report: dict[str, Any] = {"name": self.name, "texts": [self.text], "bos": first}
         report["perplexity_before"] = self._held_out(cut, validation, "judging the cut")
         folder = self.work / FIT_FOLDER
-        sources = (StoredLayers(weights, self.device, exact=True) for weights in (cut, dense))
-        layers = fit_from(*sources, windows, config, work=folder, progress=self.progress)
+        small, original = (StoredLayers(x, self.device, exact=True) for x in (cut, dense))
+        layers = fit_from(small, original, windows, config, work=folder, progress=self.progress)
         report["fit"] = {"config": asdict(config), "layers": [asdict(layer) for layer in layers]}
         fitted = CutModel(dense, plan, FittedTensors(folder, cut.model))
         report["perplexity_fitted"] = self._held_out(fitted, validation, "judging the fit")

@@ -58,5 +58,5 @@ class CutModel:
         for index, layer in enumerate(self.plan.layers):
             for name, tensor in sorted((layer.tensors() if layer else {}).items()):
                 digest.update(f"{index} {name} {tuple(tensor.shape)}".encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
