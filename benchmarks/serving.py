@@ -85,7 +85,8 @@ def run_worker(job: dict[str, Any], folder: Path) -> dict[str, float]:
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Dense and pruned in turns, as JSON-able data."""
     from rap.checkpoint.provenance import installed_version, provenance
-    from rap.pipeline import compress, resolve_source
+    from rap.checkpoint.source import resolve_source
+    from rap.pipeline import compress
 
     pruned = arguments.pruned
     if pruned is None:

@@ -21,11 +21,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rap.checkpoint.provenance import provenance
+from rap.checkpoint.shards import INDEX_FILE
 from rap.model.layers import attention_layers
 from rap.planning.plan import LayerPlan, Plan
 from rap.studies.report.report import markdown_table
 from rap.surgery.apply import apply
-from rap.surgery.stream import INDEX_FILE, apply_streamed
+from rap.surgery.stream import apply_streamed
 
 MIB = 2**20
 # Of a Llama-3 shape, scaled down: GQA 4:1, head dim 64, 126 MB a layer, 131 MB an embedding.

@@ -8,7 +8,7 @@ import torch
 
 import rap
 from cases.models import random_tokens, tiny_model
-from rap.methods.base import dense_layers
+from rap.methods.dense import dense_layers
 from rap.methods.values import layer_losses
 from rap.model.layers import attention_layers
 

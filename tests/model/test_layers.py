@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap.checkpoint.load import load_dense
-from rap.methods.base import dense_layers
+from rap.methods.dense import dense_layers
 from rap.model.errors import CheckpointError, UnsupportedModelError
 from rap.model.layers import (
     attention_layers,

@@ -14,7 +14,7 @@ from cases.plans import plan_of
 from rap.calibration.run import calibrate
 from rap.checkpoint.load import load
 from rap.methods import Rap
-from rap.methods.base import dense_layers
+from rap.methods.dense import dense_layers
 from rap.model.errors import RapError
 from rap.model.families import QKNorm
 from rap.model.layers import attention_layers

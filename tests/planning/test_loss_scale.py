@@ -7,7 +7,7 @@ from torch import Tensor
 import rap
 from cases.models import random_tokens, tiny_model
 from rap.calibration.statistics import Statistics
-from rap.methods.base import DenseLayers, dense_layers
+from rap.methods.dense import DenseLayers, dense_layers
 from rap.methods.values import layer_losses
 from rap.model.rope import AttentionShape, HeadGeometry
 

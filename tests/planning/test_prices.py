@@ -12,7 +12,7 @@ from torch import Tensor
 import rap
 from cases.family_cases import CASES
 from cases.models import random_tokens
-from rap.methods.base import dense_layers
+from rap.methods.dense import dense_layers
 from rap.model.layers import attention_layers
 from rap.planning.knapsack import allocate_by_error
 from rap.planning.losses import free_moments, key_moments, value_moments

@@ -15,12 +15,14 @@ from cases.method_cases import MethodCase
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import RapError
+from rap.calibration.sources import LoadedLayers
+from rap.calibration.streams import Stream
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_spec, text_decoder
 from rap.recovery import layer_fit
 from rap.recovery.fit import estimate_fit, fit_layers
 from rap.recovery.layer_fit import FitConfig, LayerProblem
-from rap.recovery.streams import Stream, residual_scale
+from rap.recovery.streams import residual_scale
 
 CONFIG = FitConfig(window=16, num_windows=24, steps=25, batch=2, rate=0.03)
 WINDOWS = random_tokens(24, 16)
@@ -49,9 +51,8 @@ def _last_hidden(model: Any, ids: Tensor) -> Tensor:
 def test_layers_one_by_one_are_the_whole_model_in_every_family(case: Case) -> None:
     model = case.model(dtype=torch.float32)
     windows = random_tokens(3, 16)  # the last batch is smaller
-    stream = Stream(model, windows, batch_size=2)
-    for index in range(len(stream.layers)):
-        stream.advance(stream.working(index), index)
+    stream = Stream(LoadedLayers(model), windows, batch_size=2)
+    stream.walk("walking")
     expected = _last_hidden(model, windows)
     torch.testing.assert_close(stream.hidden, expected.float(), atol=2e-4, rtol=2e-4)
 
@@ -95,8 +96,8 @@ def test_how_a_layer_adds_its_attention_is_found(
     family: str, fields: dict[str, Any], scale: float | None
 ) -> None:
     model = tiny_model(family, **fields)
-    stream = Stream(model, WINDOWS, batch_size=2)
-    layer = stream.working(0)
+    stream = Stream(LoadedLayers(model), WINDOWS, batch_size=2)
+    layer = stream.source.working(0)
     attention = getattr(layer, attention_spec(model.config).attention)
     seen: list[Tensor] = []
     attention.register_forward_hook(
@@ -158,7 +159,7 @@ def test_the_drift_of_the_stream_is_made_up_for(pair: tuple[Any, Any]) -> None:
 def test_what_it_will_hold_is_told_before(pair: tuple[Any, Any], capfd: Any) -> None:
     dense, small = pair
     estimate = estimate_fit(small, dense, WINDOWS)
-    assert estimate["streams"] == 6 * WINDOWS.numel() * 32 * 4
+    assert estimate["streams"] == WINDOWS.numel() * (3 * 32 + 1) * 4
     shared = 3 * 32 * 64 + 2 * 32  # the MLP's matrices, and two norms
     dense_attention = 2 * 32 * 64 + 2 * 32 * 32
     small_attention = 32 * (4 * 8 + 2 * 8 + 2 * 8 + 4 * 8)

@@ -1,16 +1,16 @@
 """What calibration will hold in memory beside the weights, before it starts."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from ..model.layers import text_config
+from ..model.layers import attention_layers, text_config, text_decoder
 from .logits import CHUNK_LOGITS
-from .observers import ForwardStatistic
-from .registry import STATISTICS, WINDOWS, check_needs, watched_layers
+from .observers import FLOAT, ForwardStatistic, WatchedLayer
+from .registry import STATISTICS, WINDOWS, check_needs, watched_layer, watched_layers
 
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 
@@ -33,8 +33,7 @@ def estimate_memory(
     wanted = [STATISTICS[need] for need in needs - {WINDOWS}]
     forward = any(issubclass(statistic, ForwardStatistic) for statistic in wanted)
     backward = any(not issubclass(statistic, ForwardStatistic) for statistic in wanted)
-    inner = 6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 0)
-    inner += max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
+    inner = _inner(config, layers)
     kept = config.hidden_size if checkpointing else inner
     batch = min(FORWARD_BATCH, len(windows)) if forward else 0
     activations = [tokens * size * (kept * len(layers) + inner)] if backward else [0]
@@ -46,6 +45,39 @@ def estimate_memory(
         "activations": max(*activations, batch * tokens * size * inner),
     }
     return estimate | {"total": sum(estimate.values())}
+
+
+def estimate_layers(
+    model: Any, windows: Tensor, needs: Collection[str], *, kept: int = 1
+) -> dict[str, int]:
+    """Bytes that `streamed.calibrate_layers` will hold in all, weights included, by part.
+
+    The model may be on the meta device. `layer` is the largest one in float32, `outside` what works
+    before and after the layers with a chunk of logits, `streams` what they read, `kept` times,
+    `activations` one layer's for a batch.
+    """
+    config, decoder = text_config(model.config), text_decoder(model)
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder.layers]
+    below = sum(p.numel() for p in decoder.parameters()) - sum(sizes)
+    head = sum(p.numel() for p in model.get_output_embeddings().parameters())
+    watched = [watched_layer(model, x) for x in attention_layers(model) if x.shape is not None]
+    inner = _inner(config, watched)
+    estimate = {
+        "layer": FLOAT * max(sizes),
+        "outside": FLOAT * (max(below, head) + CHUNK_LOGITS),
+        "streams": kept * FLOAT * windows.numel() * config.hidden_size,
+        "statistics": sum(
+            STATISTICS[n].num_bytes(i, len(windows)) for i in watched for n in check_needs(needs)
+        ),
+        "activations": FLOAT * min(FORWARD_BATCH, len(windows)) * windows.shape[1] * inner,
+    }
+    return estimate | {"total": sum(estimate.values())}
+
+
+def _inner(config: Any, layers: Sequence[WatchedLayer]) -> int:
+    """Numbers that one layer computes of a token."""
+    heads = max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
+    return int(6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 0) + heads)
 
 
 def must_recompute(model: Any, windows: Tensor, needs: Collection[str]) -> bool:
@@ -62,12 +94,16 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def describe_memory(estimate: dict[str, int]) -> str:
+def describe_memory(
+    estimate: dict[str, int],
+    what: str = "calibration needs about",
+    beside: str = "beside the weights",
+) -> str:
     """The estimate as one line for people."""
     parts = ", ".join(
         f"{name} {_mebibytes(size)}" for name, size in estimate.items() if name != "total"
     )
-    return f"calibration needs about {_mebibytes(estimate['total'])} beside the weights ({parts})"
+    return f"{what} {_mebibytes(estimate['total'])} {beside} ({parts})"
 
 
 def _mebibytes(size: int) -> str:

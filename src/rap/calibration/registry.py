@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..model.errors import CalibrationError
 from ..model.layers import (
+    AttentionLayer,
     attention_layers,
     attention_spec,
     layer_frequencies,
@@ -251,6 +252,12 @@ def check_needs(needs: Collection[str]) -> frozenset[str]:
     return frozenset(needs)
 
 
+def backward_needs(needs: Collection[str]) -> list[str]:
+    """Those of `needs` that no forward pass gives: gradients of the loss, and cuts to try."""
+    forward = {need for need, one in STATISTICS.items() if issubclass(one, ForwardStatistic)}
+    return sorted(check_needs(needs) - forward)
+
+
 def watched_layers(model: PreTrainedModel) -> list[WatchedLayer]:
     """Every layer with attention to prune; CalibrationError if weights are not in memory."""
     absent = next((name for name, p in model.named_parameters() if p.is_meta), None)
@@ -259,16 +266,15 @@ def watched_layers(model: PreTrainedModel) -> list[WatchedLayer]:
             f"{absent} has no weights in memory (offloaded, or the meta device): load the model "
             "with weights on devices"
         )
-    spec = attention_spec(model.config)
-    watched = []
-    for layer in attention_layers(model):
-        if layer.shape is None:
-            continue
-        linears = projections(layer, spec)
-        frequencies = layer_frequencies(model, layer)
-        watched.append(
-            WatchedLayer(
-                layer.index, layer.shape, linears, norm_weights(layer), frequencies, layer.norm
-            )
-        )
-    return watched
+    layers = attention_layers(model)
+    return [watched_layer(model, layer) for layer in layers if layer.shape is not None]
+
+
+def watched_layer(model: PreTrainedModel, layer: AttentionLayer) -> WatchedLayer:
+    """A layer of the model as statistics see it; its weights may be those of a copy."""
+    assert layer.shape is not None
+    linears = projections(layer, attention_spec(model.config))
+    frequencies = layer_frequencies(model, layer)
+    return WatchedLayer(
+        layer.index, layer.shape, linears, norm_weights(layer), frequencies, layer.norm
+    )

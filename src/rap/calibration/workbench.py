@@ -156,17 +156,20 @@ class Workbench:
         return method.plan(self.model, self.statistics_for([method]))
 
     def _collect(self, needs: frozenset[str]) -> Statistics:
+        collected = self._read(needs)
+        if self.kept_in is not None:
+            with whole_file(self._file(self.kept_in)) as partial:
+                collected.save(partial)
+        return collected
+
+    def _read(self, needs: frozenset[str]) -> Statistics:
         model = for_calibration(self.model)
         again = must_recompute(model, self.windows, needs)
         if self.progress and needs:
             estimate = estimate_memory(model, self.windows, needs, checkpointing=again)
             Console(stderr=True).print(describe_memory(estimate), soft_wrap=True)
         told: dict[str, Any] = {"checkpointing": again, "progress": self.progress}
-        collected = calibrate(model, self.windows, needs, **told)
-        if self.kept_in is not None:
-            with whole_file(self._file(self.kept_in)) as partial:
-                collected.save(partial)
-        return collected
+        return calibrate(model, self.windows, needs, **told)
 
     def _stored(self) -> Statistics | None:
         path = self._file(self.kept_in) if self.kept_in is not None else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..model.errors import CheckpointError
 
 PLAN_FILE = "plan.rap"
+REPORT_FILE = "rap_report.json"
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 

@@ -14,7 +14,7 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..methods import apply_plan, traits_of
 from ..model.errors import RapError
-from ..pipeline import compress, save
+from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
 from ..planning.plan import Plan
 from ..recovery.stages import RECOVERIES
 from ..serving.capacity import held_by_engines
@@ -22,7 +22,7 @@ from ..serving.layout import dense_head_dim
 from ..surgery.replace import Replacement, load_plan
 from ..surgery.stream import apply_streamed
 from . import options
-from .groups import Cut, Reading, grouped
+from .groups import Cut, Reading, Streaming, grouped
 from .options import console, print_json, print_table
 
 Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
@@ -41,6 +41,7 @@ def compress_command(
     output: options.Output,
     cut: Cut,
     read: Reading,
+    streamed: Streaming,
     recover: Recover = "none",
     evaluate: options.Evaluate = "bundled",
     force: options.Force = False,
@@ -48,6 +49,11 @@ def compress_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Compress MODEL to a fraction of its KV cache and write a checkpoint that loads anywhere."""
+    _check_placing(read, streamed)
+    if streamed.stream:
+        shown = None if evaluate == "none" else evaluate
+        report = _streamed(model, output, cut, read, streamed, recover, shown, force)
+        return _say_report(report, model, output, cut, load_config(output), as_json)
     result = compress(
         model,
         output=output,
@@ -64,12 +70,60 @@ def compress_command(
         force=force,
         progress=True,
     )
+    _say_report(result.report, model, output, cut, result.model.config, as_json)
+
+
+def _check_placing(read: Reading, streamed: Streaming) -> None:
+    """Raise RapError for options that the other way of working has no use for."""
+    if streamed.stream and (read.dtype != "auto" or read.device_map is not None):
+        raise RapError(
+            "--stream keeps the types that are stored and works on --device: leave --dtype and "
+            "--device-map out"
+        )
+    if not streamed.stream and (streamed.device != "cpu" or streamed.statistics is not None):
+        raise RapError("--device and --statistics go with --stream: add it, or leave them out")
+
+
+def _streamed(
+    model: str,
+    output: Path,
+    cut: Cut,
+    read: Reading,
+    streamed: Streaming,
+    recover: str,
+    evaluate: str | None,
+    force: bool,
+) -> dict[str, Any]:
+    """Compress layer by layer; the report."""
+    defaults = {} if streamed.statistics is not None else WITHOUT_GRADIENTS
+    return compress_streamed(
+        model,
+        cut.retain,
+        output,
+        method=cut.build(resolve_source(model), read.seed, **defaults),
+        statistics=streamed.statistics,
+        calibration=read.calibration,
+        num_windows=read.windows,
+        window=read.window,
+        evaluate=evaluate,
+        device=streamed.device,
+        recover=recover,
+        bos=read.bos,
+        seed=read.seed,
+        force=force,
+        progress=True,
+    )
+
+
+def _say_report(
+    report: dict[str, Any], model: str, output: Path, cut: Cut, config: Any, as_json: bool
+) -> None:
     if as_json:
-        return print_json(result.report)
-    table = comparison(result.report)
+        return print_json(report)
+    table = comparison(report)
     print_table(f"{model} at retain {cut.retain}", ["", "dense", "pruned"], table)
-    _say_held(result.model.config)
-    if cut.target in ("llamacpp", "mlx") and dense_head_dim(result.model.config) == 64:
+    _say_held(config)
+    if cut.target in ("llamacpp", "mlx") and dense_head_dim(config) == 64:
         console.print(
             f"heads of 64 channels have one width below that suits {cut.target}, 32: half the "
             "cache whatever --retain says, at the cost in quality above (docs/serving.md compares "

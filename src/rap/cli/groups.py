@@ -4,7 +4,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from ..calibration.workbench import CalibrationText
 from ..checkpoint.load import load_config
@@ -77,8 +80,11 @@ class Cut:
     profile: options.Profile = None
     target: options.Target = None
 
-    def build(self, source: str, seed: int) -> Method:
-        """The method for a checkpoint; RapError for a setting it has not, or that is said twice."""
+    def build(self, source: str, seed: int, **defaults: str) -> Method:
+        """The method for a checkpoint; RapError for a setting it has not, or that is said twice.
+
+        Of the `defaults` those count that it has and that nothing else sets.
+        """
         others = ("retain", "method", "target")
         given = {
             name: read_value(value) if isinstance(value, str) else value
@@ -87,7 +93,7 @@ class Cut:
         }
         if self.target is not None:
             given |= self._for_target(source, dict(read_method(self.method).settings) | given)
-        return parse_method(self.method, self.retain, given, seed=seed)
+        return parse_method(self.method, self.retain, given, seed=seed, **defaults)
 
     def _for_target(self, source: str, given: dict[str, Any]) -> dict[str, Any]:
         """What the target asks for; RapError where some of it was given by hand."""
@@ -140,3 +146,24 @@ class Reading(Loading, Windows):
     def text(self) -> CalibrationText:
         """What is read to calibrate."""
         return CalibrationText(self.calibration, self.windows, self.window, self.seed, self.bos)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """How a checkpoint is compressed that does not fit into memory."""
+
+    stream: Annotated[
+        bool,
+        typer.Option("--stream", help="Layer by layer from the files, without holding the model."),
+    ] = False
+    device: Annotated[
+        str, typer.Option("--device", help="With --stream: where a layer works, such as cuda.")
+    ] = "cpu"
+    statistics: Annotated[
+        Path | None,
+        typer.Option(
+            "--statistics",
+            help="With --stream: a file of rap.calibrate(...).save, for methods that need "
+            "gradients of the loss.",
+        ),
+    ] = None

@@ -10,7 +10,7 @@ import typer
 from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.card import NEARNESS, interval_text
-from ..checkpoint.files import PLAN_FILE, check_output
+from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output
 from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
@@ -19,7 +19,7 @@ from ..methods import METHODS
 from ..methods.base import traits
 from ..methods.settings import read_settings
 from ..model.errors import RapError
-from ..pipeline import REPORT_FILE, measure, measure_against, save
+from ..pipeline import measure, measure_against, save
 from ..planning.plan import Plan
 from ..recovery.config import RecoveryConfig, preset
 from ..recovery.layer_fit import FitConfig

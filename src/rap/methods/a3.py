@@ -14,7 +14,8 @@ from ..model.rope import AttentionShape
 from ..planning.budgets import Budget
 from ..planning.plan import LayerPlan
 from ..planning.scores import LayerScores, Named, score_layers
-from .base import DenseLayers, PairPruning
+from .base import PairPruning
+from .dense import DenseLayers
 from .values import in_subspace, layer_values
 
 

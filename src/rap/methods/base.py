@@ -5,62 +5,28 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
-from ..model.families import NORM_MODES, AttentionSpec
+from ..model.families import NORM_MODES
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import (
-    AttentionLayer,
-    attention_layers,
-    attention_spec,
-    base_model_type,
-    layer_frequencies,
-    norm_weights,
-    projections,
-    refuse_pruned,
-    trained_length,
-)
+from ..model.layers import attention_layers, base_model_type, refuse_pruned
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
-from ..planning.mixing import key_limit, value_limit
-from ..planning.norms import NORM_ROWS, row_sizes, with_denominators
+from ..planning.norms import NORM_ROWS, with_denominators
 from ..planning.plan import LayerPlan, Plan
 from ..planning.scores import LayerScores, Named, score_layers
 from ..surgery.apply import apply
+from .dense import DenseLayers, dense_layers
 from .settings import check_fields
 
 # Kernels of attention and matrix products lose their fast paths at widths that are no multiple of
 # 8 channels; heads narrower than this keep any number of pairs, or little would be left to choose.
 ALIGNED_WIDTH = 8
 ALIGN_FROM_HEAD_DIM = 64
-UNKNOWN_CONTEXT = 8192
 
 Ships = Literal["code", "package", "stock"]
-
-
-@dataclass(frozen=True, eq=False)
-class DenseLayers:
-    """What a method may look at beside statistics, per layer (None: no attention).
-
-    `weights` maps the roles q, k, v, o to matrices as in nn.Linear, and where keys are normalised
-    `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64 [P],
-    a layer's own: local and global layers may rotate differently.
-    `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing).
-    """
-
-    shapes: Sequence[AttentionShape | None]
-    weights: Sequence[Named | None]
-    frequencies: Sequence[Tensor | None]
-    mixes_keys: Sequence[bool]
-    context: int
-    mixes_values: Sequence[bool]
-
-    def normalises_keys(self, index: int) -> bool:
-        """Whether something divides a layer's keys by their size."""
-        return "key_sizes" in (self.weights[index] or {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +81,11 @@ class Method(ABC):
     def check(self, model: PreTrainedModel, statistics: Statistics) -> str:
         """The dense model's fingerprint; RapError unless the statistics are whole and of it."""
         refuse_pruned(model.config)
+        return self.check_statistics(statistics, fingerprint_model(model))
+
+    def check_statistics(self, statistics: Statistics, fingerprint: str) -> str:
+        """The fingerprint of the dense weights; RapError as `check`."""
         statistics.require(self.needs, self.name)
-        fingerprint = fingerprint_model(model)
         if statistics.fingerprint != fingerprint:
             raise RapError(
                 f"the statistics are of other weights ({statistics.fingerprint[:12] or 'unknown'}) "
@@ -185,7 +154,13 @@ class PairPruning(Method):
     def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
         """Score, budget, select (the paper's Budget-Alloc). The model is not changed."""
         fingerprint = self.check(model, statistics)
-        dense = dense_layers(model)
+        family = base_model_type(model.config)
+        return self.plan_layers(dense_layers(model), statistics, family, fingerprint)
+
+    def plan_layers(
+        self, dense: DenseLayers, statistics: Statistics, model_type: str, fingerprint: str
+    ) -> Plan:
+        """As `plan`, for layers whose weights need not all be in memory."""
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
         rows = self.norm_rows if self.qk_norm == "rows" else 0
         return Plan(
@@ -201,7 +176,7 @@ class PairPruning(Method):
                 )
             ),
             shapes=tuple(dense.shapes),
-            model_type=base_model_type(model.config),
+            model_type=model_type,
             retain=self.retain,
             dense_fingerprint=fingerprint,
             method=self.describe(),
@@ -262,28 +237,3 @@ def aligned(align: int | None, shapes: Sequence[AttentionShape | None]) -> int:
         return align
     narrowest = min(shape.head_dim for shape in shapes if shape is not None)
     return ALIGNED_WIDTH if narrowest >= ALIGN_FROM_HEAD_DIM else 1
-
-
-def dense_layers(model: PreTrainedModel) -> DenseLayers:
-    """Shapes, weights and frequencies of a dense model; nothing is copied but the frequencies."""
-    spec = attention_spec(model.config)
-    layers = attention_layers(model)
-    return DenseLayers(
-        shapes=[layer.shape for layer in layers],
-        weights=[_weights(layer, spec) if layer.shape is not None else None for layer in layers],
-        frequencies=[
-            layer_frequencies(model, layer) if layer.shape is not None else None for layer in layers
-        ],
-        mixes_keys=[not key_limit(layer, model.config) for layer in layers],
-        context=trained_length(model.config) or UNKNOWN_CONTEXT,
-        mixes_values=[not value_limit(model.config) for _ in layers],
-    )
-
-
-def _weights(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Tensor]:
-    assert layer.shape is not None
-    weights = {role: linear.weight for role, linear in projections(layer, spec).items()}
-    if layer.norm is not None:
-        weight = norm_weights(layer)[1].to(weights["k"].device)
-        weights["key_sizes"] = row_sizes(weights["k"], layer.shape, layer.norm, weight)
-    return weights

@@ -27,7 +27,8 @@ from ..planning.plan import LayerPlan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies, shared_pairs, shared_slots
 from ..planning.subspace import weighted_subspace
-from .base import DenseLayers, PairPruning
+from .base import PairPruning
+from .dense import DenseLayers
 from .values import in_subspace, layer_errors, layer_losses, layer_values
 
 

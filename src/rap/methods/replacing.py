@@ -21,7 +21,8 @@ from ..model.layers import (
 from ..model.rope import AttentionShape
 from ..planning.scores import Named
 from ..surgery.replace import ReplacedLayer, Replacement, check_plain, replace
-from .base import Method, Ships, dense_layers
+from .base import Method, Ships
+from .dense import dense_layers
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from ..planning.losses import (
     width_errors,
 )
 from ..planning.plan import LayerPlan
-from .base import DenseLayers
+from .dense import DenseLayers
 
 
 def layer_values(index: int, statistics: Statistics, dense: DenseLayers, metric: Metric) -> Moments:

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..calibration.progress import Progress
-from ..calibration.state import evaluating
+from ..calibration.sources import LayerSource, LoadedLayers
+from ..calibration.streams import FLOAT, Stream, new_stream
 from ..checkpoint.files import whole_file
 from ..model.errors import RapError
-from ..model.fingerprint import fingerprint_model
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -36,9 +36,7 @@ from ..model.layers import (
 from .data import fingerprint_windows
 from .layer_fit import FitConfig, LayerFit, LayerProblem
 from .runs import begin, explained
-from .streams import Stream, attention_outputs_of, residual_scale
-
-_FLOAT = 4
+from .streams import attention_outputs_of, residual_scale
 
 
 def fit_layers(
@@ -50,14 +48,32 @@ def fit_layers(
     work: Path | None = None,
     progress: bool = False,
 ) -> list[LayerFit]:
-    """Fit every cut attention of `small` in place, in order; each keeps the better of old and new.
+    """Fit every cut attention of the model `small` in place, to that of the model `dense`.
+
+    As `fit_from`. Raises RapError also for weights that are not in memory.
+    """
+    if any(parameter.is_meta for model in (small, dense) for parameter in model.parameters()):
+        raise RapError("fit needs all weights in memory: load the models without offloading")
+    sources = LoadedLayers(small), LoadedLayers(dense)
+    return fit_from(*sources, windows, config, work=work, progress=progress)
+
+
+def fit_from(
+    small: LayerSource,
+    dense: LayerSource,
+    windows: Tensor,
+    config: FitConfig | None = None,
+    *,
+    work: Path | None = None,
+    progress: bool = False,
+) -> list[LayerFit]:
+    """Fit every cut attention of `small`, in order; each keeps the better of old and new.
 
     `windows` [N, T]; the last of them judge. All parameters of the attention are trained, in
-    float32 whatever the model is stored in. Host memory: three streams of N T E floats; on the
-    device one layer of each model and a batch of activations. Every finished layer is written to
-    `work`, where a killed run goes on: it walks the streams again and ends with the same bytes.
-    Raises RapError for too few windows, weights that are not in memory, or a loss that is not
-    finite.
+    float32 whatever they are stored in. Three streams of N T E floats are held (see `new_stream`),
+    and where layers work one layer of each model and a batch of activations. Every finished layer
+    is written to `work`, where a killed run goes on: it walks the streams again and ends with the
+    same bytes. Raises RapError for too few windows, or a loss that is not finite.
     """
     config = config or FitConfig()
     num_judging = max(1, round(len(windows) * config.held_out))
@@ -65,27 +81,23 @@ def fit_layers(
         raise RapError(
             f"{len(windows)} windows leave fewer than a batch of {config.batch} to fit: give more"
         )
-    if any(parameter.is_meta for model in (small, dense) for parameter in model.parameters()):
-        raise RapError("fit needs all weights in memory: load the models without offloading")
     if progress:
-        Console(stderr=True).print(_describe(estimate_fit(small, dense, windows)), soft_wrap=True)
+        estimate = estimate_fit(small.model, dense.model, windows)
+        Console(stderr=True).print(_describe(estimate), soft_wrap=True)
     if work is not None:
         begin(work, _record(small, dense, windows, config))
-    with evaluating(small), evaluating(dense):
-        dense_stream = Stream(dense, windows, config.batch)
-        small_stream = Stream(small, windows, config.batch)
-        fitter = _Fitter(dense_stream, small_stream, config, num_judging, work)
-        return list(fitter.layers(progress))
+    theirs, mine = (Stream(source, windows, config.batch, work) for source in (dense, small))
+    return list(_Fitter(theirs, mine, config, num_judging, work).layers(progress))
 
 
 def estimate_fit(small: Any, dense: Any, windows: Tensor) -> dict[str, int]:
     """Bytes that `fit_layers` will hold beside the weights: `streams` on the host, `layers`.
 
-    Streams: what both models hand to a layer, and of the dense one its input, its attention's
-    output, what is wanted, and one more for a moment. Layers: the largest of each model in float32,
-    and three times the attention for gradients and Adam.
+    Streams: what both models hand to a layer, what is wanted of its attention, and how much every
+    token counts. Layers: the largest of each model in float32, and three times the attention for
+    gradients and Adam. Weights may be on the meta device.
     """
-    hidden = windows.numel() * text_config(dense.config).hidden_size * _FLOAT
+    hidden = windows.numel() * text_config(dense.config).hidden_size * FLOAT
 
     def largest(model: Any) -> int:
         layers = text_decoder(model).layers
@@ -96,8 +108,8 @@ def estimate_fit(small: Any, dense: Any, windows: Tensor) -> dict[str, int]:
         for layer in attention_layers(small)
         if layer.module is not None
     )
-    layers = _FLOAT * (largest(small) + largest(dense) + 3 * attention)
-    return {"streams": 6 * hidden, "layers": layers}
+    layers = FLOAT * (largest(small) + largest(dense) + 3 * attention)
+    return {"streams": 3 * hidden + windows.numel() * FLOAT, "layers": layers}
 
 
 def _describe(estimate: dict[str, int]) -> str:
@@ -119,12 +131,14 @@ class _Fitter:
     ):
         self.dense, self.small, self.config, self.work = dense, small, config, work
         self.num_judging = num_judging
-        self.attention = attention_spec(small.model.config).attention
+        self.attention = attention_spec(small.source.model.config).attention
 
     def layers(self, progress: bool) -> Iterator[LayerFit]:
         """Go through all layers in order; a result for each that was cut."""
-        mine, theirs = attention_layers(self.small.model), attention_layers(self.dense.model)
-        tokens = self.small.hidden[..., 0].numel()
+        mine, theirs = (
+            attention_layers(stream.source.model) for stream in (self.small, self.dense)
+        )
+        tokens = self.small.windows.numel()
         with Progress(
             "fitting layers", len(mine), "layers", tokens=tokens, shown=progress
         ) as shown:
@@ -136,57 +150,59 @@ class _Fitter:
                     yield result
                 else:
                     for stream in (self.dense, self.small):
-                        stream.advance(stream.working(layer.index), layer.index)
+                        stream.advance(stream.source.working(layer.index), layer.index)
                     shown.update(layer.index + 1)
 
     def _fit(self, layer: AttentionLayer) -> LayerFit:
         index = layer.index
-        mine = self.small.working(index)
+        mine = self.small.source.working(index)
         attention = getattr(mine, self.attention)
         problem = self._problem(mine, attention, index)
         result = self._stored(index, attention)
         if result is None:
             result = problem.solve()
             self._store(index, attention, result)
-        assert layer.module is not None
-        with torch.no_grad():
-            pairs = zip(layer.module.parameters(), attention.parameters(), strict=True)
-            for parameter, fitted in pairs:
-                parameter.copy_(fitted)
-                fitted.copy_(parameter)  # the stream goes on with what the model's dtype holds
+        # The stream goes on with what the model's dtype holds.
+        self.small.source.keep(index, attention)
         self.small.advance(mine, index)
         return result
 
     def _problem(self, mine: nn.Module, attention: nn.Module, index: int) -> LayerProblem:
         """What the attention is to give; the dense stream goes on to the next layer's input."""
-        theirs = self.dense.working(index)
-        before = self.dense.hidden.clone()
-        added = torch.empty_like(before)
-        with attention_outputs_of(getattr(theirs, self.attention)) as seen:
-            for rows in self.dense.batches():
-                output = self.dense.run(theirs, index, before[rows])
-                self.dense.hidden[rows], added[rows] = output.cpu(), seen.pop().cpu()
-        one = slice(0, 1)
-        scale = residual_scale(
-            self.dense, theirs, getattr(theirs, self.attention), index, before[one], added[one]
-        )
-        if scale is None:  # a norm reads the output by itself, without the stream
-            target, size = added, _mean_square(added)
-        else:
-            target = added + self.config.drift / scale * (before - self.small.hidden)
-            # Of both models: a stream that is large in one alone would rule the fit either way.
-            size = _mean_square(before / scale + added) + _mean_square(self.small.hidden / scale)
-        weight = torch.rsqrt(size + torch.finfo(size.dtype).tiny)
+        theirs = self.dense.source.working(index)
+        original = getattr(theirs, self.attention)
+        target = new_stream(tuple(self.dense.hidden.shape), self.work)
+        weight, scale = torch.empty(*target.shape[:2], 1), None
+        for rows in self.dense.batches():
+            before = self.dense.hidden[rows].clone()
+            with attention_outputs_of(original) as seen:
+                self.dense.hidden[rows] = self.dense.run(theirs, index, before).cpu()
+            added = seen.pop().cpu()
+            if rows.start == 0:
+                scale = residual_scale(self.dense, theirs, original, index, before[:1], added[:1])
+            target[rows], weight[rows] = self._wanted(before, added, self.small.hidden[rows], scale)
         return LayerProblem(
             self.small, mine, attention, index, target, weight, self.num_judging, self.config
         )
 
-    def _file(self, index: int) -> Path | None:
-        return None if self.work is None else self.work / f"layer-{index:03d}.safetensors"
+    def _wanted(
+        self, before: Tensor, added: Tensor, now: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """What the attention is to give for some windows, and the factor of every token's error.
+
+        The dense attention gives `added` for `before`; the cut one reads `now`.
+        """
+        if scale is None:  # a norm reads the output by itself, without the stream
+            target, size = added, _mean_square(added)
+        else:
+            target = added + self.config.drift / scale * (before - now)
+            # Of both models: a stream that is large in one alone would rule the fit either way.
+            size = _mean_square(before / scale + added) + _mean_square(now / scale)
+        return target, torch.rsqrt(size + torch.finfo(size.dtype).tiny)
 
     def _stored(self, index: int, attention: nn.Module) -> LayerFit | None:
         """The result of a run before this one, whose weights are loaded."""
-        path = self._file(index)
+        path = layer_file(self.work, index) if self.work is not None else None
         if path is None or not path.is_file():
             return None
         with safe_open(path, "pt") as stored:
@@ -198,13 +214,17 @@ class _Fitter:
         return LayerFit(index, float(errors["before"]), float(errors["after"]))
 
     def _store(self, index: int, attention: nn.Module, result: LayerFit) -> None:
-        path = self._file(index)
-        if path is None or self.work is None:
+        if self.work is None:
             return
         tensors = {name: p.detach().cpu().clone() for name, p in attention.named_parameters()}
         errors = {"before": repr(result.before), "after": repr(result.after)}
-        with explained(self.work), whole_file(path) as partial:
+        with explained(self.work), whole_file(layer_file(self.work, index)) as partial:
             save_file(tensors, partial, metadata=errors)
+
+
+def layer_file(work: Path, index: int) -> Path:
+    """Where the fit keeps the attention of a finished layer."""
+    return work / f"layer-{index:03d}.safetensors"
 
 
 def _mean_square(x_NTE: Tensor) -> Tensor:
@@ -212,11 +232,13 @@ def _mean_square(x_NTE: Tensor) -> Tensor:
     return x_NTE.square().mean(-1, keepdim=True)
 
 
-def _record(small: Any, dense: Any, windows: Tensor, config: FitConfig) -> dict[str, Any]:
+def _record(
+    small: LayerSource, dense: LayerSource, windows: Tensor, config: FitConfig
+) -> dict[str, Any]:
     """What a run is of: another one may not go on with its layers."""
     return {
-        "pruned": fingerprint_model(small),
-        "dense": fingerprint_model(dense),
+        "pruned": small.fingerprint,
+        "dense": dense.fingerprint,
         "windows": fingerprint_windows(windows),
         "config": asdict(config),
     }

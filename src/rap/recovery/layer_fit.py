@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..calibration.streams import Stream
 from ..model.errors import RapError
-from .streams import Stream, call_of
+from .streams import call_of
 
 WARMUP_STEPS = 5
 BETAS = (0.9, 0.95)  # in a few hundred steps the second moment must not remember the first ones

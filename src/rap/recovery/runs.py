@@ -21,6 +21,7 @@ from ..model.errors import RapError
 RECORD_FILE = "run.json"
 COMPLETE = "complete"
 FIT_FOLDER = "fit"  # of the layers that are fitted before any checkpoint
+STATISTICS_FOLDER = "statistics"  # of a run that plans, and reads its text layer by layer
 _FULL = ("no space left", "pytorchstreamwriter", "inline_container", "iostream error")
 
 
@@ -62,7 +63,7 @@ def last_checkpoint(work: Path) -> Path | None:
 
 def clear_work(work: Path) -> None:
     """Remove a finished run's checkpoints and record; what else is in the folder stays."""
-    for folder in (*_checkpoints(work), work / FIT_FOLDER):
+    for folder in (*_checkpoints(work), work / FIT_FOLDER, work / STATISTICS_FOLDER):
         shutil.rmtree(folder, ignore_errors=True)
     (work / RECORD_FILE).unlink(missing_ok=True)
     if work.is_dir() and not any(work.iterdir()):

@@ -8,6 +8,7 @@ from accelerate import dispatch_model
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..checkpoint.stored import untie
 from ..model.errors import CheckpointError
 from ..model.families import AttentionSpec
 from ..model.fingerprint import fingerprint_model, tied_names
@@ -18,7 +19,6 @@ from ..model.layers import (
     base_model_type,
     projection_tensors,
     refuse_pruned,
-    text_config,
 )
 from ..model.modeling import CONFIG_VERSION, config_class, model_class
 from ..model.norms import norm_names
@@ -66,16 +66,6 @@ def assemble(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, 
     small.generation_config = copy.deepcopy(model.generation_config)
     small.train(model.training)
     return _dispatch_like(model, small)
-
-
-def untie(config: PreTrainedConfig) -> None:
-    """Make a config say that the head is a weight of its own.
-
-    transformers keeps a head that is stored and differs though the config says tied. Engines, and
-    `tie_weights`, go by the config alone and would lose it.
-    """
-    for part in (config, text_config(config)):
-        part.tie_word_embeddings = False
 
 
 def pruned_config(dense_config: PreTrainedConfig, plan: Plan) -> Any:

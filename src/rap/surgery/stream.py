@@ -12,26 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..calibration.progress import Progress
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
-from ..checkpoint.files import PLAN_FILE, whole_directory
+from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
 from ..checkpoint.load import load_config
-from ..checkpoint.shards import (
-    DTYPE_NAMES,
-    DTYPES,
-    find_shards,
-    same_values,
-    write_header,
-    write_index,
-)
+from ..checkpoint.shards import DTYPE_NAMES, DTYPES, write_header, write_index
+from ..checkpoint.stored import StoredModel, without_weights
 from ..model.errors import CheckpointError, PlanError
-from ..model.fingerprint import Fingerprint, tied_names
+from ..model.fingerprint import Fingerprint
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -42,8 +35,7 @@ from ..model.layers import (
 )
 from ..model.modeling import auto_class
 from ..planning.plan import Plan
-from .apply import added_tensors, cut_layer, pruned_config, untie
-from .conversions import Conversions
+from .apply import added_tensors, cut_layer, pruned_config
 
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json"),
@@ -78,15 +70,16 @@ class _Entry:
 class _Rewriter:
     """The state of one streamed application: the plan, names to cut, and both fingerprints."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan):
-        self.plan, self.spec = plan, attention_spec(model.config)
-        self.layers = attention_layers(model)
-        plan.check_model(base_model_type(model.config), [layer.shape for layer in self.layers])
+    def __init__(self, stored: StoredModel, plan: Plan, changed: Mapping[str, Tensor]):
+        self.stored, self.plan, self.changed = stored, plan, changed
+        self.spec = attention_spec(stored.model.config)
+        self.layers = attention_layers(stored.model)
+        shapes = [layer.shape for layer in self.layers]
+        plan.check_model(base_model_type(stored.model.config), shapes)
         self.cuts = projection_tensors(self.layers, self.spec)
-        self.expected = model.state_dict().keys() - tied_names(model)
+        self.expected, self.conversions = stored.expected, stored.conversions
         self.added = added_tensors(plan, self.layers)
         self.dense, self.small = Fingerprint(), Fingerprint()
-        self.conversions, self.shapes = Conversions(model), _shapes(model)
         self.parts: dict[str, list[tuple[str, str]]] = {}
         self.where: dict[str, Path] = {}
 
@@ -115,11 +108,6 @@ class _Rewriter:
     def _entries(
         self, stored: Any, name: str, source: str, target: str, part: str | None
     ) -> Iterator[_Entry]:
-        if stored.get_dtype() not in DTYPES:
-            raise CheckpointError(
-                f"{source} is stored as {stored.get_dtype()}: streamed surgery takes float "
-                "weights, compress the unquantized checkpoint"
-            )
         dtype, shape = DTYPES[stored.get_dtype()], tuple(stored.get_shape())
         layer, role = self.cuts.get(target, (None, ""))
         if layer is None or self.plan.layers[layer.index] is None:
@@ -139,66 +127,54 @@ class _Rewriter:
         if entry.value is not None:
             self.small.add(entry.target, entry.value)
             return entry.value
-        dense = self._read(entry.source)
+        dense = self.stored.read(self.where[entry.source], entry.source)
         if entry.part is not None:
             self.parts.setdefault(entry.target, []).append((entry.source, entry.part))
             return dense
         self.dense.add(entry.target, dense)
-        if entry.layer is None:
+        if entry.target in self.changed:
+            result = self.changed[entry.target].to(entry.dtype)
+        elif entry.layer is None:
             self.small.add_same(entry.target, self.dense)
             return dense
-        result = self._cut(dense, entry.layer, entry.role)
+        else:
+            result = self._cut(dense, entry.layer, entry.role)
         self.small.add(entry.target, result)
         return result
 
     def join(self) -> None:
         """Hash the tensors that the model joins from several stored ones, when all are written."""
         for target, parts in self.parts.items():
-            joined = self.conversions.join(target, parts, self._read)
-            if joined is None or joined.shape != self.shapes[target]:
-                raise CheckpointError(
-                    f"{target} cannot be joined from {len(parts)} stored tensors: the checkpoint "
-                    "is incomplete, download it again"
-                )
+            joined = self.stored.join(target, parts, lambda x: self.stored.read(self.where[x], x))
             self.dense.add(target, joined)
             self.small.add_same(target, self.dense)
-
-    def _read(self, name: str) -> Tensor:
-        # Opened for each tensor: a shard that stays open keeps every page read of it mapped.
-        with safe_open(self.where[name], "pt") as shard:
-            return shard.get_tensor(name)
 
     def _cut(self, tensor: Tensor, layer: AttentionLayer, role: str) -> Tensor:
         return cut_layer(role, tensor, layer, self.plan, self.spec)
 
 
 def apply_streamed(
-    source: str | Path,
+    source: str | Path | StoredModel,
     plan: Plan,
     output: str | Path,
     *,
     traits: Mapping[str, str] | None = None,
+    changed: Mapping[str, Tensor] | None = None,
+    report: dict[str, Any] | None = None,
     force: bool = False,
     progress: bool = False,
 ) -> None:
     """Write the pruned checkpoint of `source` (directory or hub name) to the directory `output`.
 
     Byte for byte the tensors that `apply` and `save_pretrained` would write, with one tensor in
-    memory at a time. `traits` are what the plan's method says of itself, for the card. Raises
-    PlanError (also when the weights turn out to be other ones than were planned for, in which case
-    nothing is written) or CheckpointError.
+    memory at a time. `changed` are tensors of the pruned model that were fitted since, by name.
+    With a `report` it is written too, with the fingerprint of what is written, and the card is made
+    of it; else of `traits`, what the plan's method says of itself. Raises PlanError (also when the
+    weights turn out to be other ones than were planned for, in which case nothing is written) or
+    CheckpointError.
     """
-    config = load_config(source)
-    refuse_pruned(config)
-    attention_spec(config)
-    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(str(source)))
-    model = _on_meta(config)
-    rewriter = _Rewriter(model, plan)
-    shards = find_shards(folder)
-    if _unties(model, shards):
-        untie(config)
-        model = _on_meta(config)
-        rewriter = _Rewriter(model, plan)
+    stored = source if isinstance(source, StoredModel) else _opened(source, plan)
+    rewriter, shards = _Rewriter(stored, plan, changed or {}), stored.shards
     with whole_directory(output, force=force) as partial:
         weight_map, total_bytes = {}, 0
         for shard, entries in _each_shard(shards, rewriter, partial, progress=progress):
@@ -210,32 +186,28 @@ def apply_streamed(
         if plan.dense_fingerprint and fingerprint != plan.dense_fingerprint:
             raise PlanError(
                 f"the plan was made from other weights ({plan.dense_fingerprint[:12]}) than those "
-                f"in {source} ({fingerprint[:12]}): make a new plan for this checkpoint"
+                f"in {stored.name} ({fingerprint[:12]}): make a new plan for this checkpoint"
             )
         if len(shards) > 1:
             write_index(partial, weight_map, total_bytes)
-        _carry(folder, partial)
-        small = _write_config(partial, model, rewriter)
-        title = Path(output).resolve().name
-        card = model_card(unmeasured(plan, str(source), model, small, traits), title)
+        _carry(stored.folder, partial)
+        small = _write_config(partial, stored.model, rewriter)
+        if report is not None:
+            report["pruned"]["fingerprint"] = rewriter.small.value()
+            write_json(partial / REPORT_FILE, report)
+        said = report or unmeasured(plan, stored.name, stored.model, small, traits)
+        card = model_card(said, Path(output).resolve().name)
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
 
 
-def _on_meta(config: PreTrainedConfig) -> Any:
-    with torch.device("meta"):
-        return auto_class(config).from_config(config)
-
-
-def _unties(model: PreTrainedModel, shards: list[Path]) -> bool:
-    """Whether weights that the config says are tied are both stored, and differ."""
-    pairs, conversions = dict(model.all_tied_weights_keys).items(), Conversions(model)
-    where: dict[str, tuple[Path, str]] = {}
-    for path in shards:
-        with safe_open(path, "pt") as shard:
-            names = {conversions.target(name)[0]: name for name in shard.keys()}  # noqa: SIM118
-        where |= {target: (path, name) for target, name in names.items()}
-    stored = [(where[a], where[b]) for a, b in pairs if a in where and b in where]
-    return not all(same_values(*pair) for pair in stored)
+def _opened(source: str | Path, plan: Plan) -> StoredModel:
+    """The checkpoint; a plan of another model is refused before its weights are looked at."""
+    config = load_config(source)
+    refuse_pruned(config)
+    attention_spec(config)
+    shapes = [layer.shape for layer in attention_layers(without_weights(config))]
+    plan.check_model(base_model_type(config), shapes)
+    return StoredModel(source)
 
 
 def _each_shard(
@@ -253,10 +225,6 @@ def _each_shard(
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
                     bar.advance(size * entry.num_bytes / written)
             yield path, entries
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def _check_complete(rewriter: _Rewriter) -> None:

@@ -5,7 +5,7 @@ import math
 from matplotlib.axes import Axes
 
 from ...methods import Rap
-from ...methods.base import dense_layers
+from ...methods.dense import dense_layers
 from ...methods.values import layer_losses
 from ...planning.budgets import Budget
 from ...planning.losses import one_width

@@ -9,7 +9,7 @@ import math
 import torch
 from matplotlib.axes import Axes
 
-from ...methods.base import dense_layers
+from ...methods.dense import dense_layers
 from ...model.errors import UnsupportedModelError
 from .ranks import spearman
 from .study import Analysis, Data, Study, paper_cut, percent

@@ -7,7 +7,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from ...methods.base import dense_layers
+from ...methods.dense import dense_layers
 from ...planning.budgets import uniform
 from ...planning.scores import score_layers
 from .ranks import overlap, spearman

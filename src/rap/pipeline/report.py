@@ -1,100 +1,32 @@
-"""The whole story, one line per stage: checkpoint and ratio in, smaller checkpoint out."""
+"""What is measured of a model and its cut, and how a pruned checkpoint is written."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .calibration.bos import Bos, bos_token
-from .calibration.text import evaluation_tokens
-from .calibration.workbench import CalibrationText, Workbench
-from .checkpoint.card import CARD_FILE, model_card, unmeasured
-from .checkpoint.files import PLAN_FILE, check_output, whole_directory, write_json
-from .checkpoint.load import copy_processor, load_tokenizer
-from .checkpoint.provenance import provenance
-from .evaluation.cost.footprint import footprint
-from .evaluation.quality.fidelity import DenseStates
-from .evaluation.quality.perplexity import Perplexity, evaluation_window, perplexity
-from .methods import Method, parse_method, traits_of
-from .methods.base import traits
-from .model.errors import CheckpointError, RapError
-from .model.families import WRAPPERS
-from .model.fingerprint import fingerprint_model
-from .model.layers import base_model_type
-from .planning.plan import Plan
-from .recovery.runs import clear_work
-from .recovery.stages import check_recovery, recover_stage, work_folder
-from .surgery.replace import Replacement
+from ..calibration.bos import Bos, bos_token
+from ..calibration.text import evaluation_tokens
+from ..calibration.workbench import CalibrationText, Workbench
+from ..checkpoint.card import CARD_FILE, model_card, unmeasured
+from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
+from ..checkpoint.load import copy_processor, load_tokenizer
+from ..checkpoint.provenance import provenance
+from ..evaluation.cost.footprint import footprint
+from ..evaluation.quality.fidelity import DenseStates
+from ..evaluation.quality.perplexity import Perplexity, evaluation_window, perplexity
+from ..methods import Method, traits_of
+from ..methods.base import traits
+from ..model.errors import CheckpointError, RapError
+from ..model.families import WRAPPERS
+from ..model.fingerprint import fingerprint_model
+from ..model.layers import base_model_type
+from ..planning.plan import Plan
+from ..surgery.replace import Replacement
 
-REPORT_FILE = "rap_report.json"
 EVALUATION_WINDOWS = 8  # of 2,048 tokens they tell a ratio of perplexities to 3 or 4 %
-
-
-@dataclass(frozen=True)
-class Compression:
-    """What `compress` returns: the pruned model, its plan, and JSON-able measurements."""
-
-    model: Any
-    plan: Plan | Replacement
-    report: dict[str, Any]
-
-
-def compress(
-    source: Any,
-    retain: float = 0.7,
-    output: str | Path | None = None,
-    *,
-    method: Method | str = "rap",
-    tokenizer: Any = None,
-    calibration: str = "bundled",
-    num_windows: int = 32,
-    window: int = 1024,
-    evaluate: str | None = "bundled",
-    dtype: str | torch.dtype = "auto",
-    device_map: str | None = None,
-    recover: str = "none",
-    bos: Bos = "auto",
-    seed: int = 0,
-    force: bool = False,
-    progress: bool = False,
-) -> Compression:
-    """Compress a model (or checkpoint directory, hub name, `bundled`) to `retain` of its KV cache.
-
-    Calibrates, plans, cuts, recovers (`recover` is one of `recovery.stages.RECOVERIES`), measures
-    perplexity, fidelity and footprint (`evaluate` names the held-out text, None skips it), and
-    writes the checkpoint to `output` if one is given. A live model needs its `tokenizer`.
-    `method` is a method, which knows its own `retain`, or the text of one,
-    `name[:recipe][:setting=value]...`. All windows of text begin as `bos.bos_token` decides.
-    Raises a RapError for any input that cannot work, before the work it would waste.
-    """
-    check_recovery(recover)
-    if isinstance(method, str):
-        method = parse_method(method, retain, seed=seed)
-    if output is not None:
-        check_output(output, force=force)
-    reading = CalibrationText(calibration, num_windows, window, seed, bos)
-    placed: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
-    bench = Workbench.open(source, tokenizer, **placed, reading=reading, progress=progress)
-    held_out = _held_out(evaluate, bench)
-
-    plan = bench.plan(method)
-    small = method.apply(bench.model, plan)
-    models = (small, bench.model, bench.tokenizer)
-    rest: dict[str, Any] = {"seed": seed, "progress": progress}
-    small, recovery = recover_stage(
-        *models, recover, texts=[calibration], output=output, bos=bench.bos, **rest
-    )
-    judged: dict[str, Any] = {"tokens": held_out, "bos": bench.bos, "progress": progress}
-    figures = measure_against(bench.model, {"pruned": small}, bench.tokenizer, evaluate, **judged)
-    report = _report(bench, method, plan) | figures
-    report |= {"recovery": recovery, "provenance": _provenance(reading, evaluate, dtype)}
-    if output is not None:
-        save(small, plan, output, bench.tokenizer, report=report, force=force)
-        clear_work(work_folder(output))
-    return Compression(small, plan, report)
 
 
 def measure(
@@ -114,7 +46,7 @@ def measure(
     result = _weights(model)
     if text is not None:
         windows = _held_out_windows(model, tokenizer, text, tokens, bos)
-        result |= _quality(text, perplexity(model, **windows, progress=progress))
+        result |= quality(text, perplexity(model, **windows, progress=progress))
     return result
 
 
@@ -136,8 +68,8 @@ def measure_against(
     states = DenseStates(dense, **windows, progress=progress)
     for name, model in models.items():
         compared = states.compare(model, progress=progress)
-        result["dense"] |= _quality(text, compared.dense_perplexity)
-        result[name] |= _quality(text, compared.perplexity) | compared.figures()
+        result["dense"] |= quality(text, compared.dense_perplexity)
+        result[name] |= quality(text, compared.perplexity) | compared.figures()
     return result
 
 
@@ -152,7 +84,8 @@ def _held_out_windows(
     }
 
 
-def _quality(text: str, scored: Perplexity) -> dict[str, Any]:
+def quality(text: str, scored: Perplexity) -> dict[str, Any]:
+    """A perplexity as a report has it."""
     return {"perplexity": scored.value, "evaluation": {"text": text, **asdict(scored)}}
 
 
@@ -194,7 +127,7 @@ def save(
             (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 
-def _report(bench: Workbench, method: Method, plan: Plan | Replacement) -> dict[str, Any]:
+def describe(bench: Workbench, method: Method, plan: Plan | Replacement) -> dict[str, Any]:
     """What was cut and how, as JSON-able data."""
     return {
         "source": bench.name,
@@ -207,7 +140,10 @@ def _report(bench: Workbench, method: Method, plan: Plan | Replacement) -> dict[
     }
 
 
-def _provenance(read: CalibrationText, evaluate: str | None, dtype: Any) -> dict[str, Any]:
+def made_with(
+    read: CalibrationText, evaluate: str | None, dtype: Any, **more: Any
+) -> dict[str, Any]:
+    """Code, versions and settings that repeat a compression."""
     return provenance(
         calibration=read.text,
         num_windows=read.num_windows,
@@ -216,10 +152,11 @@ def _provenance(read: CalibrationText, evaluate: str | None, dtype: Any) -> dict
         dtype=str(dtype),
         seed=read.seed,
         bos=read.bos,
+        **more,
     )
 
 
-def _held_out(text: str | None, bench: Workbench) -> Tensor | None:
+def held_out(text: str | None, bench: Workbench) -> Tensor | None:
     """Tokens of the text to evaluate on, refused before the calibration that would be wasted."""
     if text is None:
         return None

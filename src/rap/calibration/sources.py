@@ -1,0 +1,156 @@
+"""Where decoder layers come from, one at a time: a model in memory, or weights that are not.
+
+Layers work in float32, whatever they are stored in, and every one is a copy that its caller may
+change, and frees.
+"""
+
+import copy
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.stored import Weights
+from ..model.fingerprint import fingerprint_model
+from ..model.layers import attention_layers, attention_spec, text_decoder
+
+
+class LayerSource(Protocol):
+    """A model whose decoder layers are handed out one at a time.
+
+    Of `model` the configuration and the modules count: its weights may be on the meta device.
+    `fingerprint` stands for the weights.
+    """
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def working(self, index: int) -> nn.Module:
+        """A float32 copy of a layer, in evaluation mode and without gradients."""
+        ...
+
+    def outside(self, *, head: bool = True) -> Any:
+        """The model with all weights that work outside the layers, those of the head if asked."""
+        ...
+
+    def keep(self, index: int, attention: nn.Module) -> None:
+        """Take over the attention of a working copy, which is rounded to what is stored."""
+        ...
+
+
+class LoadedLayers:
+    """The layers of a model in memory, which they work beside: on its devices, and kept in it."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the weights as they are when it is first asked for."""
+        return fingerprint_model(self.model)
+
+    def working(self, index: int) -> nn.Module:
+        """A float32 copy of a layer, in evaluation mode and without gradients."""
+        layer: nn.Module = copy.deepcopy(text_decoder(self.model).layers[index]).float().eval()
+        return layer.requires_grad_(False)
+
+    def outside(self, *, head: bool = True) -> Any:
+        """The model itself."""
+        return self.model
+
+    @torch.no_grad()
+    def keep(self, index: int, attention: nn.Module) -> None:
+        """Write the parameters into the model; the copy goes on with what its dtype holds."""
+        mine = attention_layers(self.model)[index].module
+        assert mine is not None
+        for parameter, fitted in zip(mine.parameters(), attention.parameters(), strict=True):
+            parameter.copy_(fitted)
+            fitted.copy_(parameter)
+
+
+class StoredLayers:
+    """The layers of weights that are not in memory, read on a `device` when they are asked for.
+
+    What works outside the layers is in float32 too, or with `exact` in the types that are stored,
+    as in a model that was loaded. Kept attention is rounded, and stored by whoever fits it.
+    """
+
+    def __init__(
+        self, weights: Weights, device: str | torch.device = "cpu", *, exact: bool = False
+    ):
+        self.weights, self.device, self.exact = weights, torch.device(device), exact
+
+    @property
+    def model(self) -> Any:
+        """On the meta device."""
+        return self.weights.model
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all weights."""
+        return self.weights.fingerprint
+
+    @cached_property
+    def prefix(self) -> str:
+        """The name of the list of layers in the model, with a dot behind."""
+        decoder = text_decoder(self.model)
+        name = next(name for name, module in self.model.named_modules() if module is decoder)
+        return f"{name}.layers.".lstrip(".")
+
+    def working(self, index: int) -> nn.Module:
+        """A float32 copy of a layer, in evaluation mode and without gradients."""
+        layer: nn.Module = copy.deepcopy(text_decoder(self.model).layers[index])
+        names = {name: f"{self.prefix}{index}.{name}" for name in layer.state_dict()}
+        state = {name: self._read(full, torch.float32) for name, full in names.items()}
+        layer.load_state_dict(state, assign=True)
+        return layer.to(self.device).float().eval().requires_grad_(False)
+
+    def attention(self, index: int) -> nn.Module | None:
+        """The attention of a layer, if it has one, as it is stored, in host memory."""
+        spec = attention_spec(self.model.config)
+        module = getattr(text_decoder(self.model).layers[index], spec.attention, None)
+        if module is None:
+            return None
+        module = copy.deepcopy(module)
+        path = f"{self.prefix}{index}.{spec.attention}"
+        state = {name: self.weights.tensor(f"{path}.{name}") for name in module.state_dict()}
+        module.load_state_dict(state, assign=True)
+        return module.requires_grad_(False)
+
+    def outside(self, *, head: bool = True) -> Any:
+        """A copy of the model with the weights of its decoder outside the layers, and the head."""
+        model = copy.deepcopy(self.model)
+        if not self.exact:
+            model.float()
+        parts = [text_decoder(model), *([model.get_output_embeddings()] if head else [])]
+        named = model.state_dict(keep_vars=True)
+        wanted = {id(x) for part in parts for x in part.state_dict(keep_vars=True).values()}
+        read: dict[int, Tensor] = {}  # weights that are tied are read once
+        state = {}
+        for name, tensor in named.items():
+            if id(tensor) in wanted and not name.startswith(self.prefix):
+                if id(tensor) not in read:
+                    read[id(tensor)] = self._read(name, None if self.exact else torch.float32)
+                state[name] = read[id(tensor)]
+        model.load_state_dict(state, assign=True, strict=False)
+        for name, buffer in model.named_buffers():
+            if not buffer.is_meta:
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, buffer.to(self.device))
+        return model.requires_grad_(False)
+
+    @torch.no_grad()
+    def keep(self, index: int, attention: nn.Module) -> None:
+        """Round the parameters to the types that are stored."""
+        path = f"{self.prefix}{index}.{attention_spec(self.model.config).attention}"
+        for name, parameter in attention.named_parameters():
+            parameter.copy_(parameter.to(self.weights.dtype(f"{path}.{name}")))
+
+    def _read(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        # A copy: what is read may be a view of the file.
+        tensor = self.weights.tensor(name)
+        wanted = dtype if tensor.is_floating_point() else None
+        return tensor.to(self.device, wanted or tensor.dtype, copy=True)

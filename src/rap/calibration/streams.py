@@ -1,0 +1,194 @@
+"""A model walked through layer by layer: what every decoder layer reads, for all windows at once.
+
+One layer works at a time, on all windows, before the next one does, so that a layer can be changed
+in between and those after it see what it gives now, and so that no other needs to be in memory.
+
+Shapes: N windows, B windows of a batch, T tokens of a window, E model dim.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.errors import RapError
+from ..model.layers import text_decoder
+from .memory import free_memory
+from .progress import track
+from .sources import LayerSource
+from .state import evaluating
+
+FLOAT = 4
+HOST_SHARE = 1 / 8  # of the free memory of the host that one stream may take before it is mapped
+
+
+class _Reached(Exception):
+    """Ends a forward pass once the first layer is reached."""
+
+
+class Stream:
+    """The residual stream of a model's decoder, [N, T, E] in float32, at the input of one layer.
+
+    `hidden` starts with what the first layer reads. Layers work in float32, whatever the model is
+    stored in, where their source puts them; the stream itself is in host memory, or, where it is
+    large there, in a file of `folder` (see `new_stream`).
+    """
+
+    def __init__(
+        self,
+        source: LayerSource,
+        windows: Tensor,
+        batch_size: int = 4,
+        folder: Path | None = None,
+    ):
+        self.source, self.batch_size = source, min(batch_size, len(windows))
+        self.folder, self.windows = folder, windows
+        self.num_layers = len(text_decoder(source.model).layers)
+        model = source.outside(head=False)
+        with evaluating(model):
+            self.arguments = _layer_arguments(model, windows[: self.batch_size])
+            for place, ids in zip(self.batches(), windows.split(self.batch_size), strict=True):
+                first = _first_input(model, ids)
+                if place.start == 0:
+                    self.hidden = new_stream((len(windows), *first.shape[1:]), folder)
+                self.hidden[place] = first
+
+    def run(self, layer: nn.Module, index: int, rows: Tensor) -> Tensor:
+        """What a (working) layer `index` gives for some windows of its input, [B, T, E]."""
+        device = next(layer.parameters()).device
+        output = layer(rows.to(device), **self.keywords(index, len(rows), device))
+        return output if isinstance(output, Tensor) else output[0]
+
+    @torch.no_grad()
+    def advance(self, layer: nn.Module, index: int) -> None:
+        """Replace `hidden` by what the working layer gives for it."""
+        for rows in self.batches():
+            self.step(layer, index, rows)
+
+    def step(self, layer: nn.Module, index: int, rows: slice) -> None:
+        """`advance` for some windows."""
+        self.hidden[rows] = self.run(layer, index, self.hidden[rows]).cpu()
+
+    def walk(self, what: str, *, progress: bool = False) -> None:
+        """Advance through all layers; `what` names the work."""
+        layers, tokens = range(self.num_layers), self.windows.numel()
+        for index in track(layers, what, "layers", tokens=tokens, shown=progress):
+            self.advance(self.source.working(index), index)
+
+    def batches(self) -> Iterator[slice]:
+        """The windows in batches."""
+        for start in range(0, len(self.windows), self.batch_size):
+            yield slice(start, start + self.batch_size)
+
+    def keywords(self, index: int, count: int, device: torch.device) -> dict[str, Any]:
+        """What a layer is called with beside its input, for a batch of `count` windows."""
+        return {
+            name: _placed(value, self.batch_size, count, device)
+            for name, value in self.arguments[index].items()
+        }
+
+    @contextmanager
+    def finished(self) -> Iterator[Any]:
+        """The model, whose layers together give what this stream, walked to its end, has become.
+
+        For its windows in order, as many at a time as are asked for; nothing else can be asked.
+        """
+        model, place = self.source.outside(), 0
+        layers = list(text_decoder(model).layers)
+
+        def answer(index: int, *args: Any, **kwargs: Any) -> Tensor:
+            nonlocal place
+            read: Tensor = args[0] if args else kwargs["hidden_states"]
+            if index < len(layers) - 1:
+                return read
+            rows = self.hidden[place : place + len(read)]
+            place += len(read)
+            return rows.to(read)
+
+        with _answered(layers, answer):
+            yield model
+
+
+def new_stream(shape: tuple[int, ...], folder: Path | None = None) -> Tensor:
+    """A float32 tensor in host memory, or mapped from a file where that would be large.
+
+    The file is in `folder`, has no name, and goes when the tensor does.
+    """
+    size = torch.Size(shape).numel()
+    if folder is None or size * FLOAT <= HOST_SHARE * free_memory(torch.device("cpu")):
+        return torch.empty(shape)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        mapped = torch.from_file(file.name, shared=True, size=size, dtype=torch.float32)
+    return mapped.view(shape)
+
+
+@contextmanager
+def _answered(layers: list[nn.Module], answer: Callable[..., Any]) -> Iterator[None]:
+    """`answer`, which gets a layer's index first, called in place of every layer's forward."""
+    own = [vars(layer).get("forward") for layer in layers]
+    try:
+        for index, layer in enumerate(layers):
+            vars(layer)["forward"] = partial(answer, index)
+        yield
+    finally:
+        for layer, forward in zip(layers, own, strict=True):
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                vars(layer)["forward"] = forward
+
+
+@torch.no_grad()
+def _layer_arguments(model: Any, ids_BT: Tensor) -> list[dict[str, Any]]:
+    """The keyword arguments that the model gives each of its decoder layers for a batch."""
+    layers = list(text_decoder(model).layers)
+    dropped = ("hidden_states", "past_key_values", "past_key_value", "layer_past")
+    seen: list[dict[str, Any]] = []
+
+    def see(index: int, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 1:
+            raise RapError(
+                f"{type(layers[index]).__name__} takes more than its input by position: fit cannot "
+                "call it by itself"
+            )
+        seen.append({name: value for name, value in kwargs.items() if name not in dropped})
+        read: Tensor = args[0] if args else kwargs["hidden_states"]
+        return read
+
+    with _answered(layers, see):
+        _forward(model, ids_BT)
+    return seen
+
+
+@torch.no_grad()
+def _first_input(model: Any, ids_BT: Tensor) -> Tensor:
+    """What the first decoder layer reads, [B, T, E] float32 in host memory."""
+    seen: list[Tensor] = []
+
+    def see(index: int, *args: Any, **kwargs: Any) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+        raise _Reached
+
+    with _answered(list(text_decoder(model).layers), see), suppress(_Reached):
+        _forward(model, ids_BT)
+    return seen[0].float().cpu()
+
+
+def _forward(model: Any, ids_BT: Tensor) -> None:
+    device = model.get_input_embeddings().weight.device
+    model.base_model(input_ids=ids_BT.to(device), use_cache=False)
+
+
+def _placed(value: Any, batch_size: int, count: int, device: torch.device) -> Any:
+    """A keyword argument for `count` windows of a batch of `batch_size`, floats in float32."""
+    if isinstance(value, Tensor):
+        taken = value[:count] if value.ndim > 0 and len(value) == batch_size > 1 else value
+        return taken.to(device, torch.float32 if value.is_floating_point() else value.dtype)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_placed(item, batch_size, count, device) for item in value)
+    return value

@@ -1,0 +1,177 @@
+"""A checkpoint as a model without weights, whose tensors are read by the model's own names.
+
+What is read is not kept: a tensor is in memory for as long as its caller holds it.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..model.errors import CheckpointError
+from ..model.fingerprint import Fingerprint, tied_names
+from ..model.layers import attention_spec, refuse_pruned, text_config
+from ..model.modeling import auto_class
+from .conversions import Conversions
+from .load import load_config
+from .shards import DTYPES, find_shards, same_values
+
+
+class Weights(Protocol):
+    """The weights of a model that are not in memory: `model` has its modules, and says their names.
+
+    `fingerprint` stands for all of them.
+    """
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def tensor(self, name: str) -> Tensor:
+        """One of them, by its name in the state dict of the model, in the type it is stored in."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that one of them is stored in."""
+        ...
+
+
+class StoredModel:
+    """A dense checkpoint, directory or hub name, whose weights stay in their files.
+
+    `model` has everything else of the model: configuration, modules on the meta device, and what no
+    checkpoint stores (frequencies of RoPE) computed. `expected` are its names of all tensors that
+    must be stored, `shapes` all its tensors' by name. Raises, before weights are read, a RapError
+    for a model that is pruned or of no known family, and for files that are damaged or not whole.
+    """
+
+    def __init__(self, source: str | Path):
+        self.name, config = str(source), load_config(source)
+        refuse_pruned(config)
+        attention_spec(config)
+        self.folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(self.name))
+        self.shards, self.model = find_shards(self.folder), without_weights(config)
+        self._find()
+        if self._unties():
+            untie(config)
+            self.model = without_weights(config)
+            self._find()
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by the model's name; experts that the model joins are read and joined."""
+        parts = self._parts(name)
+        if parts[0][2] is None:
+            return self.read(*parts[0][:2])
+        files = {stored: path for path, stored, _ in parts}
+        pairs = [(stored, part) for _, stored, part in parts if part is not None]
+        return self.join(name, pairs, lambda stored: self.read(files[stored], stored))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor is stored in, by the model's name."""
+        path, stored, _ = self._parts(name)[0]
+        with safe_open(path, "pt") as shard:
+            return DTYPES[shard.get_slice(stored).get_dtype()]
+
+    def join(self, name: str, parts: list[tuple[str, str]], read: Any) -> Tensor:
+        """What the model joins of stored `parts`, as `conversions.Conversions.join`."""
+        joined = self.conversions.join(name, parts, read)
+        if joined is None or joined.shape != self.shapes[name]:
+            raise CheckpointError(
+                f"{name} cannot be joined from {len(parts)} stored tensors: the checkpoint "
+                "is incomplete, download it again"
+            )
+        return joined
+
+    @staticmethod
+    def read(path: Path, stored: str) -> Tensor:
+        """A tensor by its file and its name there."""
+        # Opened for each tensor: a shard that stays open keeps every page read of it mapped.
+        with safe_open(path, "pt") as shard:
+            return shard.get_tensor(stored)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """That of the loaded model, from one reading of all weights, a tensor at a time."""
+        result = Fingerprint()
+        for name in sorted(self.expected):
+            result.add(name, self.tensor(name))
+        return result.value()
+
+    def _find(self) -> None:
+        """Where every tensor of the model is: file, name there, what it matched if it is a part."""
+        self.conversions, state = Conversions(self.model), self.model.state_dict()
+        self.shapes = {name: tensor.shape for name, tensor in state.items()}
+        self.expected = state.keys() - tied_names(self.model)
+        self.where: dict[str, list[tuple[Path, str, str | None]]] = {}
+        for path in self.shards:
+            with safe_open(path, "pt") as shard:
+                for stored in shard.keys():  # noqa: SIM118
+                    name, part = self.conversions.target(stored)
+                    self.where.setdefault(name, []).append((path, stored, part))
+                    if name in self.expected:
+                        _check_type(stored, shard.get_slice(stored).get_dtype())
+
+    def _parts(self, name: str) -> list[tuple[Path, str, str | None]]:
+        found = self.where.get(name) or self.where.get(self._tied.get(name, ""))
+        if not found:
+            raise CheckpointError(
+                f"the checkpoint {self.name} lacks {name}: it is incomplete, or stored under other "
+                "names; download it again, or compress it without --stream"
+            )
+        return found
+
+    @property
+    def _tied(self) -> dict[str, str]:
+        return dict(self.model.all_tied_weights_keys)
+
+    def _unties(self) -> bool:
+        """Whether weights that the config says are tied are both stored, and differ."""
+        pairs = [(a, b) for a, b in self._tied.items() if a in self.where and b in self.where]
+        return not all(same_values(self.where[a][-1][:2], self.where[b][-1][:2]) for a, b in pairs)
+
+
+def _check_type(stored: str, found: str) -> None:
+    if found not in DTYPES:
+        raise CheckpointError(
+            f"{stored} is stored as {found}: streamed surgery takes float weights, compress the "
+            "unquantized checkpoint"
+        )
+
+
+def untie(config: PreTrainedConfig) -> None:
+    """Make a config say that the head is a weight of its own.
+
+    transformers keeps a head that is stored and differs though the config says tied. Engines, and
+    `tie_weights`, go by the config alone and would lose it.
+    """
+    for part in (config, text_config(config)):
+        part.tie_word_embeddings = False
+
+
+@torch.no_grad()
+def without_weights(config: PreTrainedConfig) -> Any:
+    """The model of a config in evaluation mode, on the meta device but for what is computed."""
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    for owner in model.modules():
+        if isinstance(owner, PreTrainedModel):  # the innermost one, which comes last, decides
+            for module in owner.modules():
+                _compute_buffers(owner, module)
+    return model.eval()
+
+
+def _compute_buffers(owner: Any, module: nn.Module) -> None:
+    """Buffers that no checkpoint has, as transformers computes them when it loads one."""
+    computed = module._non_persistent_buffers_set
+    for name in computed:
+        buffer = getattr(module, name)
+        if isinstance(buffer, Tensor) and buffer.is_meta:
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    if computed:
+        owner._init_weights(module)

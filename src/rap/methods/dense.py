@@ -1,0 +1,78 @@
+"""What a method may look at of the dense model itself, beside statistics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..model.families import AttentionSpec
+from ..model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    layer_frequencies,
+    norm_weights,
+    projections,
+    trained_length,
+)
+from ..model.rope import AttentionShape
+from ..planning.mixing import key_limit, value_limit
+from ..planning.norms import row_sizes
+from ..planning.scores import Named
+
+UNKNOWN_CONTEXT = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayers:
+    """What a method may look at beside statistics, per layer (None: no attention).
+
+    `weights` maps the roles q, k, v, o to matrices as in nn.Linear, and where keys are normalised
+    `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64 [P],
+    a layer's own: local and global layers may rotate differently.
+    `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing).
+    """
+
+    shapes: Sequence[AttentionShape | None]
+    weights: Sequence[Named | None]
+    frequencies: Sequence[Tensor | None]
+    mixes_keys: Sequence[bool]
+    context: int
+    mixes_values: Sequence[bool]
+
+    def normalises_keys(self, index: int) -> bool:
+        """Whether something divides a layer's keys by their size."""
+        return "key_sizes" in (self.weights[index] or {})
+
+
+def dense_layers(
+    model: PreTrainedModel, weights: Sequence[Named | None] | None = None
+) -> DenseLayers:
+    """Shapes, weights and frequencies of a dense model; nothing is copied but the frequencies.
+
+    `weights` are those of a model that has none in memory.
+    """
+    spec, layers = attention_spec(model.config), attention_layers(model)
+    if weights is None:
+        weights = [layer_weights(x, spec) if x.shape is not None else None for x in layers]
+    return DenseLayers(
+        shapes=[layer.shape for layer in layers],
+        weights=weights,
+        frequencies=[
+            layer_frequencies(model, layer) if layer.shape is not None else None for layer in layers
+        ],
+        mixes_keys=[not key_limit(layer, model.config) for layer in layers],
+        context=trained_length(model.config) or UNKNOWN_CONTEXT,
+        mixes_values=[not value_limit(model.config) for _ in layers],
+    )
+
+
+def layer_weights(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Tensor]:
+    """Weights of one layer's attention, as `DenseLayers` has them."""
+    assert layer.shape is not None
+    weights = {role: linear.weight for role, linear in projections(layer, spec).items()}
+    if layer.norm is not None:
+        weight = norm_weights(layer)[1].to(weights["k"].device)
+        weights["key_sizes"] = row_sizes(weights["k"], layer.shape, layer.norm, weight)
+    return weights

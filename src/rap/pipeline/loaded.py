@@ -1,0 +1,81 @@
+"""The whole story, one line per stage: checkpoint and ratio in, smaller checkpoint out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..calibration.bos import Bos
+from ..calibration.workbench import CalibrationText, Workbench
+from ..checkpoint.files import check_output
+from ..methods import Method, parse_method
+from ..planning.plan import Plan
+from ..recovery.runs import clear_work
+from ..recovery.stages import check_recovery, recover_stage, work_folder
+from ..surgery.replace import Replacement
+from .report import describe, held_out, made_with, measure_against, save
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What `compress` returns: the pruned model, its plan, and JSON-able measurements."""
+
+    model: Any
+    plan: Plan | Replacement
+    report: dict[str, Any]
+
+
+def compress(
+    source: Any,
+    retain: float = 0.7,
+    output: str | Path | None = None,
+    *,
+    method: Method | str = "rap",
+    tokenizer: Any = None,
+    calibration: str = "bundled",
+    num_windows: int = 32,
+    window: int = 1024,
+    evaluate: str | None = "bundled",
+    dtype: str | torch.dtype = "auto",
+    device_map: str | None = None,
+    recover: str = "none",
+    bos: Bos = "auto",
+    seed: int = 0,
+    force: bool = False,
+    progress: bool = False,
+) -> Compression:
+    """Compress a model (or checkpoint directory, hub name, `bundled`) to `retain` of its KV cache.
+
+    Calibrates, plans, cuts, recovers (`recover` is one of `recovery.stages.RECOVERIES`), measures
+    perplexity, fidelity and footprint (`evaluate` names the held-out text, None skips it), and
+    writes the checkpoint to `output` if one is given. A live model needs its `tokenizer`.
+    `method` is a method, which knows its own `retain`, or the text of one,
+    `name[:recipe][:setting=value]...`. All windows of text begin as `bos.bos_token` decides.
+    Raises a RapError for any input that cannot work, before the work it would waste.
+    """
+    check_recovery(recover)
+    if isinstance(method, str):
+        method = parse_method(method, retain, seed=seed)
+    if output is not None:
+        check_output(output, force=force)
+    reading = CalibrationText(calibration, num_windows, window, seed, bos)
+    placed: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
+    bench = Workbench.open(source, tokenizer, **placed, reading=reading, progress=progress)
+    tokens = held_out(evaluate, bench)
+
+    plan = bench.plan(method)
+    small = method.apply(bench.model, plan)
+    models = (small, bench.model, bench.tokenizer)
+    rest: dict[str, Any] = {"seed": seed, "progress": progress}
+    small, recovery = recover_stage(
+        *models, recover, texts=[calibration], output=output, bos=bench.bos, **rest
+    )
+    judged: dict[str, Any] = {"tokens": tokens, "bos": bench.bos, "progress": progress}
+    figures = measure_against(bench.model, {"pruned": small}, bench.tokenizer, evaluate, **judged)
+    report = describe(bench, method, plan) | figures
+    report |= {"recovery": recovery, "provenance": made_with(reading, evaluate, dtype)}
+    if output is not None:
+        save(small, plan, output, bench.tokenizer, report=report, force=force)
+        clear_work(work_folder(output))
+    return Compression(small, plan, report)
