@@ -52,10 +52,12 @@ def fit_layers(
 ) -> list[LayerFit]:
     """Fit every cut attention of `small` in place, in order; each keeps the better of old and new.
 
-    `windows` [N, T]; the last of them judge. All parameters of the attention are trained, in
-    float32 whatever the model is stored in. Host memory: three streams of N T E floats; on the
-    device one layer of each model and a batch of activations. Every finished layer is written to
-    `work`, where a killed run goes on: it walks the streams again and ends with the same bytes.
+    `windows` [N, T]; the last of them judge. All parameters of the attention are trained, and by
+    scope "block" the other matrices of its layer, in float32 whatever the model is stored in. Host
+    memory: three streams of N T E floats; on the device one layer of each model and a batch of
+    activations. Every finished layer is written to `work`, where a killed run goes on: it walks the
+    streams again and ends with the same bytes.
+
     Raises RapError for too few windows, weights that are not in memory, or a loss that is not
     finite.
     """
@@ -68,7 +70,8 @@ def fit_layers(
     if any(parameter.is_meta for model in (small, dense) for parameter in model.parameters()):
         raise RapError("fit needs all weights in memory: load the models without offloading")
     if progress:
-        Console(stderr=True).print(_describe(estimate_fit(small, dense, windows)), soft_wrap=True)
+        estimate = estimate_fit(small, dense, windows, config)
+        Console(stderr=True).print(_describe(estimate), soft_wrap=True)
     if work is not None:
         begin(work, _record(small, dense, windows, config))
     with evaluating(small), evaluating(dense):
@@ -78,12 +81,14 @@ def fit_layers(
         return list(fitter.layers(progress))
 
 
-def estimate_fit(small: Any, dense: Any, windows: Tensor) -> dict[str, int]:
+def estimate_fit(
+    small: Any, dense: Any, windows: Tensor, config: FitConfig | None = None
+) -> dict[str, int]:
     """Bytes that `fit_layers` will hold beside the weights: `streams` on the host, `layers`.
 
     Streams: what both models hand to a layer, and of the dense one its input, its attention's
     output, what is wanted, and one more for a moment. Layers: the largest of each model in float32,
-    and three times the attention for gradients and Adam.
+    and three times what is trained for gradients and Adam.
     """
     hidden = windows.numel() * text_config(dense.config).hidden_size * _FLOAT
 
@@ -96,7 +101,8 @@ def estimate_fit(small: Any, dense: Any, windows: Tensor) -> dict[str, int]:
         for layer in attention_layers(small)
         if layer.module is not None
     )
-    layers = _FLOAT * (largest(small) + largest(dense) + 3 * attention)
+    trained = largest(small) if config is not None and config.scope == "block" else attention
+    layers = _FLOAT * (largest(small) + largest(dense) + 3 * trained)
     return {"streams": 6 * hidden, "layers": layers}
 
 
@@ -144,13 +150,14 @@ class _Fitter:
         mine = self.small.working(index)
         attention = getattr(mine, self.attention)
         problem = self._problem(mine, attention, index)
-        result = self._stored(index, attention)
+        result = self._stored(index, problem.trained)
         if result is None:
             result = problem.solve()
-            self._store(index, attention, result)
+            self._store(index, problem.trained, result)
         assert layer.module is not None
+        place = layer.module if problem.trained is attention else self.small.layers[index]
         with torch.no_grad():
-            pairs = zip(layer.module.parameters(), attention.parameters(), strict=True)
+            pairs = zip(place.parameters(), problem.trained.parameters(), strict=True)
             for parameter, fitted in pairs:
                 parameter.copy_(fitted)
                 fitted.copy_(parameter)  # the stream goes on with what the model's dtype holds
@@ -158,7 +165,16 @@ class _Fitter:
         return result
 
     def _problem(self, mine: nn.Module, attention: nn.Module, index: int) -> LayerProblem:
-        """What the attention is to give; the dense stream goes on to the next layer's input."""
+        """What the layer is to give; the dense stream goes on to the next layer's input."""
+        wanted = self._of_layer if self.config.scope == "block" else self._of_attention
+        target, size = wanted(mine, index)
+        weight = torch.rsqrt(size + torch.finfo(size.dtype).tiny)
+        return LayerProblem(
+            self.small, mine, attention, index, target, weight, self.num_judging, self.config
+        )
+
+    def _of_attention(self, mine: nn.Module, index: int) -> tuple[Tensor, Tensor]:
+        """What the attention is to give, and the size of the streams it is added to."""
         theirs = self.dense.working(index)
         before = self.dense.hidden.clone()
         added = torch.empty_like(before)
@@ -171,20 +187,27 @@ class _Fitter:
             self.dense, theirs, getattr(theirs, self.attention), index, before[one], added[one]
         )
         if scale is None:  # a norm reads the output by itself, without the stream
-            target, size = added, _mean_square(added)
-        else:
-            target = added + self.config.drift / scale * (before - self.small.hidden)
-            # Of both models: a stream that is large in one alone would rule the fit either way.
-            size = _mean_square(before / scale + added) + _mean_square(self.small.hidden / scale)
-        weight = torch.rsqrt(size + torch.finfo(size.dtype).tiny)
-        return LayerProblem(
-            self.small, mine, attention, index, target, weight, self.num_judging, self.config
-        )
+            return added, _mean_square(added)
+        target = added + self.config.drift / scale * (before - self.small.hidden)
+        # Of both models: a stream that is large in one alone would rule the fit either way.
+        size = _mean_square(before / scale + added) + _mean_square(self.small.hidden / scale)
+        return target, size
+
+    def _of_layer(self, mine: nn.Module, index: int) -> tuple[Tensor, Tensor]:
+        """What the layer is to give, and the size of what both models' layers do."""
+        lost = self.dense.hidden - self.small.hidden
+        self.dense.advance(self.dense.working(index), index)
+        size = _mean_square(self.dense.hidden)
+        with torch.no_grad():
+            for rows in self.small.batches():
+                output = self.small.run(mine, index, self.small.hidden[rows])
+                size[rows] += _mean_square(output.cpu())
+        return self.dense.hidden - (1 - self.config.drift) * lost, size
 
     def _file(self, index: int) -> Path | None:
         return None if self.work is None else self.work / f"layer-{index:03d}.safetensors"
 
-    def _stored(self, index: int, attention: nn.Module) -> LayerFit | None:
+    def _stored(self, index: int, trained: nn.Module) -> LayerFit | None:
         """The result of a run before this one, whose weights are loaded."""
         path = self._file(index)
         if path is None or not path.is_file():
@@ -193,15 +216,15 @@ class _Fitter:
             errors = stored.metadata()
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         with torch.no_grad():
-            for name, parameter in attention.named_parameters():
+            for name, parameter in trained.named_parameters():
                 parameter.copy_(tensors[name])
         return LayerFit(index, float(errors["before"]), float(errors["after"]))
 
-    def _store(self, index: int, attention: nn.Module, result: LayerFit) -> None:
+    def _store(self, index: int, trained: nn.Module, result: LayerFit) -> None:
         path = self._file(index)
         if path is None or self.work is None:
             return
-        tensors = {name: p.detach().cpu().clone() for name, p in attention.named_parameters()}
+        tensors = {name: p.detach().cpu().clone() for name, p in trained.named_parameters()}
         errors = {"before": repr(result.before), "after": repr(result.after)}
         with explained(self.work), whole_file(path) as partial:
             save_file(tensors, partial, metadata=errors)

@@ -1,4 +1,4 @@
-"""One attention trained to give wanted outputs: the problem, its loss, and Adam.
+"""One attention, or one whole layer, trained to give wanted outputs: problem, loss, and Adam.
 
 The error of a token is taken relative to the size of its residual stream, as the next norm reads
 it: a few tokens, the first of a window above all, carry a stream a thousand times larger than the
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..model.errors import RapError
 from .streams import Stream, call_of
 
+SCOPES = ("attention", "block")
 WARMUP_STEPS = 5
 BETAS = (0.9, 0.95)  # in a few hundred steps the second moment must not remember the first ones
 
@@ -30,7 +31,9 @@ class FitConfig:
     whether a layer became better; `validation_windows` others judge the whole. Each of `steps`
     steps of Adam reads `batch` windows; `rate` is the first rate of a matrix in units of its root
     mean square, and falls to zero by a cosine. `drift` is the share of what the stream has lost
-    that a layer is to make up for.
+    that a layer is to make up for. `scope` says what of a layer is trained, and what is wanted to
+    come out right: its attention, or all of it, "block", where the matrices outside the attention
+    begin at `feed_forward_rate`.
     """
 
     window: int = 512
@@ -41,6 +44,8 @@ class FitConfig:
     batch: int = 2
     rate: float = 0.03
     drift: float = 1.0
+    scope: str = "attention"
+    feed_forward_rate: float = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,7 +54,9 @@ class FitConfig:
         for name in ("validation_windows", "steps", "batch"):
             self._check(name, getattr(self, name) >= 1, "give 1 or more")
         self._check("held_out", 0 < self.held_out < 1, "give a share between 0 and 1")
-        self._check("rate", self.rate > 0, "give a positive number")
+        for name in ("rate", "feed_forward_rate"):
+            self._check(name, getattr(self, name) > 0, "give a positive number")
+        self._check("scope", self.scope in SCOPES, f"use one of {', '.join(SCOPES)}")
         self._check("drift", 0 <= self.drift <= 1, "give a share from 0 to 1")
 
     def _check(self, name: str, good: bool, remedy: str) -> None:
@@ -75,8 +82,8 @@ class LayerFit:
 class LayerProblem:
     """The attention of layer `index` of a stream, inside its working layer, and what it is to give.
 
-    `target` [N, T, E] is wanted of it, `weight` [N, T, 1] multiplies its error. The last
-    `num_judging` windows judge and the others fit.
+    `target` [N, T, E] is wanted of it, or of the layer by scope "block"; `weight` [N, T, 1]
+    multiplies the error. The last `num_judging` windows judge and the others fit.
     """
 
     stream: Stream
@@ -88,14 +95,19 @@ class LayerProblem:
     num_judging: int
     config: FitConfig
 
+    @property
+    def trained(self) -> nn.Module:
+        """What the result is of: the attention or the layer."""
+        return self.layer if self.config.scope == "block" else self.attention
+
     def solve(self) -> LayerFit:
-        """Train all parameters of the attention in place, or leave them if that is no better."""
-        start = copy.deepcopy(self.attention.state_dict())
+        """Train what is to be trained in place, or leave it if that is no better."""
+        start = copy.deepcopy(self.trained.state_dict())
         before = self.judge()
         self._train()
         after = self.judge()
         if not after < before:
-            self.attention.load_state_dict(start)
+            self.trained.load_state_dict(start)
         return LayerFit(self.index, before, after)
 
     @torch.no_grad()
@@ -108,19 +120,30 @@ class LayerProblem:
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean squared error for some windows [B], each token's relative to its stream."""
-        args, kwargs = call_of(self.attention, self.stream, self.layer, self.index, rows)
-        output = self.attention(*args, **kwargs)
-        output = output if isinstance(output, Tensor) else output[0]
+        output = self._output(rows)
         error = output - self.target[rows].to(output.device)
         return (error * self.weight[rows].to(output.device)).square().mean()
 
+    def _output(self, rows: Tensor) -> Tensor:
+        if self.config.scope == "block":
+            return self.stream.run(self.layer, self.index, self.stream.hidden[rows])
+        args, kwargs = call_of(self.attention, self.stream, self.layer, self.index, rows)
+        output = self.attention(*args, **kwargs)
+        return output if isinstance(output, Tensor) else output[0]
+
+    def _rates(self) -> dict[nn.Parameter, float]:
+        """What is trained, and how fast: all of the attention, and matrices outside it."""
+        rates = dict.fromkeys(self.attention.parameters(), self.config.rate)
+        if self.config.scope == "block":
+            others = (p for p in self.layer.parameters() if p not in rates and p.ndim > 1)
+            rates |= dict.fromkeys(others, self.config.feed_forward_rate)
+        return rates
+
     def _train(self) -> None:
-        config = self.config
-        self.attention.requires_grad_(True)
-        groups = [
-            {"params": [p], "lr": config.rate * p.detach().square().mean().sqrt().item()}
-            for p in self.attention.parameters()
-        ]
+        groups = []
+        for parameter, rate in self._rates().items():
+            size = parameter.detach().square().mean().sqrt().item()
+            groups.append({"params": [parameter.requires_grad_(True)], "lr": rate * size})
         optimizer = torch.optim.Adam(groups, betas=BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
         for rows in self._batches():
@@ -134,7 +157,7 @@ class LayerProblem:
             loss.backward()
             optimizer.step()
             schedule.step()
-        self.attention.requires_grad_(False)
+        self.layer.requires_grad_(False)
 
     def _share(self, step: int) -> float:
         """Of the first rate, at a step."""
