@@ -22,7 +22,7 @@ from rap.recovery.fit import estimate_fit, fit_layers
 from rap.recovery.layer_fit import FitConfig, LayerProblem
 from rap.recovery.streams import Stream, residual_scale
 
-CONFIG = FitConfig(window=16, num_windows=24, steps=25, batch=2, rate=0.03)
+CONFIG = FitConfig(window=16, num_windows=24, steps=25, batch=2, rate=0.03, scope="attention")
 WINDOWS = random_tokens(24, 16)
 
 

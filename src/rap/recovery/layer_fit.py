@@ -37,14 +37,14 @@ class FitConfig:
     """
 
     window: int = 512
-    num_windows: int = 64
+    num_windows: int = 96
     validation_windows: int = 32
     held_out: float = 0.125
     steps: int = 160
     batch: int = 2
-    rate: float = 0.03
+    rate: float = 0.01
     drift: float = 1.0
-    scope: str = "attention"
+    scope: str = "block"
     feed_forward_rate: float = 0.01
     seed: int = 0
 
