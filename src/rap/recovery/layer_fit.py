@@ -32,8 +32,8 @@ class FitConfig:
     steps of Adam reads `batch` windows; `rate` is the first rate of a matrix in units of its root
     mean square, and falls to zero by a cosine. `drift` is the share of what the stream has lost
     that a layer is to make up for. `scope` says what of a layer is trained, and what is wanted to
-    come out right: its attention, or all of it, "block", where the matrices outside the attention
-    begin at `feed_forward_rate`.
+    come out right: its attention, or "block", all of it, where the matrices of a dense feed-forward
+    begin at `feed_forward_rate`, and experts and their routers stay.
     """
 
     window: int = 512
@@ -132,10 +132,11 @@ class LayerProblem:
         return output if isinstance(output, Tensor) else output[0]
 
     def _rates(self) -> dict[nn.Parameter, float]:
-        """What is trained, and how fast: all of the attention, and matrices outside it."""
+        """What is trained, and how fast: attention, and the matrices of a dense feed-forward."""
         rates = dict.fromkeys(self.attention.parameters(), self.config.rate)
         if self.config.scope == "block":
-            others = (p for p in self.layer.parameters() if p not in rates and p.ndim > 1)
+            left = {*rates, *_of_experts(self.layer)}
+            others = (p for p in self.layer.parameters() if p not in left and p.ndim == 2)
             rates |= dict.fromkeys(others, self.config.feed_forward_rate)
         return rates
 
@@ -173,3 +174,13 @@ class LayerProblem:
                 left = torch.cat([left, torch.randperm(count, generator=generator)])
             yield left[: self.config.batch]
             left = left[self.config.batch :]
+
+
+def _of_experts(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of sparse feed-forwards, their routers included.
+
+    An expert sees few tokens of a short text, and would learn them by heart.
+    """
+    for name, module in layer.named_modules():
+        if any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)):
+            yield from layer.get_submodule(name.rpartition(".")[0] or name).parameters()
