@@ -24,7 +24,7 @@ from rap.recovery.fit import estimate_fit, fit_layers
 from rap.recovery.layer_fit import FitConfig, LayerProblem
 from rap.recovery.streams import residual_scale
 
-CONFIG = FitConfig(window=16, num_windows=24, steps=25, batch=2, rate=0.03)
+CONFIG = FitConfig(window=16, num_windows=24, steps=25, batch=2, rate=0.03, scope="attention")
 WINDOWS = random_tokens(24, 16)
 
 
@@ -127,6 +127,55 @@ def test_only_attention_changes_and_the_dense_model_does_not(pair: tuple[Any, An
     assert all(parameter.requires_grad for parameter in small.parameters())
 
 
+SPARSE = ("qwen3_moe", "gpt_oss", "mixtral")
+BLOCKS = ("llama", "gemma2", "gpt_neox", "granite", *SPARSE)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in FAMILIES if case.name in BLOCKS], ids=lambda case: case.name
+)
+def test_a_whole_block_is_fitted(case: Case) -> None:
+    dense = case.model(dtype=torch.float32)
+    small = rap.apply(dense, random_case_plan(dense, case))
+    before = {name: tensor.clone() for name, tensor in small.state_dict().items()}
+    # Few tokens are learned by heart: more of them, and slower.
+    config = replace(CONFIG, scope="block", rate=0.01, feed_forward_rate=0.003)
+    results = fit_layers(small, dense, random_tokens(128, 16), config)
+    changed = {n for n, tensor in small.state_dict().items() if not torch.equal(tensor, before[n])}
+    assert any(found.kept for found in results)
+    kept = tuple(f".layers.{found.layer}." for found in results if found.kept)
+    attention = f".{attention_spec(small.config).attention}."
+    assert all(any(place in name for place in kept) for name in changed)
+    assert any(attention in name for name in changed)
+    outside = {name for name in changed if attention not in name}
+    assert bool(outside) == (case.name not in SPARSE), "experts stay"
+    assert all(before[name].ndim == 2 for name in outside), "norms stay"
+
+
+def test_a_block_repairs_more_than_its_attention() -> None:
+    """The stream after the last layer is nearer to the dense one, on text of no use to the fit."""
+    dense = tiny_model("llama", hidden=32, layers=3)
+    windows, others = random_tokens(128, 16), random_tokens(16, 16, seed=5)
+    distances = {}
+    for scope in ("attention", "block"):
+        small = rap.apply(dense, random_plan(dense, ((3, 6), (3, 6), (3, 6))))
+        fit_layers(small, dense, windows, replace(CONFIG, scope=scope, rate=0.01, steps=80))
+        distances[scope] = (_last_hidden(small, others) - _last_hidden(dense, others)).norm()
+    assert distances["block"] < distances["attention"]
+
+
+def test_the_error_of_a_block_is_that_of_its_definition(pair: tuple[Any, Any]) -> None:
+    dense, small = pair
+    outputs = []
+    for model in (dense, small):
+        with torch.no_grad():
+            outputs.append(model(WINDOWS[-3:], output_hidden_states=True).hidden_states[1])
+    sizes = [output.square().mean(-1, keepdim=True) for output in outputs]
+    error = ((outputs[1] - outputs[0]).square() / (sizes[0] + sizes[1])).mean()
+    found = fit_layers(small, dense, WINDOWS, replace(CONFIG, scope="block"))[0]
+    assert found.before == pytest.approx(float(error), rel=1e-4)
+
+
 def test_the_error_is_that_of_its_definition(pair: tuple[Any, Any]) -> None:
     """Of the first layer, whose inputs are the same in both models, from plain forward passes."""
     dense, small = pair
@@ -158,23 +207,27 @@ def test_the_drift_of_the_stream_is_made_up_for(pair: tuple[Any, Any]) -> None:
 
 def test_what_it_will_hold_is_told_before(pair: tuple[Any, Any], capfd: Any) -> None:
     dense, small = pair
-    estimate = estimate_fit(small, dense, WINDOWS)
+    estimate = estimate_fit(small, dense, WINDOWS, CONFIG)
     assert estimate["streams"] == WINDOWS.numel() * (3 * 32 + 1) * 4
     shared = 3 * 32 * 64 + 2 * 32  # the MLP's matrices, and two norms
     dense_attention = 2 * 32 * 64 + 2 * 32 * 32
     small_attention = 32 * (4 * 8 + 2 * 8 + 2 * 8 + 4 * 8)
     layers = 2 * shared + dense_attention + 4 * small_attention
     assert estimate["layers"] == 4 * layers
+    blocks = estimate_fit(small, dense, WINDOWS, replace(CONFIG, scope="block"))
+    assert blocks["layers"] == 4 * (layers + 3 * 3 * 32 * 64)
     fit_layers(small, dense, WINDOWS, replace(CONFIG, steps=1), progress=True)
     assert "the fit needs about 0." in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("scope", layer_fit.SCOPES)
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
-    pair: tuple[Any, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Any, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> None:
     dense, _ = pair
+    config = replace(CONFIG, scope=scope)
     cut = [rap.apply(dense, random_plan(dense, ((4, 8), (3, 6), (4, 8)))) for _ in range(2)]
-    whole = fit_layers(cut[0], dense, WINDOWS, CONFIG)
+    whole = fit_layers(cut[0], dense, WINDOWS, config)
     solve, solved = LayerProblem.solve, []
 
     def solve_some(problem: LayerProblem) -> layer_fit.LayerFit:
@@ -185,14 +238,14 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
 
     monkeypatch.setattr(LayerProblem, "solve", solve_some)
     with pytest.raises(KeyboardInterrupt):
-        fit_layers(cut[1], dense, WINDOWS, CONFIG, work=tmp_path)
+        fit_layers(cut[1], dense, WINDOWS, config, work=tmp_path)
     again = rap.apply(dense, random_plan(dense, ((4, 8), (3, 6), (4, 8))))
-    assert fit_layers(again, dense, WINDOWS, CONFIG, work=tmp_path) == whole
+    assert fit_layers(again, dense, WINDOWS, config, work=tmp_path) == whole
     assert solved == [0, 1, 1, 2]
     assert fingerprint_model(again) == fingerprint_model(cut[0])
     other = rap.apply(dense, random_plan(dense, ((4, 8), (3, 6), (4, 8))))
     with pytest.raises(RapError, match="another config"):
-        fit_layers(other, dense, WINDOWS, replace(CONFIG, steps=3), work=tmp_path)
+        fit_layers(other, dense, WINDOWS, replace(config, steps=3), work=tmp_path)
 
 
 def test_a_low_precision_model_is_fitted_in_float32(pair: tuple[Any, Any]) -> None:
@@ -214,6 +267,7 @@ def test_what_cannot_be_fitted_is_refused(pair: tuple[Any, Any]) -> None:
         small.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
     with pytest.raises(RapError, match="layer 1"):
         fit_layers(small, dense, WINDOWS, CONFIG)
-    for name, value in {"steps": 0, "rate": 0.0, "drift": 2.0, "held_out": 1.0}.items():
+    wrong = {"steps": 0, "rate": 0.0, "drift": 2.0, "held_out": 1.0, "scope": "all"}
+    for name, value in wrong.items():
         with pytest.raises(RapError, match=f"fit {name}"):
             FitConfig(**{name: value})

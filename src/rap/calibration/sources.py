@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.stored import Weights
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import attention_layers, attention_spec, text_decoder
+from ..model.layers import attention_spec, text_decoder
 
 
 class LayerSource(Protocol):
@@ -36,8 +36,8 @@ class LayerSource(Protocol):
         """The model with all weights that work outside the layers, those of the head if asked."""
         ...
 
-    def keep(self, index: int, attention: nn.Module) -> None:
-        """Take over the attention of a working copy, which is rounded to what is stored."""
+    def keep(self, index: int, layer: nn.Module) -> None:
+        """Take over a working copy, which is rounded to what is stored."""
         ...
 
 
@@ -62,11 +62,10 @@ class LoadedLayers:
         return self.model
 
     @torch.no_grad()
-    def keep(self, index: int, attention: nn.Module) -> None:
+    def keep(self, index: int, layer: nn.Module) -> None:
         """Write the parameters into the model; the copy goes on with what its dtype holds."""
-        mine = attention_layers(self.model)[index].module
-        assert mine is not None
-        for parameter, fitted in zip(mine.parameters(), attention.parameters(), strict=True):
+        mine = text_decoder(self.model).layers[index]
+        for parameter, fitted in zip(mine.parameters(), layer.parameters(), strict=True):
             parameter.copy_(fitted)
             fitted.copy_(parameter)
 
@@ -75,7 +74,7 @@ class StoredLayers:
     """The layers of weights that are not in memory, read on a `device` when they are asked for.
 
     What works outside the layers is in float32 too, or with `exact` in the types that are stored,
-    as in a model that was loaded. Kept attention is rounded, and stored by whoever fits it.
+    as in a model that was loaded. A layer that is kept is rounded, and stored by whoever fits it.
     """
 
     def __init__(
@@ -143,11 +142,10 @@ class StoredLayers:
         return model.requires_grad_(False)
 
     @torch.no_grad()
-    def keep(self, index: int, attention: nn.Module) -> None:
+    def keep(self, index: int, layer: nn.Module) -> None:
         """Round the parameters to the types that are stored."""
-        path = f"{self.prefix}{index}.{attention_spec(self.model.config).attention}"
-        for name, parameter in attention.named_parameters():
-            parameter.copy_(parameter.to(self.weights.dtype(f"{path}.{name}")))
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(parameter.to(self.weights.dtype(f"{self.prefix}{index}.{name}")))
 
     def _read(self, name: str, dtype: torch.dtype | None) -> Tensor:
         # A copy: what is read may be a view of the file.

@@ -153,7 +153,8 @@ def _say(bench: StreamedBench, method: PairPruning, stage: StreamedStage, measur
     needs = method.needs_for(bench.model)
     parts = {"calibrating": estimate_layers(bench.model, bench.windows, needs)["total"]}
     if stage.name == "fit":
-        parts["fitting"] = sum(estimate_fit(bench.model, bench.model, stage.sizes).values())
+        models = bench.model, bench.model
+        parts["fitting"] = sum(estimate_fit(*models, stage.sizes, stage.settings).values())
     if measured:
         shape = EVALUATION_WINDOWS, evaluation_window(bench.model, None)
         windows = torch.empty(shape, dtype=torch.long, device="meta")

@@ -34,7 +34,7 @@ from ..model.layers import (
     text_decoder,
 )
 from .data import fingerprint_windows
-from .layer_fit import FitConfig, LayerFit, LayerProblem
+from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
 from .runs import begin, explained
 from .streams import attention_outputs_of, residual_scale
 
@@ -69,11 +69,12 @@ def fit_from(
 ) -> list[LayerFit]:
     """Fit every cut attention of `small`, in order; each keeps the better of old and new.
 
-    `windows` [N, T]; the last of them judge. All parameters of the attention are trained, in
-    float32 whatever they are stored in. Three streams of N T E floats are held (see `new_stream`),
-    and where layers work one layer of each model and a batch of activations. Every finished layer
-    is written to `work`, where a killed run goes on: it walks the streams again and ends with the
-    same bytes. Raises RapError for too few windows, or a loss that is not finite.
+    `windows` [N, T]; the last of them judge. Trained are all parameters of the attention, and by
+    scope "block" the matrices of a dense feed-forward, in float32 whatever they are stored in.
+    Three streams of N T E floats are held (see `new_stream`), and where layers work one layer of
+    each model and a batch of activations. What was trained of a layer is written to `work`, where a
+    killed run goes on: it walks the streams again and ends with the same bytes. Raises RapError for
+    too few windows, or a loss that is not finite.
     """
     config = config or FitConfig()
     num_judging = max(1, round(len(windows) * config.held_out))
@@ -82,7 +83,7 @@ def fit_from(
             f"{len(windows)} windows leave fewer than a batch of {config.batch} to fit: give more"
         )
     if progress:
-        estimate = estimate_fit(small.model, dense.model, windows)
+        estimate = estimate_fit(small.model, dense.model, windows, config)
         Console(stderr=True).print(_describe(estimate), soft_wrap=True)
     if work is not None:
         begin(work, _record(small, dense, windows, config))
@@ -90,11 +91,13 @@ def fit_from(
     return list(_Fitter(theirs, mine, config, num_judging, work).layers(progress))
 
 
-def estimate_fit(small: Any, dense: Any, windows: Tensor) -> dict[str, int]:
+def estimate_fit(
+    small: Any, dense: Any, windows: Tensor, config: FitConfig | None = None
+) -> dict[str, int]:
     """Bytes that `fit_layers` will hold beside the weights: `streams` on the host, `layers`.
 
-    Streams: what both models hand to a layer, what is wanted of its attention, and how much every
-    token counts. Layers: the largest of each model in float32, and three times the attention for
+    Streams: what both models hand to a layer, what is wanted of it, and how much every token
+    counts. Layers: the largest of each model in float32, and three times what is trained of one for
     gradients and Adam. Weights may be on the meta device.
     """
     hidden = windows.numel() * text_config(dense.config).hidden_size * FLOAT
@@ -103,12 +106,13 @@ def estimate_fit(small: Any, dense: Any, windows: Tensor) -> dict[str, int]:
         layers = text_decoder(model).layers
         return max(sum(p.numel() for p in layer.parameters()) for layer in layers)
 
-    attention = max(
-        sum(parameter.numel() for parameter in layer.module.parameters())
-        for layer in attention_layers(small)
-        if layer.module is not None
+    scope, name = (config or FitConfig()).scope, attention_spec(small.config).attention
+    trained = max(
+        sum(p.numel() for p in trained_parameters(layer, getattr(layer, name), scope).values())
+        for layer in text_decoder(small).layers
+        if hasattr(layer, name)
     )
-    layers = FLOAT * (largest(small) + largest(dense) + 3 * attention)
+    layers = FLOAT * (largest(small) + largest(dense) + 3 * trained)
     return {"streams": 3 * hidden + windows.numel() * FLOAT, "layers": layers}
 
 
@@ -156,31 +160,36 @@ class _Fitter:
     def _fit(self, layer: AttentionLayer) -> LayerFit:
         index = layer.index
         mine = self.small.source.working(index)
-        attention = getattr(mine, self.attention)
-        problem = self._problem(mine, attention, index)
-        result = self._stored(index, attention)
+        problem = self._problem(mine, index)
+        result = self._stored(index, problem)
         if result is None:
             result = problem.solve()
-            self._store(index, attention, result)
+            self._store(index, problem, result)
         # The stream goes on with what the model's dtype holds.
-        self.small.source.keep(index, attention)
+        self.small.source.keep(index, mine)
         self.small.advance(mine, index)
         return result
 
-    def _problem(self, mine: nn.Module, attention: nn.Module, index: int) -> LayerProblem:
-        """What the attention is to give; the dense stream goes on to the next layer's input."""
+    def _problem(self, mine: nn.Module, index: int) -> LayerProblem:
+        """What the layer is to give; the dense stream goes on to the next layer's input."""
         theirs = self.dense.source.working(index)
-        original = getattr(theirs, self.attention)
+        original, attention = (getattr(layer, self.attention) for layer in (theirs, mine))
         target = new_stream(tuple(self.dense.hidden.shape), self.work)
         weight, scale = torch.empty(*target.shape[:2], 1), None
         for rows in self.dense.batches():
-            before = self.dense.hidden[rows].clone()
+            before, now = self.dense.hidden[rows].clone(), self.small.hidden[rows]
             with attention_outputs_of(original) as seen:
-                self.dense.hidden[rows] = self.dense.run(theirs, index, before).cpu()
-            added = seen.pop().cpu()
+                after = self.dense.run(theirs, index, before).cpu()
+                added = seen.pop().cpu()
+                self.dense.hidden[rows] = after
+                if self.config.scope == "block":
+                    given = self.small.run(mine, index, now).cpu()
+                    target[rows] = after - (1 - self.config.drift) * (before - now)
+                    weight[rows] = _weight(_mean_square(after) + _mean_square(given))
+                    continue
             if rows.start == 0:
                 scale = residual_scale(self.dense, theirs, original, index, before[:1], added[:1])
-            target[rows], weight[rows] = self._wanted(before, added, self.small.hidden[rows], scale)
+            target[rows], weight[rows] = self._wanted(before, added, now, scale)
         return LayerProblem(
             self.small, mine, attention, index, target, weight, self.num_judging, self.config
         )
@@ -193,43 +202,45 @@ class _Fitter:
         The dense attention gives `added` for `before`; the cut one reads `now`.
         """
         if scale is None:  # a norm reads the output by itself, without the stream
-            target, size = added, _mean_square(added)
-        else:
-            target = added + self.config.drift / scale * (before - now)
-            # Of both models: a stream that is large in one alone would rule the fit either way.
-            size = _mean_square(before / scale + added) + _mean_square(now / scale)
-        return target, torch.rsqrt(size + torch.finfo(size.dtype).tiny)
+            return added, _weight(_mean_square(added))
+        target = added + self.config.drift / scale * (before - now)
+        # Of both models: a stream that is large in one alone would rule the fit either way.
+        return target, _weight(_mean_square(before / scale + added) + _mean_square(now / scale))
 
-    def _stored(self, index: int, attention: nn.Module) -> LayerFit | None:
+    def _stored(self, index: int, problem: LayerProblem) -> LayerFit | None:
         """The result of a run before this one, whose weights are loaded."""
         path = layer_file(self.work, index) if self.work is not None else None
         if path is None or not path.is_file():
             return None
         with safe_open(path, "pt") as stored:
             errors = stored.metadata()
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        with torch.no_grad():
-            for name, parameter in attention.named_parameters():
-                parameter.copy_(tensors[name])
+            with torch.no_grad():
+                for name, parameter in problem.trained.items():
+                    parameter.copy_(stored.get_tensor(name))
         return LayerFit(index, float(errors["before"]), float(errors["after"]))
 
-    def _store(self, index: int, attention: nn.Module, result: LayerFit) -> None:
+    def _store(self, index: int, problem: LayerProblem, result: LayerFit) -> None:
         if self.work is None:
             return
-        tensors = {name: p.detach().cpu().clone() for name, p in attention.named_parameters()}
+        tensors = {name: p.detach().cpu().clone() for name, p in problem.trained.items()}
         errors = {"before": repr(result.before), "after": repr(result.after)}
         with explained(self.work), whole_file(layer_file(self.work, index)) as partial:
             save_file(tensors, partial, metadata=errors)
 
 
 def layer_file(work: Path, index: int) -> Path:
-    """Where the fit keeps the attention of a finished layer."""
+    """Where the fit keeps what it trained of a finished layer, by the names in the layer."""
     return work / f"layer-{index:03d}.safetensors"
 
 
 def _mean_square(x_NTE: Tensor) -> Tensor:
     """Of every token, [N, T, 1]."""
     return x_NTE.square().mean(-1, keepdim=True)
+
+
+def _weight(size: Tensor) -> Tensor:
+    """The factor of an error that is to count relative to the root of a mean square."""
+    return torch.rsqrt(size + torch.finfo(size.dtype).tiny)
 
 
 def _record(

@@ -1,4 +1,4 @@
-"""One attention trained to give wanted outputs: the problem, its loss, and Adam.
+"""One attention, or one whole layer, trained to give wanted outputs: problem, loss, and Adam.
 
 The error of a token is taken relative to the size of its residual stream, as the next norm reads
 it: a few tokens, the first of a window above all, carry a stream a thousand times larger than the
@@ -7,10 +7,10 @@ others, and would else be all that is fitted.
 Shapes: N windows, B windows of a batch, T tokens of a window, E model dim.
 """
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ..calibration.streams import Stream
 from ..model.errors import RapError
 from .streams import call_of
 
+SCOPES = ("attention", "block")
 WARMUP_STEPS = 5
 BETAS = (0.9, 0.95)  # in a few hundred steps the second moment must not remember the first ones
 
@@ -31,17 +32,21 @@ class FitConfig:
     whether a layer became better; `validation_windows` others judge the whole. Each of `steps`
     steps of Adam reads `batch` windows; `rate` is the first rate of a matrix in units of its root
     mean square, and falls to zero by a cosine. `drift` is the share of what the stream has lost
-    that a layer is to make up for.
+    that a layer is to make up for. `scope` says what of a layer is trained, and what is wanted to
+    come out right: its attention, or "block", all of it, where the matrices of a dense feed-forward
+    begin at `feed_forward_rate`, and experts and their routers stay.
     """
 
     window: int = 512
-    num_windows: int = 64
+    num_windows: int = 96
     validation_windows: int = 32
     held_out: float = 0.125
     steps: int = 160
     batch: int = 2
-    rate: float = 0.03
+    rate: float = 0.01
     drift: float = 1.0
+    scope: str = "block"
+    feed_forward_rate: float = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,7 +55,9 @@ class FitConfig:
         for name in ("validation_windows", "steps", "batch"):
             self._check(name, getattr(self, name) >= 1, "give 1 or more")
         self._check("held_out", 0 < self.held_out < 1, "give a share between 0 and 1")
-        self._check("rate", self.rate > 0, "give a positive number")
+        for name in ("rate", "feed_forward_rate"):
+            self._check(name, getattr(self, name) > 0, "give a positive number")
+        self._check("scope", self.scope in SCOPES, f"use one of {', '.join(SCOPES)}")
         self._check("drift", 0 <= self.drift <= 1, "give a share from 0 to 1")
 
     def _check(self, name: str, good: bool, remedy: str) -> None:
@@ -76,8 +83,8 @@ class LayerFit:
 class LayerProblem:
     """The attention of layer `index` of a stream, inside its working layer, and what it is to give.
 
-    `target` [N, T, E] is wanted of it, `weight` [N, T, 1] multiplies its error. The last
-    `num_judging` windows judge and the others fit.
+    `target` [N, T, E] is wanted of it, or of the layer by scope "block"; `weight` [N, T, 1]
+    multiplies the error. The last `num_judging` windows judge and the others fit.
     """
 
     stream: Stream
@@ -89,14 +96,21 @@ class LayerProblem:
     num_judging: int
     config: FitConfig
 
+    @cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the names in the layer."""
+        return trained_parameters(self.layer, self.attention, self.config.scope)
+
     def solve(self) -> LayerFit:
-        """Train all parameters of the attention in place, or leave them if that is no better."""
-        start = copy.deepcopy(self.attention.state_dict())
+        """Train what is to be trained in place, or leave it if that is no better."""
+        start = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         before = self.judge()
         self._train()
         after = self.judge()
         if not after < before:
-            self.attention.load_state_dict(start)
+            with torch.no_grad():
+                for name, parameter in self.trained.items():
+                    parameter.copy_(start[name])
         return LayerFit(self.index, before, after)
 
     @torch.no_grad()
@@ -109,19 +123,23 @@ class LayerProblem:
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean squared error for some windows [B], each token's relative to its stream."""
-        args, kwargs = call_of(self.attention, self.stream, self.layer, self.index, rows)
-        output = self.attention(*args, **kwargs)
-        output = output if isinstance(output, Tensor) else output[0]
+        output = self._output(rows)
         error = output - self.target[rows].to(output.device)
         return (error * self.weight[rows].to(output.device)).square().mean()
 
+    def _output(self, rows: Tensor) -> Tensor:
+        if self.config.scope == "block":
+            return self.stream.run(self.layer, self.index, self.stream.hidden[rows])
+        args, kwargs = call_of(self.attention, self.stream, self.layer, self.index, rows)
+        output = self.attention(*args, **kwargs)
+        return output if isinstance(output, Tensor) else output[0]
+
     def _train(self) -> None:
-        config = self.config
-        self.attention.requires_grad_(True)
-        groups = [
-            {"params": [p], "lr": config.rate * p.detach().square().mean().sqrt().item()}
-            for p in self.attention.parameters()
-        ]
+        groups, attention = [], set(self.attention.parameters())
+        for parameter in self.trained.values():
+            rate = self.config.rate if parameter in attention else self.config.feed_forward_rate
+            size = parameter.detach().square().mean().sqrt().item()
+            groups.append({"params": [parameter.requires_grad_(True)], "lr": rate * size})
         optimizer = torch.optim.Adam(groups, betas=BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
         for rows in self._batches():
@@ -135,7 +153,7 @@ class LayerProblem:
             loss.backward()
             optimizer.step()
             schedule.step()
-        self.attention.requires_grad_(False)
+        self.layer.requires_grad_(False)
 
     def _share(self, step: int) -> float:
         """Of the first rate, at a step."""
@@ -151,3 +169,26 @@ class LayerProblem:
                 left = torch.cat([left, torch.randperm(count, generator=generator)])
             yield left[: self.config.batch]
             left = left[self.config.batch :]
+
+
+def trained_parameters(
+    layer: nn.Module, attention: nn.Module, scope: str
+) -> dict[str, nn.Parameter]:
+    """All of the attention, and by scope "block" the matrices of a dense feed-forward, by name."""
+    inside, experts = set(attention.parameters()), set(_of_experts(layer))
+    return {
+        name: parameter
+        for name, parameter in layer.named_parameters()
+        if parameter in inside
+        or (scope == "block" and parameter.ndim == 2 and parameter not in experts)
+    }
+
+
+def _of_experts(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of sparse feed-forwards, their routers included.
+
+    An expert sees few tokens of a short text, and would learn them by heart.
+    """
+    for name, module in layer.named_modules():
+        if any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)):
+            yield from layer.get_submodule(name.rpartition(".")[0] or name).parameters()

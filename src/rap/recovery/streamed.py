@@ -15,7 +15,7 @@ from ..calibration.sources import StoredLayers
 from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.streamed import streamed_perplexity
 from ..model.errors import RapError
-from ..model.layers import attention_layers, trained_length
+from ..model.layers import text_decoder, trained_length
 from ..planning.plan import Plan
 from ..surgery.cut_model import CutModel
 from .data import recovery_windows
@@ -27,16 +27,19 @@ RECOVERIES = ("none", "fit")
 
 
 class FittedTensors(Mapping[str, Tensor]):
-    """The attention that a fit left in its folder, by the model's names, read when asked for."""
+    """What a fit trained and left in its folder, by the model's names, read when asked for."""
 
     def __init__(self, folder: Path, model: Any):
         self._where: dict[str, tuple[Path, str]] = {}
-        for layer in attention_layers(model):
-            path = layer_file(folder, layer.index)
+        decoder = text_decoder(model)
+        prefix = next(name for name, module in model.named_modules() if module is decoder)
+        for index in range(len(decoder.layers)):
+            path = layer_file(folder, index)
             if path.is_file():
                 with safe_open(path, "pt") as file:
                     names = list(file.keys())
-                self._where |= {f"{layer.path}.{name}": (path, name) for name in names}
+                place = f"{prefix}.layers.{index}".lstrip(".")
+                self._where |= {f"{place}.{name}": (path, name) for name in names}
 
     def __getitem__(self, name: str) -> Tensor:
         path, stored = self._where[name]

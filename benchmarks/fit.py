@@ -1,0 +1,126 @@
+"""What the fit costs a layer: seconds and memory, and with them the whole of a large model.
+
+    python benchmarks/fit.py [--device cpu] [--retain 0.5] [--scope block]
+
+One layer of Llama-3-8B's shape, and one of SmolLM2-135M's as a check against a real run, with
+random weights in float32. The fit's time is a number of steps and a number of windows: three short
+runs tell what one of each takes, and the defaults of `--recover fit` are added up from that. Peak
+memory is the process's (Linux) or the device's, beyond the weights that are there before.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from speed import LLAMA_3_8B, clock_of, figure, is_cuda, parser, write
+from transformers import LlamaConfig
+
+from rap.evaluation.cost.latency import synchronize
+from rap.evaluation.cost.stand_ins import stand_in, uniform_config
+from rap.recovery.fit import fit_layers
+from rap.recovery.layer_fit import SCOPES, FitConfig
+
+SHAPES = {
+    "SmolLM2-135M": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
+    "Llama-3-8B": LLAMA_3_8B,
+}
+SMALL = {"num_hidden_layers": 1, "vocab_size": 512}
+# Windows and steps of the runs that are timed: one more of each than in the first.
+RUNS = ((4, 1), (4, 2), (8, 1))
+
+
+def measure(arguments: Any, shape: str) -> dict[str, Any]:
+    """Seconds of a step, of a window and of the rest, and bytes, for one layer of a shape."""
+    device = arguments.device
+    config = LlamaConfig(**(SHAPES[shape] | SMALL))
+    dense = stand_in(config, dtype=torch.float32, device=device)
+    narrow = uniform_config(config, arguments.retain)
+    clock, seconds = clock_of(arguments), []
+    settings = FitConfig(scope=arguments.scope)
+    before = peak(device)
+    for number, steps in (RUNS[0], *RUNS):  # the first warms up
+        small = stand_in(narrow, dtype=torch.float32, device=device)
+        windows = torch.randint(0, SMALL["vocab_size"], (number, settings.window))
+        started = clock()
+        fit_layers(small, dense, windows, replace(settings, steps=steps))
+        synchronize(torch.device(device))
+        seconds.append(clock() - started)
+    first, more_steps, more_windows = seconds[1:]
+    step, window = more_steps - first, (more_windows - first) / (RUNS[2][0] - RUNS[0][0])
+    return {
+        "shape": shape,
+        "step": step,
+        "window": window,
+        "rest": max(0.0, first - RUNS[0][0] * window - step),
+        "peak": peak(device) - before,
+        "runs": seconds[1:],
+    }
+
+
+def peak(device: str) -> int:
+    """Most bytes this process (or the device) has held so far."""
+    if is_cuda(device):
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def row(found: dict[str, Any], settings: FitConfig) -> list[str]:
+    """Of the table; what is added up follows what was measured."""
+    layers = SHAPES[found["shape"]]["num_hidden_layers"]
+    layer = found["rest"] + settings.num_windows * found["window"] + settings.steps * found["step"]
+    return [
+        found["shape"],
+        figure(found["step"], ".2f", " s"),
+        figure(found["window"], ".2f", " s"),
+        figure(found["peak"] / 2**30, ".2f", " GiB"),
+        figure(layer, ",.0f", " s"),
+        figure(layers * layer / 3600, ",.1f", " h"),
+    ]
+
+
+def main() -> None:
+    """Measure each shape in a process of its own, print the table, write the result file."""
+    made = parser(__doc__, rounds=1)
+    made.add_argument("--retain", type=float, default=0.5)
+    made.add_argument("--scope", choices=SCOPES, default=FitConfig.scope)
+    made.add_argument("--shape", choices=tuple(SHAPES), help="measure one, print JSON")
+    arguments = made.parse_args()
+    if arguments.shape:
+        print(json.dumps(measure(arguments, arguments.shape)))
+        return
+    rows = []
+    for shape in SHAPES:
+        command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        rows.append(json.loads(output.splitlines()[-1]))
+    settings = FitConfig(scope=arguments.scope)
+    table = {
+        "title": f"The fit of one layer at retain {arguments.retain:g}, {arguments.scope}",
+        "note": (
+            f"Measured: a step of {settings.batch} windows of {settings.window} tokens, what one "
+            "window adds (streams of both models, judging), and peak memory with eight windows. "
+            f"Computed from them: a layer with {settings.num_windows} windows and {settings.steps} "
+            f"steps, and all layers. Float32, random weights, {torch.get_num_threads()} thread."
+        ),
+        "header": [
+            *("shape", "step", "window", "peak memory"),
+            *("a layer (computed)", "model (computed)"),
+        ],
+        "rows": [row(found, settings) for found in rows],
+    }
+    write("fit", {"rows": rows, "settings": asdict(settings), "table": table}, arguments)
+
+
+if __name__ == "__main__":
+    main()
