@@ -85,7 +85,8 @@ class AttentionShape:
 def read_frequencies(rotary: nn.Module) -> Tensor:
     """Angular frequency per position of every pair, float64 [P], read from a model's rotary module.
 
-    Recomputing them from a base would miss llama3, yarn, linear and longrope scaling.
+    Recomputing them from a base would miss llama3, yarn, linear and longrope scaling. Raises
+    UnsupportedModelError if the module has none.
     """
     frequencies = getattr(rotary, "inv_freq", None)
     if not isinstance(frequencies, Tensor):
