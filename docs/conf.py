@@ -35,6 +35,8 @@ python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 # Docstrings write code between single backticks.
 default_role = "literal"
+# Two dashes are two dashes: they begin options.
+smartquotes = False
 add_module_names = False
 
 html_theme = "furo"

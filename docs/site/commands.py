@@ -79,7 +79,7 @@ def _default(one: Any) -> str:
     if one.required:
         return "required"
     value = getattr(one, "default", None)
-    if value in (None, False, (), []) or callable(value):
+    if value is None or value is False or value == [] or callable(value):
         return ""
     return f"`{value}`"
 

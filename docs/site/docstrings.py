@@ -29,7 +29,7 @@ def readable(paragraph: list[str]) -> list[str]:
     outer = [line for line in paragraph if not line.startswith(" ")]
     indented = len(outer) < len(paragraph)
     if any(COLUMNS.search(line.strip()) for line in paragraph) and indented:
-        return ["::", "", *(f"   {line}" for line in paragraph)]
+        return [".. code-block:: text", "", *(f"   {line}" for line in paragraph)]
     if outer and all(SETTING.match(line) for line in outer) and (indented or len(outer) > 1):
         return [
             f"  {line.strip()}"

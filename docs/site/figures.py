@@ -45,6 +45,7 @@ WIDE = (8.4, 3.6)
 # The layer that drawings of statistics are of: neither the first nor the last.
 LAYER = 2
 WINDOWS, TOKENS = 4, 256
+FEWEST_SLOTS = 4
 
 
 def svg(name: str) -> str:
@@ -60,7 +61,7 @@ def svg(name: str) -> str:
     for color, value in COLORS.items():
         found = found.replace(value, f"var(--{color})")
     # Fonts are the page's; ids would meet those of the other drawings of a page.
-    found = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", found)
+    found = re.sub(r" font-family: [^;\"]*;?", "", found)
     found = re.sub(r"(id=\"|#)(?=[\w-]+[\")])", rf"\1{name}-", found)
     found = re.sub(r"<metadata>.*?</metadata>", "", found, flags=re.DOTALL)
     opening, rest = found.split(">", 1)
@@ -145,12 +146,13 @@ def _folding(figure: Figure) -> None:
     for head in range(len(key_GPP)):
         axes = _plain(figure, 1, len(key_GPP), head + 1)
         choices = (("pairs", (), "soft"), ("folded", EDGES[-1], "one"))
-        total = None
+        everything = spectrum(read_GPP[head], key_GPP[head], frequencies, context, EDGES[-1]).sum()
         for label, edges, color in choices:
             saved = spectrum(read_GPP[head], key_GPP[head], frequencies, context, edges)
-            total = saved.sum() if total is None else total
-            lost = [share * float(saved.sum() / total) for share in _tail(saved)]
-            axes.plot(lost, color=COLORS[color], label=label, linewidth=2)
+            lost = [share * float(saved.sum() / everything) for share in _tail(saved)]
+            # With fewer slots all is lost, and what pairs do together is counted by groups alone.
+            slots = range(FEWEST_SLOTS, len(lost))
+            axes.plot(slots, lost[FEWEST_SLOTS:], color=COLORS[color], label=label, linewidth=2)
         axes.set_xlabel(f"slots kept, KV head {head}")
         axes.set_ylim(0, None)
         if head == 0:

@@ -26,7 +26,7 @@ from . import (
     serving,
 )
 from .options import console
-from .topics import Topics, stopped
+from .topics import STOPPED, Topics, stopped
 
 app = typer.Typer(
     name="rap",
@@ -81,9 +81,8 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         code = app(arguments, prog_name="rap", standalone_mode=False)
-    except (typer.Abort, KeyboardInterrupt):
-        console.print(stopped(arguments), soft_wrap=True)
-        code = 130
+    except typer.Abort:
+        code = STOPPED
     except (TyperException, RapError, OSError) as error:
         if debug:
             raise
@@ -94,4 +93,7 @@ def main() -> None:
             sys.exit(2)
         console.print(f"error: {' '.join(text.split())}", style="red", soft_wrap=True)
         code = 2
+    if code == STOPPED:
+        # typer makes this code of Ctrl-C.
+        console.print(stopped(arguments), soft_wrap=True)
     sys.exit(code or 0)

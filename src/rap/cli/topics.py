@@ -56,11 +56,12 @@ TOPICS: dict[str, dict[str, Entry]] = {
         ),
     },
 }
+STOPPED = 130
 EXIT_CODES = {
     0: "done",
     1: "`verify` alone: the engine differs from the reference",
     2: "input that cannot work; one line on standard error says what, and what to do",
-    130: "stopped with Ctrl-C",
+    STOPPED: "stopped with Ctrl-C",
 }
 # What is done once and kept: the same command goes on where a stopped one stood.
 RESUMES = ("recover", "compare")
