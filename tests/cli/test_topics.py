@@ -100,7 +100,7 @@ def test_dry_run_of_compress_reads_and_writes_nothing(tmp_path):
     assert report["method"]["name"] == "rap"
     assert report["seconds_at_least"] > 0
     assert all(size > 0 for size in report["memory_bytes"].values())
-    assert "Dry run: nothing was read or written" in printed
+    assert "Dry run: no weights or text were read" in printed
 
 
 def test_dry_run_refuses_what_the_run_would(tmp_path):

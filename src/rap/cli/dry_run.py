@@ -58,6 +58,17 @@ def parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def multiplied(model: Any) -> int:
+    """How many parameters a token is multiplied with: all but a table that is only looked up.
+
+    Of a mixture of experts all of them are counted, so that its times are too long.
+    """
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    looked_up = head is None or head.weight is not table
+    return parameters(model) - (table.numel() if looked_up else 0)
+
+
 def calibration_step(
     model: Any, needs: Collection[str], num_windows: int, window: int
 ) -> tuple[Step, dict[str, int]]:
@@ -72,7 +83,7 @@ def calibration_step(
     tokens = num_windows * window
     what = f"{num_windows} windows of {window} tokens for {', '.join(sorted(needs))}"
     held = estimate_memory(model, windows, needs, checkpointing=again)["total"]
-    step = _step("calibrate", what, tokens, tokens * each * parameters(model))
+    step = _step("calibrate", what, tokens, tokens * each * multiplied(model))
     return step, {"calibration": held}
 
 
@@ -83,7 +94,7 @@ def recovery_step(
     steps: list[Step] = []
     memory: dict[str, int] = {}
     first, _, last = name.rpartition("+")
-    both = parameters(dense) + parameters(small)
+    both = multiplied(dense) + multiplied(small)
     if "fit" in (first, last):
         fit = config if isinstance(config, FitConfig) else FitConfig()
         size = fit.num_windows * fit.window
@@ -120,7 +131,7 @@ def _distillation(config: RecoveryConfig, small: Any, dense: Any) -> Step:
         what = f"{config.epochs} epochs of all windows of {config.window} tokens there are"
         return _step("distil", what, None, None)
     tokens = count * config.global_batch * config.window
-    each = FORWARD * parameters(dense) + (FORWARD + BACKWARD) * parameters(small)
+    each = FORWARD * multiplied(dense) + (FORWARD + BACKWARD) * multiplied(small)
     what = f"{count} steps of {config.global_batch} windows of {config.window} tokens, LoRA"
     return _step("distil", what, tokens, tokens * each)
 
@@ -133,7 +144,7 @@ def evaluation_step(text: str | None, small: Any, dense: Any) -> Step:
     tokens = EVALUATION_WINDOWS * window
     what = f"{text}: perplexity and fidelity, {EVALUATION_WINDOWS} windows of {window} tokens"
     return _step(
-        "evaluate", what, tokens, tokens * FORWARD * (2 * parameters(dense) + parameters(small))
+        "evaluate", what, tokens, tokens * FORWARD * (2 * multiplied(dense) + multiplied(small))
     )
 
 
@@ -144,7 +155,7 @@ def _step(name: str, what: str, tokens: int | None, flops: int | None) -> Step:
 def weight_bytes(config: PreTrainedConfig, model: Any, dtype: str) -> int:
     """Of a model loaded as `dtype` (what its config stores if "auto"), copies included."""
     check_dtype(dtype)
-    stored = config.dtype or text_config(config).dtype or torch.float32
+    stored: Any = config.dtype or text_config(config).dtype or torch.float32
     chosen = stored if dtype == "auto" else getattr(torch, dtype)
     copied = not torch.cuda.is_available() and chosen.itemsize < torch.float32.itemsize
     # A CPU works on a copy in float32.
@@ -192,7 +203,9 @@ def say(report: dict[str, Any]) -> None:
         shown = "as long as the text" if seconds is None else str(timedelta(seconds=round(seconds)))
         rows.append([step["step"], "-" if tokens is None else f"{tokens:,}", shown, step["what"]])
     print_table(
-        "Dry run: nothing was read or written", ["step", "tokens", "at least", "what"], rows
+        "Dry run: no weights or text were read, nothing is written",
+        ["step", "tokens", "at least", "what"],
+        rows,
     )
     sizes = [[name, f"{size / 2**20:,.0f} MiB"] for name, size in report["memory_bytes"].items()]
     free = [f"free on {report['device']}", f"{report['free_bytes'] / 2**20:,.0f} MiB"]
