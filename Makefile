@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-real serve-env test-serve test-gpu lint format coverage clean
+.PHONY: help demo test test-real serve-env test-serve test-gpu lint format coverage docs package clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,19 @@ format: $(STAMP) ## let ruff mend what it can
 
 coverage: $(STAMP) ## run the tests and report the lines they miss
 	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(ARGS)
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[docs]' -c constraints.txt
+	@touch $@
+
+docs: $(VENV)/.docs ## build the site into build/site, strictly, and check its links
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site
+	$(BIN)/python docs/site/links.py build/site
+
+package: $(STAMP) ## build wheel and sdist into dist/, and try the wheel in an empty environment
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	.ci/try-wheel $(PYTHON) dist/*.whl
 
 clean: ## remove builds and caches; environments and runs/ stay
 	rm -rf build dist .coverage .coverage.* coverage.xml htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache

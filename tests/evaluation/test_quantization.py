@@ -130,7 +130,7 @@ def test_nf4_holds_the_nearest_of_sixteen_levels(make):
 )
 def test_without_its_library_the_remedy_is_named(monkeypatch, kind, module, package):
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(RapError, match=rf"needs {package}: pip install 'rap-kv\[quant\]'"):
+    with pytest.raises(RapError, match=rf"needs {package}: pip install {package}"):
         quantize_weights(tiny_model(), kind)
 
 

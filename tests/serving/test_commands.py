@@ -87,14 +87,14 @@ def test_unknown_names_are_refused(pruned):
 def test_missing_engine_is_named_with_its_extra(pruned, command):
     result = run(*command, pruned)
     assert result.code == 2
-    assert "vLLM is not installed: pip install 'rap-kv[serve]'" in result.err
+    assert "vLLM is not installed: pip install vllm" in result.err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is not None, reason="it is installed")
 def test_missing_llama_cpp_is_named_with_its_extra(pruned):
     result = run("verify", pruned, "--engine", "llamacpp")
     assert error_violations(result) == []
-    assert "llama.cpp is not installed here: pip install 'rap-kv[llamacpp]'" in result.err
+    assert "llama.cpp is not installed here: pip install gguf xllamacpp" in result.err
 
 
 def test_a_checkpoint_is_its_own_reference(pruned):

@@ -75,7 +75,16 @@ class GradientMoment(GradientStatistic):
 def watch_gradients(
     moments: list[tuple[WatchedLayer, GradientStatistic]], reading: Reading, tokens: int
 ) -> list[RemovableHandle]:
-    """Hooks that hand the gradients of k's outputs and o's inputs to their statistics."""
+    """Hooks that hand the gradients of k's outputs and o's inputs to their statistics.
+
+    One hook for each layer and each of its statistic's `roles`: of k the gradient by what the
+    projection gives, of o by what it reads, [B, T, ...], float32, in nats (the loss is a mean over
+    `tokens` - 1 predictions, the statistic sees the gradient of their sum). `reading` says which
+    windows are being read; where a linear is shared by several roles, the role's rows are taken.
+
+    Returns the handles, for the caller to remove. A gradient that is not finite raises
+    CalibrationError out of the backward pass, naming layer and window (`check_gradient`).
+    """
 
     def attach(
         layer: WatchedLayer,

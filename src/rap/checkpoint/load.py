@@ -52,8 +52,13 @@ def load_dense(source: str | Path, **kwargs: Any) -> Any:
 def load(source: str | Path, *, verify: bool = True, **kwargs: Any) -> Any:
     """Any causal LM, dense or pruned, in eval mode.
 
-    A pruned checkpoint's weights are checked against the fingerprint in its config, unless
-    `verify` is off or the requested dtype cannot represent the stored values.
+    `source` is a checkpoint directory or a hub name; `kwargs` (dtype, device_map, ...) go to
+    `from_pretrained`. A pruned checkpoint's weights are checked against the fingerprint
+    in its config, which hashes all of them once, unless `verify` is off or the requested dtype
+    cannot represent the stored values.
+
+    Raises CheckpointError for a source without a model, files that are missing, truncated or
+    damaged, an unknown dtype, or weights that are not those the config describes.
     """
     config = load_config(source)
     model = _load(source, config, **kwargs)

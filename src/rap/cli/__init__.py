@@ -13,6 +13,7 @@ from . import (
     analyze,
     bench,
     compare,
+    completion,
     compress,
     demo,
     doctor,
@@ -25,9 +26,11 @@ from . import (
     serving,
 )
 from .options import console
+from .topics import STOPPED, Topics, stopped
 
 app = typer.Typer(
     name="rap",
+    cls=Topics,
     help="Make the KV cache of a RoPE language model permanently smaller.",
     no_args_is_help=True,
     add_completion=False,
@@ -47,6 +50,7 @@ serving.add_commands(app)
 bench.add_commands(app)
 report.add_commands(app)
 doctor.add_commands(app)
+completion.add_commands(app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -66,7 +70,10 @@ def settings(
 
 
 def main() -> None:
-    """Entry point: bad input ends in one line and exit code 2, never in a traceback."""
+    """Entry point: bad input ends in one line and exit code 2, never in a traceback.
+
+    Exit codes are those of `topics.EXIT_CODES`; Ctrl-C says how to go on, and is 130.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
@@ -75,7 +82,7 @@ def main() -> None:
     try:
         code = app(arguments, prog_name="rap", standalone_mode=False)
     except typer.Abort:
-        code = 130
+        code = STOPPED
     except (TyperException, RapError, OSError) as error:
         if debug:
             raise
@@ -86,4 +93,7 @@ def main() -> None:
             sys.exit(2)
         console.print(f"error: {' '.join(text.split())}", style="red", soft_wrap=True)
         code = 2
+    if code == STOPPED:
+        # typer makes this code of Ctrl-C.
+        console.print(stopped(arguments), soft_wrap=True)
     sys.exit(code or 0)

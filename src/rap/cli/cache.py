@@ -78,8 +78,8 @@ def cache_command(
     """Quality and bytes with the cache compressed after a prefix, in bits, in tokens, or in both.
 
     A prefix is read, its cache is compressed, and the continuation is read with that cache. The
-    first row is the same measure with the cache as it is. Needs pip install 'rap-kv[compose]'; for
-    presses also: pip install --no-deps kvpress cachetools fire.
+    first row is the same measure with the cache as it is. Needs pip install hqq or
+    optimum-quanto; for presses: pip install --no-deps kvpress cachetools fire.
     """
     if bits is None and press is None:
         raise RapError("say what to do with the cache: --bits hqq4, --press knorm:0.5, or both")

@@ -78,8 +78,13 @@ def open_checkpoint(
 ) -> Opened:
     """Load a checkpoint once it is sure that its result can be written.
 
-    By default a CPU computes in float32, as most of them convert lower precisions number by number.
+    `model` is what `resolve_source` knows, `outputs` the files that will be written (None: not
+    asked for), `quantize` one of KINDS for its weights, `bos` what windows of text begin with.
+    `dtype` auto is float32 on a CPU, as most of them convert lower precisions number by number.
     The fingerprint is that of the weights as they are stored, before they are quantized.
+
+    Raises RapError for an unknown `quantize`, CheckpointError for an output that cannot be written
+    or a checkpoint that cannot be read.
     """
     for path in outputs:
         if path is not None:

@@ -1,5 +1,6 @@
 """`rap compress`, and its stages alone: `rap plan` and `rap apply`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,17 +13,20 @@ from ..checkpoint.files import check_output, check_output_file, whole_file
 from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
-from ..methods import apply_plan, traits_of
+from ..methods import Method, apply_plan, traits_of
 from ..model.errors import RapError
+from ..model.layers import attention_spec, refuse_pruned
 from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
 from ..planning.plan import Plan
-from ..recovery.stages import RECOVERIES
-from ..serving.capacity import held_by_engines
+from ..recovery.stages import RECOVERIES, check_recovery
+from ..serving.capacity import Held, held_by_engines
 from ..serving.layout import dense_head_dim
 from ..surgery.replace import Replacement, load_plan
 from ..surgery.stream import apply_streamed
+from . import dry_run as dry
 from . import options
 from .groups import Cut, Reading, Streaming, grouped
+from .next_steps import next_steps, say_next
 from .options import console, print_json, print_table
 
 Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
@@ -44,20 +48,28 @@ def compress_command(
     streamed: Streaming,
     recover: Recover = "none",
     evaluate: options.Evaluate = "bundled",
+    dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
     """Compress MODEL to a fraction of its KV cache and write a checkpoint that loads anywhere."""
     _check_placing(read, streamed)
+    if dry_run and streamed.stream:
+        raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
     if streamed.stream:
         shown = None if evaluate == "none" else evaluate
         report = _streamed(model, output, cut, read, streamed, recover, shown, force)
-        return _say_report(report, model, output, cut, load_config(output), as_json)
+        return _say_report(report, model, output, cut, load_config(output), recover, as_json)
+    method = cut.build(resolve_source(model), read.seed)
+    if dry_run:
+        check_recovery(recover)
+        check_output(output, force=force)
+        return _tell(model, output, method, read, recover, evaluate, as_json)
     result = compress(
         model,
         output=output,
-        method=cut.build(resolve_source(model), read.seed),
+        method=method,
         calibration=read.calibration,
         num_windows=read.windows,
         window=read.window,
@@ -70,7 +82,7 @@ def compress_command(
         force=force,
         progress=True,
     )
-    _say_report(result.report, model, output, cut, result.model.config, as_json)
+    _say_report(result.report, model, output, cut, result.model.config, recover, as_json)
 
 
 def _check_placing(read: Reading, streamed: Streaming) -> None:
@@ -116,13 +128,20 @@ def _streamed(
 
 
 def _say_report(
-    report: dict[str, Any], model: str, output: Path, cut: Cut, config: Any, as_json: bool
+    report: dict[str, Any],
+    model: str,
+    output: Path,
+    cut: Cut,
+    config: Any,
+    recover: str,
+    as_json: bool,
 ) -> None:
     if as_json:
         return print_json(report)
     table = comparison(report)
     print_table(f"{model} at retain {cut.retain}", ["", "dense", "pruned"], table)
-    _say_held(config)
+    rows = held_by_engines(config) if is_pruned(config) else []
+    _say_held(rows)
     if cut.target in ("llamacpp", "mlx") and dense_head_dim(config) == 64:
         console.print(
             f"heads of 64 channels have one width below that suits {cut.target}, 32: half the "
@@ -131,13 +150,43 @@ def _say_report(
             style="yellow",
         )
     console.print(f"wrote {output}; `rap inspect {output}` shows every layer")
+    say_next(next_steps(model, output, config, rows, recover, cut.target))
 
 
-def _say_held(config: Any) -> None:
+def _tell(
+    model: str,
+    output: Path,
+    method: Method,
+    read: Reading,
+    recover: str,
+    evaluate: str,
+    as_json: bool,
+) -> None:
+    """What compressing would do; the model's shapes are those of its config."""
+    config = load_config(resolve_source(model))
+    refuse_pruned(config)
+    attention_spec(config)
+    dense = dry.unloaded(config)
+    needs = method.needs_for(dense)
+    calibrate, memory = dry.calibration_step(dense, needs, read.windows, read.window)
+    # The cut model is not there yet: the dense one's sizes are the most that it can have.
+    recovers, held = dry.recovery_step(recover, dense, dense, None)
+    text = None if evaluate == "none" else evaluate
+    report = dry.described(
+        [calibrate, *recovers, dry.evaluation_step(text, dense, dense)],
+        {"weights": dry.weight_bytes(config, dense, read.dtype), **memory, **held},
+        model=model,
+        output=str(output),
+        method=method.describe(),
+    )
+    print_json(report) if as_json else dry.say(report)
+
+
+def _say_held(held: Sequence[Held]) -> None:
     """What engines will hold: padding is seen here, and not first in a server's capacity."""
     rows = [
         (row.backend, row.widths, f"{row.ratio:.3f}x" if row.ratio else "-", row.advice)
-        for row in (held_by_engines(config) if is_pruned(config) else [])
+        for row in held
     ]
     if rows:
         header = ["engine", "widths", "tokens it holds", "would do better"]

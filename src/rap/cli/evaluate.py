@@ -250,7 +250,7 @@ def zero_shot_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Benchmark tasks by lm-eval (pip install 'rap-kv[eval]')."""
+    """Benchmark tasks by lm-eval (pip install lm-eval)."""
     opened = open_checkpoint(model, device_map, [output], quantize, dtype)
     named = [name.strip() for name in tasks.split(",") if name.strip()]
     scores = run_tasks(

@@ -76,6 +76,10 @@ ConfigFile = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what would be done, the memory and the time it takes."),
+]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")]
 Model = Annotated[str, typer.Argument(help="Checkpoint directory or hub name; 'bundled' works.")]
 MethodName = Annotated[

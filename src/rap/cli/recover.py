@@ -26,12 +26,15 @@ from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import clear_work, processes
 from ..recovery.stages import RECOVERIES, recover_stage, work_folder
 from ..surgery.replace import Replacement, load_plan
+from . import dry_run as dry
 from . import options
 from .groups import grouped
 from .options import console, print_json, print_table
 
 RECIPES = [name for name in RECOVERIES if name not in ("none", "projections")]
-Recipe = Annotated[str, typer.Option("--preset", help=f"One of: {', '.join(RECIPES)}.")]
+Recipe = Annotated[
+    str, typer.Option("--preset", "--recover", help=f"One of: {', '.join(RECIPES)}.")
+]
 Texts = Annotated[
     list[str] | None,
     typer.Option("--text", help="Training text, as --calibration of compress; repeat to mix."),
@@ -43,6 +46,9 @@ Changes = Annotated[
     ),
 ]
 
+Teacher = Annotated[
+    str, typer.Option("--teacher", "--dense", help="The dense checkpoint it was cut from.")
+]
 TeacherDtype = Annotated[
     str, typer.Option(help=f"As --dtype, for the teacher, or its weights in {', '.join(KINDS)}.")
 ]
@@ -79,12 +85,13 @@ def recover_command(
     pruned: Annotated[Path, typer.Argument(help="Pruned checkpoint written by `rap compress`.")],
     output: options.Output,
     *,
-    teacher: Annotated[str, typer.Option(help="The dense checkpoint it was cut from.")],
+    teacher: Teacher,
     train: Training,
     evaluate: options.Evaluate = "bundled",
     loaded: Loaded,
     bos: options.Bos = "auto",
     seed: options.Seed = 0,
+    dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -92,6 +99,8 @@ def recover_command(
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
     chosen = _configured(train.recipe, train.changes or [], seed)
+    if dry_run:
+        return _tell(pruned, output, teacher, train.recipe, chosen, loaded, evaluate, as_json)
     plan, old_report = _read(pruned)
     tokenizer = load_tokenizer(pruned)
     small = load(pruned, dtype=loaded.dtype, **_placement(None))
@@ -131,6 +140,39 @@ def recover_command(
     save(recovered, plan, output, tokenizer, report=report, force=force)
     clear_work(work_folder(output))
     _say(report, output, as_json)
+
+
+def _tell(
+    pruned: Path,
+    output: Path,
+    teacher: str,
+    recipe: str,
+    chosen: RecoveryConfig | FitConfig | None,
+    loaded: Loaded,
+    evaluate: str,
+    as_json: bool,
+) -> None:
+    """What recovering would do; shapes of both models are those of their configs."""
+    _read(pruned)
+    small_config, dense_config = load_config(pruned), load_config(resolve_source(teacher))
+    small, dense = dry.unloaded(small_config), dry.unloaded(dense_config)
+    steps, held = dry.recovery_step(recipe, small, dense, chosen)
+    stored = "auto" if loaded.teacher_dtype in KINDS else loaded.teacher_dtype
+    memory = {
+        "pruned weights": dry.weight_bytes(small_config, small, loaded.dtype),
+        "dense weights": dry.weight_bytes(dense_config, dense, stored),
+    }
+    text = None if evaluate == "none" else evaluate
+    report = dry.described(
+        [*steps, dry.evaluation_step(text, small, dense)],
+        memory | held,
+        pruned=str(pruned),
+        teacher=teacher,
+        output=str(output),
+        preset=recipe,
+        resumes=work_folder(output).is_dir(),
+    )
+    print_json(report) if as_json else dry.say(report)
 
 
 def _figures(

@@ -34,6 +34,7 @@ def read_figures(path: Path | None) -> list[dict[str, Any]]:
     """The published figures of a file, none without one.
 
     Each names the `method`, `retain` and `recover` of a cell, and the `source` of its figures.
+    Raises RapError for anything but a list of such entries.
     """
     if path is None:
         return []

@@ -123,9 +123,7 @@ def _library(module: str, package: str, kinds: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise RapError(
-            f"quantization in {kinds} needs {package}: pip install 'rap-kv[quant]'"
-        ) from error
+        raise RapError(f"quantization in {kinds} needs {package}: pip install {package}") from error
 
 
 def _group(width: int) -> int:

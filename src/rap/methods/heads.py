@@ -52,7 +52,10 @@ class Heads(Replacing):
         return made
 
     def apply(self, model: PreTrainedModel, plan: Replacement) -> Any:
-        """A stock model with fewer heads; `model` is left untouched."""
+        """A stock model with fewer heads; `model` is left untouched.
+
+        Raises UnsupportedModelError if a layer has no attention.
+        """
         check_made_for(plan, model)
         spec, state, counts = attention_spec(model.config), dict(model.state_dict()), set()
         for layer, planned in zip(attention_layers(model), plan.layers, strict=True):

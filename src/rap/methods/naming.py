@@ -51,8 +51,13 @@ def parse_method(
     """The method that a text names, at a retain ratio.
 
     `settings` are set beside those of the text, and must be the method's own. Of the `shared` ones
-    those count that it has, that are not None, and that are not set otherwise. Raises RapError for
-    what does not exist, is set twice, or cannot be.
+    those count that it has, that are not None, and that are not set otherwise.
+
+    >>> method = parse_method("rap:paper:align=4", 0.5)
+    >>> method.retain, method.keys, method.align
+    (0.5, 'pairs', 4)
+
+    Raises RapError for what does not exist, is set twice, or cannot be.
     """
     named = read_method(text)
     given = dict(settings or {})

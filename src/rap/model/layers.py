@@ -96,7 +96,10 @@ def refuse_pruned(config: PreTrainedConfig) -> None:
 
 
 def rotary_module(model: nn.Module) -> nn.Module:
-    """The model-level rotary embedding, whose cos/sin every attention layer receives."""
+    """The model-level rotary embedding, whose cos/sin every attention layer receives.
+
+    Raises UnsupportedModelError if there is none.
+    """
     rotary = getattr(text_decoder(model), "rotary_emb", None)
     if not isinstance(rotary, nn.Module):
         raise UnsupportedModelError(
@@ -144,7 +147,10 @@ def _describe(
 
 
 def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
-    """The frequencies [P] a layer rotates at: its own layer type's, where there are several."""
+    """The frequencies [P] a layer rotates at: its own layer type's, where there are several.
+
+    Raises UnsupportedModelError if the rotary module has none for the layer.
+    """
     kinds = ("layer_type", "attention_type")
     kind = next((getattr(attention, name) for name in kinds if hasattr(attention, name)), None)
     buffer = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))

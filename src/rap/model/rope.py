@@ -57,7 +57,13 @@ class HeadGeometry:
         return torch.cat([first, second, torch.arange(self.rotary_dim, self.head_dim)])
 
     def pair_channels(self) -> Tensor:
-        """Dense channels (first, second) of every pair, LongTensor [P, 2]."""
+        """Dense channels (first, second) of every pair, LongTensor [P, 2].
+
+        >>> HeadGeometry(head_dim=8, rotary_dim=6).pair_channels().tolist()
+        [[0, 3], [1, 4], [2, 5]]
+        >>> HeadGeometry(head_dim=8, rotary_dim=6, pairing="interleaved").pair_channels().tolist()
+        [[0, 1], [2, 3], [4, 5]]
+        """
         order = self.canonical_order()
         return torch.stack([order[: self.num_pairs], order[self.num_pairs : self.rotary_dim]], 1)
 
@@ -85,7 +91,8 @@ class AttentionShape:
 def read_frequencies(rotary: nn.Module) -> Tensor:
     """Angular frequency per position of every pair, float64 [P], read from a model's rotary module.
 
-    Recomputing them from a base would miss llama3, yarn, linear and longrope scaling.
+    Recomputing them from a base would miss llama3, yarn, linear and longrope scaling. Raises
+    UnsupportedModelError if the module has none.
     """
     frequencies = getattr(rotary, "inv_freq", None)
     if not isinstance(frequencies, Tensor):

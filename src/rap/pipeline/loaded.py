@@ -49,9 +49,14 @@ def compress(
 
     Calibrates, plans, cuts, recovers (`recover` is one of `recovery.stages.RECOVERIES`), measures
     perplexity, fidelity and footprint (`evaluate` names the held-out text, None skips it), and
-    writes the checkpoint to `output` if one is given. A live model needs its `tokenizer`.
-    `method` is a method, which knows its own `retain`, or the text of one,
-    `name[:recipe][:setting=value]...`. All windows of text begin as `bos.bos_token` decides.
+    writes the checkpoint to `output` if one is given.
+
+    `source` is any of those; a live model needs its `tokenizer`, anything else is loaded in `dtype`
+    onto `device_map` as transformers does. `method` is a method, which knows its own `retain`, or
+    the text of one, `name[:recipe][:setting=value]...`. `calibration` is a text that
+    `load_windows` knows, of which `num_windows` windows of `window` tokens are read, drawn by
+    `seed`. All windows of text begin as `bos.bos_token` decides.
+
     Raises a RapError for any input that cannot work, before the work it would waste.
     """
     check_recovery(recover)

@@ -95,7 +95,13 @@ def fold_head(
 
 
 def frequency_groups(frequencies: Tensor, context: int, edges: Sequence[float]) -> list[int]:
-    """The group number of every pair; one that turns beyond the last edge is alone in its own."""
+    """The group number of every pair; one that turns beyond the last edge is alone in its own.
+
+    `frequencies` [P] are in radians a token, `context` in tokens, `edges` in radians.
+
+    >>> frequency_groups(torch.tensor([1.0, 0.1, 0.02, 0.01]), 100, edges=(3.0,))
+    [0, 1, -1, -1]
+    """
     groups = []
     for pair, turn in enumerate((frequencies * context).tolist()):
         within = [number for number, edge in enumerate(edges) if turn < edge]

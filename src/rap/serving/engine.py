@@ -59,7 +59,7 @@ class EngineRun:
 def require_vllm() -> None:
     """Raise EngineError unless vLLM is installed (looked for, not imported)."""
     if importlib.util.find_spec("vllm") is None:
-        raise EngineError("vLLM is not installed: pip install 'rap-kv[serve]'")
+        raise EngineError("vLLM is not installed: pip install vllm")
 
 
 def engine_environment(

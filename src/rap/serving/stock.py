@@ -78,7 +78,8 @@ def stock_model(small: PreTrainedModel) -> Any:
 def slots_of_all_heads(small: PreTrainedModel) -> list[int]:
     """The one list of dense pair indices that every head of every layer rotates at.
 
-    Raises CheckpointError, naming the layer and head that differ.
+    Raises CheckpointError, naming the layer and head that differ, and UnsupportedModelError for a
+    family that has no stock form.
     """
     family = base_model_type(small.config)
     if family not in STOCK_FAMILIES:
@@ -116,7 +117,11 @@ def _shared_index(small: PreTrainedModel) -> list[int]:
 
 
 def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
-    """The plain config: heads of 2m channels, and longrope factors that give the slots' theta."""
+    """The plain config: heads of 2m channels, and longrope factors that give the slots' theta.
+
+    Raises UnsupportedModelError for a rope that depends on the text's length, and for Qwen2 with a
+    sliding window.
+    """
     config = small.config
     base_type = base_model_type(config)
     rope = config.rope_parameters

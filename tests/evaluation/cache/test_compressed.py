@@ -398,7 +398,7 @@ def test_without_the_packages_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr(quantized, "installed_version", lambda package: None)
     result = run("evaluate", "cache", "bundled", "--bits", "hqq4")
     assert error_violations(result) == []
-    assert "needs hqq, which is not installed: pip install 'rap-kv[compose]'" in result.err
+    assert "needs hqq, which is not installed: pip install hqq" in result.err
     result = run("evaluate", "cache", "bundled", "--press", "knorm:0.5")
     assert error_violations(result) == []
     assert "pip install --no-deps kvpress" in result.err

@@ -134,7 +134,7 @@ def test_without_lm_eval_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     result = run("evaluate", "zero-shot", "bundled")
     assert error_violations(result) == []
-    assert "pip install 'rap-kv[eval]'" in result.err
+    assert "pip install lm-eval" in result.err
 
 
 def test_groups_are_the_paper_s():

@@ -80,8 +80,7 @@ def check_cache_kind(kind: str) -> None:
     package = CACHE_KINDS[kind][0].package
     if installed_version(package) is None:
         raise RapError(
-            f"a cache in {kind} needs {package}, which is not installed: pip install"
-            " 'rap-kv[compose]'"
+            f"a cache in {kind} needs {package}, which is not installed: pip install {package}"
         )
 
 

@@ -112,7 +112,10 @@ def _empty_cache(variant: Variant, config: PreTrainedConfig, room: int) -> Any:
 
 @torch.no_grad()
 def fill_cache(model: Any, cache: Any, batch: int, context: int) -> int:
-    """Random states for `context` tokens in every layer; the bytes they take."""
+    """Random states for `context` tokens in every layer; the bytes they take.
+
+    Raises UnsupportedModelError for a model whose cache is not keys and values of every layer.
+    """
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     shapes = model(input_ids=ids, past_key_values=DynamicCache(config=model.config)).past_key_values
     total = 0

@@ -80,8 +80,10 @@ def fidelity(
 ) -> Fidelity:
     """Compare the next-token distributions of `model` and `dense` on whole windows of a text.
 
-    Both models run in `dtype` (None: as they are), one after the other; distributions are float32,
-    sums float64. Windows are those of `perplexity`, and so are the perplexities, to the last digit.
+    `token_ids` [N] are the text, of which `max_windows` windows of `window` tokens are read (None:
+    all), each with `bos` in front if there is one. Both models run in `dtype` (None: as they are),
+    one after the other; distributions are float32, divergences in nats a token, sums float64.
+    Windows are those of `perplexity`, and so are the perplexities, to the last digit.
     The first token of a window predicts from nothing but itself and counts like any other in the
     divergence, as does the last. Raises RapError for a text shorter than a window, models of
     different vocabularies, or a loss or divergence that is not finite.
@@ -130,7 +132,10 @@ class DenseStates:
 
     @torch.no_grad()
     def compare(self, model: Any, *, progress: bool = False) -> Fidelity:
-        """How near `model` is to the dense one, and the perplexities of both."""
+        """How near `model` is to the dense one, and the perplexities of both.
+
+        Raises RapError for another vocabulary, or a loss or divergence that is not finite.
+        """
         check_vocabularies(vocabulary(model), self.vocabulary)
         model = in_precision(model, self.dtype)
         kl_WT, same_WT = torch.empty(self.windows_WT.shape), torch.empty(self.windows_WT.shape)

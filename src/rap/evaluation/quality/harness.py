@@ -1,6 +1,6 @@
 """Benchmark tasks by lm-eval on a live model: the paper's zero-shot and LongBench sets, or any.
 
-https://github.com/EleutherAI/lm-evaluation-harness, optional: `pip install 'rap-kv[eval]'`.
+https://github.com/EleutherAI/lm-evaluation-harness, optional: `pip install lm-eval`.
 """
 
 import functools
@@ -203,7 +203,7 @@ def _lm_eval() -> Any:
         importlib.import_module("lm_eval.tasks")
         return importlib.import_module("lm_eval")
     except ImportError as error:
-        raise RapError("benchmark tasks need lm-eval: pip install 'rap-kv[eval]'") from error
+        raise RapError("benchmark tasks need lm-eval: pip install lm-eval") from error
 
 
 @contextmanager

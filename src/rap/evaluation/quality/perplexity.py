@@ -74,9 +74,10 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of a causal LM on a text of N tokens, in the paper's setting by default.
 
-    The text is cut into whole windows of `window` tokens (default: 2048, or the model's
-    `max_position_embeddings` if that is less) that share no token; each predicts its T - 1 last
-    tokens from those before, and what is left over at the end is not scored. Losses are float32,
+    The text, `token_ids` [N], is cut into whole windows of `window` tokens (default: 2048, or the
+    model's `max_position_embeddings` if that is less) that share no token, of which the first
+    `max_windows` are read (None: all); each predicts its T - 1 last tokens from those before, and
+    what is left over at the end is not scored. Losses are nats in float32,
     their sum float64. Logits are made for a chunk of tokens at a time, at most 2^25 numbers.
     The same call gives the same digits; another `batch_size` may differ in the last ones.
 
@@ -166,7 +167,10 @@ def position_ranges(length: int) -> list[tuple[int, int]]:
 
 
 def evaluation_window(model: Any, window: int | None) -> int:
-    """Tokens of a window: those asked for, or 2048, or the model's longest context if less."""
+    """Tokens of a window: those asked for, or 2048, or the model's longest context if less.
+
+    Raises RapError for a window of less than two tokens.
+    """
     longest = trained_length(model.config) or DEFAULT_WINDOW
     window = min(DEFAULT_WINDOW, longest) if window is None else window
     if window < 2:

@@ -87,7 +87,7 @@ def export_gguf(
 def require_gguf() -> None:
     """Raise CheckpointError unless the package gguf is installed (looked for, not imported)."""
     if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError("GGUF files need the package gguf: pip install 'rap-kv[gguf]'")
+        raise CheckpointError("GGUF files need the package gguf: pip install gguf")
 
 
 def _write(writer: Any, tensors: list[Any], path: Path, progress: bool) -> None:

@@ -44,7 +44,10 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, pre: str | None)
 
 
 def known_pre(tokenizer: Any) -> str:
-    """llama.cpp's name for how a tokenizer splits text, by the hash of what it makes of a text."""
+    """llama.cpp's name for how a tokenizer splits text, by the hash of what it makes of a text.
+
+    Raises CheckpointError for a tokenizer that is not in llama.cpp's table.
+    """
     table = json.loads(_TABLE.read_text(encoding="utf-8"))
     ids = tokenizer.encode(table["check_text"])
     digest = hashlib.sha256(str(ids).encode()).hexdigest()

@@ -40,7 +40,7 @@ class RapNormAttention(EngineAttention):
     """Pruned attention whose queries and keys are normalised per head before the rotation."""
 
     def width_before_norm(self, config: Any) -> int:
-        """D in mode `exact`: the norm sees the dense head."""
+        """D in mode `exact`: the norm sees the dense head; CheckpointError in mode `rows`."""
         mode = norm_mode(config)
         if mode == "rows":
             raise CheckpointError(

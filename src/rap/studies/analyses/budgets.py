@@ -32,7 +32,11 @@ def measure(study: Study) -> Data:
 
 
 def table(data: Data) -> Data:
-    """One row a combination."""
+    """One row a combination of scorer and budget.
+
+    `data` is what `measure` gave. Cells are perplexities, a column for each way to divide the
+    budget between K and V; title and note say at which ratio, and what the paper found.
+    """
     shares = list(data["rows"][0]["perplexity"])
     return {
         "title": f"Scorer and layer budget, retain {data['retain']:g}",

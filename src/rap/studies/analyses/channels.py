@@ -31,7 +31,10 @@ class LayerChannels:
 
 
 def best_channels(plan: Plan, statistics: Sequence[Named | None]) -> list[LayerChannels]:
-    """As many key channels as the plan keeps, the best by root-Fisher; its own value channels."""
+    """As many key channels as the plan keeps, the best by root-Fisher; its own value channels.
+
+    Raises UnsupportedModelError for a plan that mixes values or leaves a layer dense.
+    """
     chosen = []
     for layer, shape, layer_statistics in zip(plan.layers, plan.shapes, statistics, strict=True):
         if layer is None or shape is None or layer_statistics is None or layer.channels_GC is None:
@@ -80,7 +83,7 @@ def reindexed(dense: PreTrainedModel, kept: Sequence[LayerChannels]) -> Any:
 
     Kept rows move together, so the stock model pairs channel i with i + W/2 and gives the pair the
     i-th frequency of a head of W channels. The dense softmax scale is kept. Every layer must keep
-    one even W = C, which uniform budgets give.
+    one even W = C, which uniform budgets give; UnsupportedModelError otherwise.
     """
     width = kept[0].keys_GW.shape[1]
     if width % 2 or {w for c in kept for w in (c.keys_GW.shape[1], c.values_GC.shape[1])} != {

@@ -43,7 +43,11 @@ def _kept(study: Study, retain: float, num_pairs: int) -> list[float]:
 
 
 def table(data: Data) -> Data:
-    """Neighbouring pairs put together, and how far the order of keeping follows the index."""
+    """Neighbouring pairs put together, and how far the order of keeping follows the index.
+
+    `data` is what `measure` gave. Wavelengths are in tokens for a full turn, cells the share of
+    heads in percent that keep a pair, a column a ratio.
+    """
     waves, kept = data["wavelengths"], data["kept"]
     step = max(1, len(waves) // ROWS)
     rows = []

@@ -74,7 +74,10 @@ def _single_channels(plan: Replacement) -> list[tuple[Tensor, int]]:
 
 
 def table(data: Data) -> Data:
-    """One row a retain ratio."""
+    """One row a retain ratio.
+
+    `data` is what `measure` gave. Cells are shares of kept channels, or of pairs, in percent.
+    """
     return {
         "title": "Channels that lost the partner they rotate with",
         "note": (

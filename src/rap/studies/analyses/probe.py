@@ -27,7 +27,10 @@ def measure(study: Study) -> Data:
 
 
 def table(data: Data) -> Data:
-    """One row a layer."""
+    """One row a layer, cut alone.
+
+    `data` is what `measure` gave. Cells are perplexities, a column a ratio.
+    """
     values = {(row["layer"], row["retain"]): row["perplexity"] for row in data["rows"]}
     layers = sorted({layer for layer, _ in values})
     retains = sorted({retain for _, retain in values}, reverse=True)

@@ -53,7 +53,10 @@ def measure(study: Study) -> Data:
 
 
 def table(data: Data) -> Data:
-    """One row a base."""
+    """One row a rope base.
+
+    `data` is what `measure` gave. Cells are perplexities, and the ratio of the last two.
+    """
     return {
         "title": f"Another rope base on fixed weights, retain {data['retain']:g}",
         "note": (

@@ -47,7 +47,11 @@ def _heads(study: Study, score: str) -> list[Tensor]:
 
 
 def table(data: Data) -> Data:
-    """One row a retain ratio."""
+    """One row a retain ratio.
+
+    `data` is what `measure` gave. Cells are shares of pairs in percent, and perplexities; the
+    rank correlation of the two scores (Spearman) is in the note.
+    """
     order = torch.tensor([value for layer in data["spearman"] for value in layer])
     rows = []
     for row in data["rows"]:

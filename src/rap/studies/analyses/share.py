@@ -38,7 +38,10 @@ def kept_parts(plan: Plan) -> dict[str, float]:
 
 
 def table(data: Data) -> Data:
-    """One row a share."""
+    """One row a share of K.
+
+    `data` is what `measure` gave. Kept shares are in percent, the last column is perplexity.
+    """
     return {
         "title": f"K's share of the budget, retain {data['retain']:g}",
         "note": (

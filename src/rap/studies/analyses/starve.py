@@ -29,7 +29,11 @@ def measure(study: Study) -> Data:
 
 
 def table(data: Data) -> Data:
-    """One row a retain ratio."""
+    """One row a retain ratio.
+
+    `data` is what `measure` gave. Kept shares of K and V are in percent, the rest perplexities;
+    perplexities that were not measured are blank.
+    """
     rows = []
     for row in data["rows"]:
         worst = min(row["layers"], key=row["layers"].get)

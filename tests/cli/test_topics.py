@@ -1,0 +1,165 @@
+"""The command line as people expect it: topics, completion, dry runs, Ctrl-C, plain pipes."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import typer
+from transformers import AutoConfig
+
+from cases.command import error_violations, run
+from rap.cli import app, compress, dry_run
+from rap.cli.completion import command_tree, completion_script
+from rap.cli.next_steps import next_steps
+from rap.cli.topics import EXIT_CODES, TOPICS, stopped
+from rap.model.errors import RapError
+from rap.serving.capacity import Held
+
+ROOT = typer.main.get_command(app)
+SMALL = ("--windows", "2", "--window", "64")
+
+
+def test_every_command_has_a_topic_and_an_example():
+    listed = {name: entry for entries in TOPICS.values() for name, entry in entries.items()}
+    assert sum(len(entries) for entries in TOPICS.values()) == len(listed)
+    assert listed.keys() == ROOT.commands.keys()
+    for name, entry in listed.items():
+        assert entry.example.split()[:2] == ["rap", name]
+
+
+def test_help_is_grouped_and_plain():
+    shown = run("--help").out
+    for topic, entries in TOPICS.items():
+        assert f"{topic}:" in shown
+        for entry in entries.values():
+            assert f"$ {entry.example}\n" in shown, "an example stays on one line"
+    assert all(f"  {code} " in shown for code in EXIT_CODES)
+    assert "\x1b" not in shown
+
+
+def test_nothing_is_coloured_in_a_pipe():
+    for result in (run("inspect", "bundled"), run("compress", "nowhere", "-o", "x")):
+        assert "\x1b" not in result.out + result.err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("words", "some", "none"),
+    [
+        (["rap", ""], {"compress", "evaluate", "--version"}, {"perplexity"}),
+        (["rap", "comp"], {"compress", "compare", "completion"}, {"evaluate"}),
+        (["rap", "evaluate", "f"], {"fidelity"}, {"perplexity", "fetch"}),
+        (["rap", "compress", "bundled", "--re"], {"--retain", "--recover"}, {"--teacher"}),
+        (["rap", "evaluate", "cache", "out", "--b"], {"--bits", "--bos"}, {"--dense"}),
+    ],
+)
+def test_completion_offers_what_exists(shell, words, some, none):
+    script = completion_script(ROOT, "bash")
+    assert completion_script(ROOT, "zsh").endswith(script)
+    quoted = " ".join(f"'{word}'" for word in words)
+    asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _rap; echo ${{COMPREPLY[@]}}"
+    answer = subprocess.run(
+        ["bash", "-c", f"{script}\n{asked}"], capture_output=True, text=True, check=True
+    )
+    offered = set(answer.stdout.split())
+    assert some <= offered
+    assert not none & offered
+
+
+def test_completion_for_fish_names_every_command():
+    script = completion_script(ROOT, "fish")
+    for place, _ in command_tree(ROOT):
+        for word in place.split():
+            assert f" {word} " in script or f" {word}'" in script
+    assert "-l retain" in script
+    with pytest.raises(RapError, match="unknown shell 'tcsh'"):
+        completion_script(ROOT, "tcsh")
+
+
+def test_dry_run_of_compress_reads_and_writes_nothing(tmp_path):
+    output = tmp_path / "out"
+    settings = ("bundled", *SMALL, "--recover", "fit+fast", "-o", output, "--dry-run")
+    with (
+        mock.patch.object(compress, "compress", side_effect=AssertionError("it compressed")),
+        mock.patch("rap.checkpoint.load._load", side_effect=AssertionError("weights were read")),
+    ):
+        report = run("compress", *settings, "--json").json
+        printed = run("compress", *settings).out
+    assert list(tmp_path.iterdir()) == []
+    steps = {step["step"]: step for step in report["steps"]}
+    assert list(steps) == ["calibrate", "fit", "distil", "evaluate"]
+    assert steps["calibrate"]["tokens"] == 2 * 64
+    assert steps["distil"]["tokens"] == 40 * 16 * 256
+    assert report["dry_run"] is True
+    assert report["method"]["name"] == "rap"
+    assert report["seconds_at_least"] > 0
+    assert all(size > 0 for size in report["memory_bytes"].values())
+    assert "Dry run: no weights or text were read" in printed
+
+
+def test_dry_run_refuses_what_the_run_would(tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "file").touch()
+    assert error_violations(run("compress", "bundled", "-o", taken, "--dry-run")) == []
+    unknown = run("compress", "bundled", "-o", tmp_path / "out", "--recover", "x", "--dry-run")
+    assert error_violations(unknown) == []
+
+
+def test_dry_run_counts_the_weights_once():
+    from rap import assets
+
+    config = AutoConfig.from_pretrained(assets.reference_path())
+    model = dry_run.unloaded(config)
+    assert dry_run.parameters(model) == assets.reference_model().num_parameters()
+    stored = torch.bfloat16.itemsize
+    copied = 0 if torch.cuda.is_available() else torch.float32.itemsize
+    expected = dry_run.parameters(model) * (stored + copied)
+    assert dry_run.weight_bytes(config, model, "auto") == expected
+
+
+def test_next_steps_are_three_commands():
+    served = [Held("vLLM on a CPU", "as they are", 1.4, "")]
+    pruned = SimpleNamespace(model_type="rap_llama")
+    judge, recover, serve = next_steps("bundled", Path("out"), pruned, served, "none", None)
+    assert judge.endswith("rap evaluate fidelity out --dense bundled")
+    assert "rap recover out --teacher bundled --preset fit -o out-recovered" in recover
+    assert serve.endswith("rap serve out")
+    assert "--preset fast" in next_steps("m", Path("o"), pruned, served, "fit", None)[1]
+    assert "rap export gguf" in next_steps("m", Path("o"), pruned, served, "none", "llamacpp")[2]
+    assert "no engine" in next_steps("m", Path("o"), pruned, [], "none", None)[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compress", "m", "-o", "out"], "start anew"),
+        (["compress", "m", "--recover=fit", "-o", "out"], "goes on from its last checkpoint"),
+        (["recover", "out"], "go on from what is finished"),
+        (["compare", "m"], "go on from what is finished"),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(arguments, said):
+    assert said in stopped(arguments)
+
+
+def test_ctrl_c_leaves_nothing_half_written(tmp_path):
+    with mock.patch("rap.pipeline.save", side_effect=KeyboardInterrupt):
+        result = run("compress", "bundled", *SMALL, "--evaluate", "none", "-o", tmp_path / "out")
+    assert result.code == 130
+    assert result.err.splitlines()[-1].startswith("stopped; no output is left half-written")
+    assert "Traceback" not in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_module_and_script_are_one_program():
+    shown = subprocess.run(
+        [sys.executable, "-m", "rap", "--version"], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.startswith("rap ")

@@ -1,0 +1,147 @@
+"""What documents tell a reader to type: commands and options that exist, and code that runs."""
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import typer
+import yaml
+
+import rap
+from cases.command import run
+from rap.calibration.registry import STATISTICS
+from rap.cli import app
+from rap.cli.completion import command_tree
+from rap.methods import METHODS
+
+REPOSITORY = Path(__file__).parents[1]
+TUTORIALS = REPOSITORY / "docs" / "tutorials"
+BY_HAND = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted(TUTORIALS.glob("*.md")),
+]
+PLACES = dict(command_tree(typer.main.get_command(app)))
+NOT_RUN = re.compile(r"<!-- not run:[^>]*-->\n$")
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str, language: str) -> Iterator[tuple[str, bool]]:
+    """Fenced blocks of a language, each with whether it is to be run."""
+    for found in FENCE.finditer(text):
+        if found[1] == language:
+            yield found[2], NOT_RUN.search(text[: found.start()]) is None
+
+
+def commands(text: str) -> Iterator[str]:
+    """Lines that call rap, in fenced or indented blocks, without what is behind a `#`."""
+    text = text.replace("\\\n", " ")
+    for line in text.splitlines():
+        stripped = line.strip().removeprefix(". .venv/bin/activate && ")
+        indented = line.startswith("    ") or stripped == line
+        if indented and re.match(r"rap [a-z]", stripped):
+            yield from (part.strip() for part in stripped.split("  #")[0].split("&&"))
+
+
+def violations(line: str) -> list[str]:
+    """What a command line asks for that does not exist."""
+    words = shlex.split(line)[1:]
+    if "--" in words:
+        words = words[: words.index("--")]
+    place = ""
+    for word in words:
+        deeper = f"{place} {word}".strip()
+        if deeper not in PLACES:
+            break
+        place = deeper
+    if not place or getattr(PLACES[place], "commands", None):
+        return [f"{line}: no such command"]
+    known = {flag for one in PLACES[place].params for flag in one.opts} | {"--help"}
+    flags = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+    return [f"{line}: {place} has no {flag}" for flag in flags if flag not in known]
+
+
+@pytest.mark.parametrize("path", BY_HAND, ids=lambda path: path.name)
+def test_commands_in_documents_exist(path):
+    # Running text may begin a line with the package's name.
+    lines = [line for line in commands(path.read_text("utf-8")) if line.startswith("rap ")]
+    told = [line for line in lines if line.split()[1] in {p.split()[0] for p in PLACES if p}]
+    assert [found for line in told for found in violations(line)] == []
+
+
+def test_documents_tell_many_commands_and_a_wrong_one_is_seen():
+    told = [line for path in BY_HAND for line in commands(path.read_text("utf-8"))]
+    assert len(told) > 50
+    assert violations("rap compress bundled --retain 0.7 -o out") == []
+    assert violations("rap serve out -- --max-model-len 8") == []
+    assert violations("rap compress bundled --keep 0.7") != []
+    assert violations("rap evaluate out") != []
+
+
+@pytest.mark.parametrize("name", ["add-method", "add-family", "add-statistic"])
+def test_code_of_the_tutorials_runs(name):
+    text = (TUTORIALS / f"{name}.md").read_text("utf-8")
+    (code,) = [block for block, wanted in blocks(text, "python") if wanted]
+    with mock.patch.dict(METHODS), mock.patch.dict(STATISTICS):
+        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+
+
+# Their files do not meet: each tutorial writes names of its own, and recover needs none of first.
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["first", "vllm", "llamacpp", "recover"])
+def test_commands_of_the_tutorials_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = [
+        line
+        for block, wanted in blocks((TUTORIALS / f"{name}.md").read_text("utf-8"), "sh")
+        if wanted
+        for line in commands(block)
+    ]
+    assert told
+    for line in told:
+        result = run(*shlex.split(line)[1:])
+        assert result.code == 0, (line, result.err)
+
+
+def test_links_of_a_built_site_are_checked(tmp_path):
+    spec = importlib.util.spec_from_file_location("links", REPOSITORY / "docs/site/links.py")
+    links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(links)
+    (tmp_path / "a.html").write_text('<a href="b.html#here">b</a><a href="https://else.org">c</a>')
+    (tmp_path / "b.html").write_text('<p id="here">b</p><link rel="canonical" href="https://x.y">')
+    assert links.violations(tmp_path) == []
+    (tmp_path / "c.html").write_text(
+        '<a href="d.html">d</a><a href="b.html#there">b</a><script src="https://cdn.org/x.js">'
+    )
+    assert links.violations(tmp_path) == [
+        "c.html: loads https://cdn.org/x.js from another server",
+        "c.html: d.html leads nowhere",
+        "c.html: b.html#there has no such anchor",
+    ]
+
+
+def test_workflows_call_targets_of_the_makefile():
+    makefile = (REPOSITORY / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    workflows = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+    assert workflows
+    for path in workflows:
+        jobs = yaml.safe_load(path.read_text("utf-8"))["jobs"].values()
+        for job in jobs:
+            called = [step["run"] for step in job["steps"] if "run" in step]
+            wanted = job.get("strategy", {}).get("matrix", {}).get("target", [])
+            assert len(called) == 1
+            assert re.fullmatch(r"make (\S+|\$\{\{ matrix\.target \}\})", called[0])
+            assert set(wanted or [called[0].split()[1]]) <= targets
+
+
+def test_the_version_is_said_alike_everywhere():
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text("utf-8"))
+    changes = (REPOSITORY / "CHANGELOG.md").read_text("utf-8")
+    assert citation["version"] == rap.__version__
+    assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == rap.__version__
