@@ -54,7 +54,12 @@ DEFAULTS = (
             )
             + "."
         ),
-        real="not measured against equal widths.",
+        real=Answer(
+            verdict=STAYS,
+            figures=lambda r: f"{compared(r, 'rap', 'rap:budget=uniform')}.",
+            holds=lambda r: r.ppl("rap:budget=uniform") > 1.05 * r.ppl("rap"),
+            why="Equal widths cost half as much again as is lost by widths that go by the loss.",
+        ),
     ),
     Default(
         title="`context`, over which folded pairs may drift: all that the model was made for",
@@ -62,7 +67,13 @@ DEFAULTS = (
             "recall at 1,000 tokens chose it over 512, against perplexity (`docs/log.md`, "
             "2026-11-20)."
         ),
-        real="not measured.",
+        real=Answer(
+            verdict=STAYS,
+            figures=lambda r: f"{compared(r, 'rap', 'rap:context=512')}.",
+            holds=lambda r: r.ppl("rap:context=512") > 1.1 * r.ppl("rap"),
+            why="Here a shorter context is worse in perplexity too: windows of 2,048 tokens use "
+            "the slow pairs that it would fold.",
+        ),
     ),
     Default(
         title="The refit of output projections, off unless asked for",

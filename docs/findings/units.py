@@ -31,12 +31,16 @@ UNITS = (
             verdict=PARTLY,
             figures=lambda r: (
                 f"cut only, {cut_only(r, 'kvpruner:paper', 'rap:paper', 'rap')}; from 0.9 to 0.5 "
-                f"rap:paper has {sweep(r, 'rap:paper')}."
+                f"rap:paper has {sweep(r, 'rap:paper')}, and with equal widths "
+                f"{r.ppl('rap:paper:budget=uniform'):.2f} at 0.7."
             ),
-            holds=lambda r: all(
-                2 < r.ppl("kvpruner:paper", retain) / r.ppl("rap:paper", retain) < 20
-                and r.loss("rap:paper", retain) > 5
-                for retain in ratios(r, "kvpruner:paper", "rap:paper")
+            holds=lambda r: (
+                4 * r.ppl("rap:paper:budget=uniform") < r.ppl("rap:paper")
+                and all(
+                    2 < r.ppl("kvpruner:paper", retain) / r.ppl("rap:paper", retain) < 20
+                    and r.loss("rap:paper", retain) > 5
+                    for retain in ratios(r, "kvpruner:paper", "rap:paper")
+                )
             ),
             why="Channels are far worse than pairs, but pairs by the paper's recipe break this "
             "model too, through its adaptive budgets (below). After distillation was not "
