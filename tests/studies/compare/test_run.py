@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from rap.checkpoint.files import write_json
 from rap.cli import compare as command_line
 from rap.methods import METHODS, Rap
 from rap.model.errors import RapError
+from rap.recovery.layer_fit import FitConfig
+from rap.studies.compare import grid as grid_module
 from rap.studies.compare import run as running
 from rap.studies.compare.cells import CONFIG, RESULT, Cell, finished, store
 from rap.studies.compare.command import cell_command
@@ -177,7 +180,7 @@ def test_a_finished_cell_is_not_run_again(grid, tiny, tmp_path, monkeypatch):
     assert {cell["cell"]: cell["perplexity"] for cell in found["cells"]} == kept
 
 
-def test_a_changed_setting_is_another_cell(reference_model):
+def test_a_changed_setting_is_another_cell(reference_model, monkeypatch):
     def names(**changes: Any) -> set[str]:
         grid = Grid(**{"methods": ("rap",), "retains": (0.5,), **changes})
         return {cell.name for cell in grid.cells("fingerprint", "float32")}
@@ -201,6 +204,11 @@ def test_a_changed_setting_is_another_cell(reference_model):
         assert len(dense_and_cell & same) == shared, change
     distilled = {"recoveries": ("fast",)}
     assert not {*names(**distilled, recovery={"steps": 9})} <= names(**distilled)
+    both = {"recoveries": ("fit+fast",)}
+    assert not {*names(**both, recovery={"steps": 9})} <= names(**both)
+    fitted = names(recoveries=("fit",))
+    monkeypatch.setattr(grid_module, "FitConfig", partial(FitConfig, steps=9))
+    assert not names(recoveries=("fit",)) <= fitted
 
 
 def test_the_plain_wording_leaves_cells_their_names():

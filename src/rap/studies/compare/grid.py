@@ -8,6 +8,7 @@ from ...calibration.bos import check_bos
 from ...methods import parse_method
 from ...model.errors import RapError
 from ...recovery.config import PRESETS, RecoveryConfig, preset
+from ...recovery.layer_fit import FitConfig
 from ...recovery.stages import check_recovery
 from .cells import Cell
 from .measurement import Measures
@@ -43,8 +44,7 @@ class Grid:
                 raise RapError(f"a comparison needs {name}: give at least one")
         for name in self.recoveries:
             check_recovery(name)
-            if name in PRESETS:
-                self.distillation(name)
+            self._recovery(name)
         # Every method is made once here, so that a bad setting is refused before any work.
         for spec in self.methods:
             for retain in self.retains:
@@ -77,9 +77,18 @@ class Grid:
                 cells += [self._cell(spec, retain, recover, shared) for spec in self.methods]
         return cells
 
+    def _recovery(self, name: str) -> dict[str, Any]:
+        """The settings of all that a recovery does: others make another cell."""
+        first, _, last = name.rpartition("+")
+        settings: dict[str, Any] = {
+            "recovery": asdict(self.distillation(last)) if last in PRESETS else None
+        }
+        if "fit" in (first, last):
+            settings["fit"] = asdict(FitConfig(seed=self.seed))
+        return settings
+
     def _cell(self, spec: str, retain: float, recover: str, shared: dict[str, Any]) -> Cell:
         method = parse_method(spec, retain, **self.common)
-        distilled = asdict(self.distillation(recover)) if recover in PRESETS else None
         calibration = {
             "text": self.calibration,
             "num_windows": self.num_windows,
@@ -90,7 +99,7 @@ class Grid:
             "spec": spec,
             "retain": retain,
             "recover": recover,
-            "recovery": distilled,
+            **self._recovery(recover),
             "method": method.describe(),
             "calibration": calibration,
         }

@@ -153,6 +153,7 @@ class Bench:
         model, made = self.dense.model, {}
         if cell.method is not None:
             plan = cell.method.plan(self.dense.model, self.statistics())
+            distils = cell.recover.rpartition("+")[2]
             small = cell.method.apply(self.dense.model, plan)
             model, recovery = recover_stage(
                 small,
@@ -160,7 +161,7 @@ class Bench:
                 self.dense.tokenizer,
                 cell.recover,
                 texts=[self.grid.calibration],
-                config=self.grid.distillation(cell.recover) if cell.recover in PRESETS else None,
+                config=self.grid.distillation(distils) if distils in PRESETS else None,
                 seed=self.grid.seed,
                 output=self.folder(cell),
                 bos=self.dense.bos,
