@@ -18,7 +18,8 @@ CHUNK_LOGITS = 2**25  # logits held at once, tokens x vocabulary: 128 MiB of flo
 def decoder_of(model: Any) -> tuple[str, nn.Module]:
     """The module below the language-model head, and its name in the model.
 
-    It holds the decoder or, in multimodal models, the decoder and what looks at images.
+    It holds the decoder or, in multimodal models, the decoder and what looks at images. Raises
+    RapError if the model has no such part, as a PEFT wrapper has none.
     """
     model = _headed(model)
     decoder = text_decoder(model)

@@ -102,7 +102,8 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
 def evaluation_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Token ids [N] of a held-out text: `bundled` test novels, a file, or a dataset name.
 
-    Of a streamed dataset (C4) the first four million characters are read.
+    Of a streamed dataset (C4) the first four million characters are read. Raises RapError for a
+    text without a word in it, or one that cannot be read.
     """
     if text == "bundled":
         content = assets.reference_text("test")

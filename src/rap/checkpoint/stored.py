@@ -79,7 +79,10 @@ class StoredModel:
             return DTYPES[shard.get_slice(stored).get_dtype()]
 
     def join(self, name: str, parts: list[tuple[str, str]], read: Any) -> Tensor:
-        """What the model joins of stored `parts`, as `conversions.Conversions.join`."""
+        """What the model joins of stored `parts`, as `conversions.Conversions.join`.
+
+        Raises CheckpointError if they do not make up the whole.
+        """
         joined = self.conversions.join(name, parts, read)
         if joined is None or joined.shape != self.shapes[name]:
             raise CheckpointError(

@@ -157,7 +157,10 @@ def made_with(
 
 
 def held_out(text: str | None, bench: Workbench) -> Tensor | None:
-    """Tokens of the text to evaluate on, refused before the calibration that would be wasted."""
+    """Tokens of the text to evaluate on, before the calibration that would be wasted.
+
+    Raises RapError if they are fewer than a window.
+    """
     if text is None:
         return None
     tokens, window = bench.held_out(text), evaluation_window(bench.model, None)

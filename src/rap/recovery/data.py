@@ -103,7 +103,10 @@ def validation_text(source: str) -> str | None:
 
 
 def hold_out(windows_NT: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-    """Windows to train on and the last tenth, at most `limit` of them, to validate on."""
+    """Windows to train on and the last tenth, at most `limit` of them, to validate on.
+
+    Raises RapError if there are not two.
+    """
     if len(windows_NT) < 2:
         raise RapError(
             "recovery needs two windows or more, one of them to validate on: give a "
