@@ -16,7 +16,8 @@ DEFAULTS = (
             figures=lambda r: (
                 f"{r.loss('rap', 0.7):.0%} at 0.7 and {r.loss('rap', 0.5):.0%} at 0.5, "
                 f"{r.loss('rap', 0.7, 'fit'):.0%} at 0.7 after the fit, and "
-                f"{r.loss('rap', 0.5, 'fit'):.0%} at 0.5 after that of the attention alone; PaLU, cut only, "
+                f"{r.loss('rap', 0.5, 'fit'):.0%} at 0.5 after that of the attention alone; "
+                "PaLU, cut only, "
                 f"{r.loss('palu', 0.7):.0%} and {r.loss('palu', 0.5):.0%}."
             ),
             holds=lambda r: (
