@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.stored import Weights
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import attention_spec, text_decoder
+from ..model.layers import attention_spec, decoder_layers, text_decoder
 
 
 class LayerSource(Protocol):
@@ -95,9 +95,8 @@ class StoredLayers:
     @cached_property
     def prefix(self) -> str:
         """The name of the list of layers in the model, with a dot behind."""
-        decoder = text_decoder(self.model)
-        name = next(name for name, module in self.model.named_modules() if module is decoder)
-        return f"{name}.layers.".lstrip(".")
+        first, _ = next(decoder_layers(self.model))
+        return first.removesuffix("0")
 
     def working(self, index: int) -> nn.Module:
         """A float32 copy of a layer, in evaluation mode and without gradients."""

@@ -113,7 +113,7 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     spec, rotary = attention_spec(model.config), rotary_module(model)
     return [
         _describe(index, f"{prefix}.{spec.attention}", layer, spec, rotary)
-        for index, (prefix, layer) in enumerate(_decoder_layers(model))
+        for index, (prefix, layer) in enumerate(decoder_layers(model))
     ]
 
 
@@ -292,7 +292,8 @@ def text_decoder(model: nn.Module) -> Any:
     return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
 
 
-def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The decoder layers of the language model in order, each with its name in the model."""
     decoder = text_decoder(model)
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     for index, layer in enumerate(decoder.layers):

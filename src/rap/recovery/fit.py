@@ -1,8 +1,8 @@
-"""Cut attention fitted to the dense model's, one layer after another, on text alone.
+"""Cut layers fitted to the dense model's, one after another, on text alone.
 
 Every cut layer is trained to give, on what the cut model really hands it, what the dense layer
 gives on what the dense model hands it, and to make up for a share of what the residual stream has
-lost so far. No gradient passes through more than one attention, and one layer of each model works
+lost so far. No gradient passes through more than one layer, and one layer of each model works
 at a time. In the line of BRECQ (https://arxiv.org/abs/2102.05426), which reconstructs blocks of
 quantized networks, and of SparseGPT (https://arxiv.org/abs/2301.00774), which solves layers in
 order.
@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..calibration.memory import describe_memory
 from ..calibration.progress import Progress
 from ..calibration.sources import LayerSource, LoadedLayers
 from ..calibration.streams import FLOAT, Stream, new_stream
@@ -48,7 +49,7 @@ def fit_layers(
     work: Path | None = None,
     progress: bool = False,
 ) -> list[LayerFit]:
-    """Fit every cut attention of the model `small` in place, to that of the model `dense`.
+    """Fit every cut layer of the model `small` in place, to that of the model `dense`.
 
     As `fit_from`. Raises RapError also for weights that are not in memory.
     """
@@ -67,7 +68,7 @@ def fit_from(
     work: Path | None = None,
     progress: bool = False,
 ) -> list[LayerFit]:
-    """Fit every cut attention of `small`, in order; each keeps the better of old and new.
+    """Fit every cut layer of `small`, in order; each keeps the better of old and new.
 
     `windows` [N, T]; the last of them judge. Trained are all parameters of the attention, and by
     scope "block" the matrices of a dense feed-forward, in float32 whatever they are stored in.
@@ -84,7 +85,9 @@ def fit_from(
         )
     if progress:
         estimate = estimate_fit(small.model, dense.model, windows, config)
-        Console(stderr=True).print(_describe(estimate), soft_wrap=True)
+        estimate |= {"total": sum(estimate.values())}
+        said = describe_memory(estimate, "the fit needs about")
+        Console(stderr=True).print(said, soft_wrap=True)
     if work is not None:
         begin(work, _record(small, dense, windows, config))
     theirs, mine = (Stream(source, windows, config.batch, work) for source in (dense, small))
@@ -114,12 +117,6 @@ def estimate_fit(
     )
     layers = FLOAT * (largest(small) + largest(dense) + 3 * trained)
     return {"streams": 3 * hidden + windows.numel() * FLOAT, "layers": layers}
-
-
-def _describe(estimate: dict[str, int]) -> str:
-    parts = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in estimate.items())
-    total = f"{sum(estimate.values()) / 2**20:,.1f} MiB"
-    return f"the fit needs about {total} beside the weights ({parts})"
 
 
 class _Fitter:
@@ -180,13 +177,14 @@ class _Fitter:
             before, now = self.dense.hidden[rows].clone(), self.small.hidden[rows]
             with attention_outputs_of(original) as seen:
                 after = self.dense.run(theirs, index, before).cpu()
-                added = seen.pop().cpu()
-                self.dense.hidden[rows] = after
-                if self.config.scope == "block":
-                    given = self.small.run(mine, index, now).cpu()
-                    target[rows] = after - (1 - self.config.drift) * (before - now)
-                    weight[rows] = _weight(_mean_square(after) + _mean_square(given))
-                    continue
+            added = seen.pop().cpu()
+            self.dense.hidden[rows] = after
+            if self.config.scope == "block":
+                # What the layer gives as it was cut: no parameter of it wants gradients yet.
+                given = self.small.run(mine, index, now).cpu()
+                target[rows] = after - (1 - self.config.drift) * (before - now)
+                weight[rows] = _weight(_mean_square(after) + _mean_square(given))
+                continue
             if rows.start == 0:
                 scale = residual_scale(self.dense, theirs, original, index, before[:1], added[:1])
             target[rows], weight[rows] = self._wanted(before, added, now, scale)

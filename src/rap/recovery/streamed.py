@@ -15,7 +15,7 @@ from ..calibration.sources import StoredLayers
 from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.streamed import streamed_perplexity
 from ..model.errors import RapError
-from ..model.layers import text_decoder, trained_length
+from ..model.layers import decoder_layers, trained_length
 from ..planning.plan import Plan
 from ..surgery.cut_model import CutModel
 from .data import recovery_windows
@@ -31,14 +31,11 @@ class FittedTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, model: Any):
         self._where: dict[str, tuple[Path, str]] = {}
-        decoder = text_decoder(model)
-        prefix = next(name for name, module in model.named_modules() if module is decoder)
-        for index in range(len(decoder.layers)):
+        for index, (place, _) in enumerate(decoder_layers(model)):
             path = layer_file(folder, index)
             if path.is_file():
                 with safe_open(path, "pt") as file:
                     names = list(file.keys())
-                place = f"{prefix}.layers.{index}".lstrip(".")
                 self._where |= {f"{place}.{name}": (path, name) for name in names}
 
     def __getitem__(self, name: str) -> Tensor:

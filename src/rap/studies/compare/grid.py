@@ -55,9 +55,10 @@ class Grid:
         """Settings of all methods that have them."""
         return {"align": self.align, "seed": self.seed}
 
-    def distillation(self, name: str) -> RecoveryConfig:
-        """The settings of a recovery that distils."""
-        return preset(name, **{"seed": self.seed, **self.recovery})
+    def distillation(self, recovery: str) -> RecoveryConfig | None:
+        """The settings of a recovery's distillation, by itself or after a fit; None without one."""
+        name = recovery.rpartition("+")[2]
+        return preset(name, **{"seed": self.seed, **self.recovery}) if name in PRESETS else None
 
     def cells(self, dense_fingerprint: str, dtype: str, bos: int | None = None) -> list[Cell]:
         """The dense cell first, then all without recovery, then recovery by recovery.
@@ -79,11 +80,9 @@ class Grid:
 
     def _recovery(self, name: str) -> dict[str, Any]:
         """The settings of all that a recovery does: others make another cell."""
-        first, _, last = name.rpartition("+")
-        settings: dict[str, Any] = {
-            "recovery": asdict(self.distillation(last)) if last in PRESETS else None
-        }
-        if "fit" in (first, last):
+        distilled = self.distillation(name)
+        settings: dict[str, Any] = {"recovery": asdict(distilled) if distilled else None}
+        if "fit" in name.split("+"):
             settings["fit"] = asdict(FitConfig(seed=self.seed))
         return settings
 

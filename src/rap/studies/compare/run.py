@@ -17,7 +17,6 @@ from ...checkpoint.files import check_output, write_json
 from ...checkpoint.provenance import provenance
 from ...evaluation.quality.fidelity import DenseStates
 from ...model.errors import RapError
-from ...recovery.config import PRESETS
 from ...recovery.runs import clear_work
 from ...recovery.stages import recover_stage, work_folder
 from . import cells as folders
@@ -153,7 +152,6 @@ class Bench:
         model, made = self.dense.model, {}
         if cell.method is not None:
             plan = cell.method.plan(self.dense.model, self.statistics())
-            distils = cell.recover.rpartition("+")[2]
             small = cell.method.apply(self.dense.model, plan)
             model, recovery = recover_stage(
                 small,
@@ -161,7 +159,7 @@ class Bench:
                 self.dense.tokenizer,
                 cell.recover,
                 texts=[self.grid.calibration],
-                config=self.grid.distillation(distils) if distils in PRESETS else None,
+                config=self.grid.distillation(cell.recover),
                 seed=self.grid.seed,
                 output=self.folder(cell),
                 bos=self.dense.bos,
