@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from rap.model.fingerprint import fingerprint_model
 from rap.pipeline import compress, save
 from rap.recovery import stages
 from rap.recovery.config import PRESETS, RecoveryConfig
-from rap.recovery.data import hold_out, recovery_windows
+from rap.recovery.data import SHARED_RUN, apart, hold_out, recovery_windows
+from rap.recovery.layer_fit import FitConfig
 from rap.recovery.stages import RECOVERIES, recover_stage, work_folder
 
 VOCABULARY = 4096
@@ -72,6 +73,66 @@ def test_a_file_is_split_and_texts_are_mixed(tokenizer, tmp_path):
     assert len(mixed) == 20 + 18
     assert sum("number" in tokenizer.decode(row) for row in mixed) == 18
     assert len(held) == 4
+
+
+@pytest.mark.parametrize("window", [20, 48, 100])
+def test_windows_that_share_text_with_what_is_held_out_go(window):
+    text = torch.arange(4000)
+    held = text[1000:1200].view(2, 100)
+    rows = text[: 4000 // window * window].view(-1, window)
+    kept = apart(rows, held)
+    shared = [len({*row.tolist()} & {*range(1000, 1200)}) for row in rows]
+    enough = min(SHARED_RUN, window)
+    # Two held-out windows one after another: a run over their seam is in neither.
+    sure = [row for row, count in zip(rows, shared, strict=True) if count < enough]
+    assert all(any(torch.equal(row, one) for one in kept) for row in sure)
+    assert len(kept) < len(rows)
+    longest = [
+        max(len({*row.tolist()} & {*range(s, s + 100)}) for s in (1000, 1100)) for row in kept
+    ]
+    assert max(longest) < enough
+    with pytest.raises(RapError, match="give a longer text"):
+        apart(held, held)
+
+
+def test_what_the_fit_holds_out_no_later_stage_trains_on(models, tokenizer, tmp_path, monkeypatch):
+    dense, small = models
+    path = tmp_path / "own.txt"
+    path.write_text(assets.reference_text("calibration")[:9_000], encoding="utf-8")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Fitting(FitConfig):
+        window: int = 48
+        num_windows: int = 20
+        validation_windows: int = 2
+        steps: int = 2
+
+    monkeypatch.setattr(stages, "FitConfig", Fitting)
+    fitting, trained = Fitting(), []
+    original = stages._Run.windows
+
+    def watched(run, config):
+        trained.append(original(run, config))
+        return trained[-1]
+
+    monkeypatch.setattr(stages._Run, "windows", watched)
+    distilling = replace(CONFIG, num_windows=None, validation_windows=1)
+    asked = {"texts": [str(path)], "config": distilling}
+    both, report = recover_stage(small, dense, tokenizer, "fit+fast", **asked)
+    _, held = recovery_windows([str(path)], tokenizer, fitting)
+    everything, _ = recovery_windows([str(path)], tokenizer, distilling)
+    assert len(apart(everything, held)) < len(everything), "nothing was shared to begin with"
+    assert torch.equal(trained[-1], apart(everything, held))
+    # Gone on from the fit's own result, it ends in the same place.
+    monkeypatch.undo()
+    fitted, first = recover_stage(
+        small, dense, tokenizer, "fit", texts=asked["texts"], config=fitting
+    )
+    assert first["perplexity_fitted"] == report["perplexity_fitted"]
+    again, second = recover_stage(fitted, dense, tokenizer, "fit+fast", fitted=first, **asked)
+    assert second["distillation"].pop("seconds", 0) != report["distillation"].pop("seconds", 1)
+    assert fingerprint_model(again) == fingerprint_model(both)
+    assert {**second, "distillation": 0} == {**report, "distillation": 0}
 
 
 def test_windows_end_where_the_positions_of_the_model_do(tokenizer):

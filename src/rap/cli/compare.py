@@ -55,6 +55,14 @@ Changed = Annotated[
 Align = Annotated[
     int, typer.Option("--align", help="Width multiple, in channels; 0 is each method's own.")
 ]
+Keep = Annotated[
+    bool,
+    typer.Option(
+        "--keep",
+        help="Keep every model that is made in OUTPUT/models, as a checkpoint: other measures, "
+        "and distillation after a fit, go on from there.",
+    ),
+]
 Demo = Annotated[bool, typer.Option("--demo", help="A small quick grid of the bundled model.")]
 
 
@@ -79,6 +87,7 @@ def compare_command(
     *,
     axes: Axes,
     demo: Demo = False,
+    keep: Keep = False,
     title: Annotated[str, typer.Option(help="What to call it in the report.")] = "",
     align: Align = 2,
     read: Reading = GRID_READING,
@@ -113,6 +122,7 @@ def compare_command(
         recovery=read_settings(changes or ()),
         paper=read_figures(config),
         title=title,
+        keep=keep,
         say=console.print,
         progress=True,
     )

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -17,6 +18,7 @@ from ..calibration.bos import Bos, bos_token, with_bos
 from ..calibration.text import ALIASES, read_text, windows_from_text
 from ..model.errors import RapError
 
+SHARED_RUN = 16  # tokens: natural text repeats fewer
 HELD_OUT_SHARE = 10  # without a validation text, one window in so many is held out
 _CHARACTERS_PER_TOKEN = 16
 
@@ -114,6 +116,30 @@ def hold_out(windows_NT: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         )
     held = min(limit, max(1, len(windows_NT) // HELD_OUT_SHARE))
     return windows_NT[:-held], windows_NT[-held:]
+
+
+def apart(windows_NT: Tensor, held_ST: Tensor) -> Tensor:
+    """The windows that share no text with those held out, which may be of another length.
+
+    Text is shared where SHARED_RUN tokens in a row are the same, or a window of fewer.
+    Raises RapError if no window is left.
+    """
+    length = min(SHARED_RUN, windows_NT.shape[1], held_ST.shape[1])
+    held = np.unique(_runs(held_ST.numpy(), length))
+    kept = [r for r in windows_NT if not np.isin(_runs(r.numpy()[None], length), held).any()]
+    if not kept:
+        raise RapError(
+            "every window of the recovery text overlaps what an earlier stage holds out: give a "
+            "longer text"
+        )
+    return torch.stack(kept)
+
+
+def _runs(rows_NT: np.ndarray, length: int) -> np.ndarray:
+    """A hash of every `length` tokens in a row."""
+    factors = np.random.default_rng(0).integers(2**62, size=length) | 1
+    runs_NSR = np.lib.stride_tricks.sliding_window_view(rows_NT, length, axis=1)
+    return (runs_NSR @ factors).ravel()  # wraps around, as a hash may
 
 
 def fingerprint_windows(windows_NT: Tensor) -> str:

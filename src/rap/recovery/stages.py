@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from ..model.errors import RapError
 from ..model.layers import trained_length
 from .closed_form import refit_outputs
 from .config import PRESETS, RecoveryConfig, preset
-from .data import recovery_windows
+from .data import apart, recovery_windows
 from .fit import fit_layers
 from .layer_fit import FitConfig
 from .projections import SETTINGS, train_projections
@@ -29,6 +30,7 @@ RECOVERIES = (
     *PRESETS,
     *(f"fit+{name}" for name in PRESETS),
 )
+FIT_REPORTS = ("bos", "fit", "perplexity_before", "perplexity_fitted")
 REFIT_TOKENS = 2**15  # as many as calibration sees by default
 
 
@@ -71,6 +73,7 @@ def recover_stage(
     *,
     texts: Sequence[str] = ("bundled",),
     config: RecoveryConfig | FitConfig | None = None,
+    fitted: dict[str, Any] | None = None,
     seed: int = 0,
     output: str | Path | None = None,
     bos: Bos = "auto",
@@ -78,14 +81,15 @@ def recover_stage(
 ) -> tuple[Any, dict[str, Any]]:
     """The best of: the pruned model, with its layers fitted anew, and distilled after that.
 
-    `name` is one of RECOVERIES: `none` does nothing, `closed-form` refits outputs, `fit` fits all
-    of the attention (see `fit.fit_layers`), `projections` trains the bases of a model of method
+    `name` is one of RECOVERIES: `none` does nothing, `closed-form` refits outputs, `fit` fits
+    layers (see `fit.fit_layers`), `projections` trains the bases of a model of method
     matryoshka, which alone has some; a preset refits and distils by it, and after `fit+` fits and
-    distils. `config` replaces the settings of the last of these. Better means a lower perplexity on
-    held-out windows of `texts`, which begin with `bos`, see `data.recovery_windows`. `small` and
-    `dense` are left untouched. The report has the perplexity after each step and what distillation
-    reports; it is empty for `none`. With an `output`, checkpoints go to its `work_folder`, from
-    which a killed run continues.
+    distils. `config` replaces the settings of the last of these. With the report `fitted` of the
+    `fit` on these texts that `small` came out of, only what follows it is done. Better means a
+    lower perplexity on held-out windows of `texts`, which begin with `bos`, see
+    `data.recovery_windows`; no stage trains on them. `small` and `dense` are left untouched. The
+    report has the perplexity after each step and what distillation reports; it is empty for `none`.
+    With an `output`, checkpoints go to its `work_folder`, from which a killed run continues.
     """
     check_recovery(name)
     if name == "none":
@@ -93,7 +97,9 @@ def recover_stage(
     report: dict[str, Any] = {"name": name, "texts": list(texts)}
     run = _Run(small, dense, tokenizer, texts, seed, output, bos, progress, report)
     first, _, last = name.rpartition("+")
-    if (first or last) == "fit":
+    if fitted is not None:
+        run.go_on(fitted)
+    elif (first or last) == "fit":
         run.fit(config if isinstance(config, FitConfig) else None)
     changed = config if isinstance(config, RecoveryConfig) else None
     if last in PRESETS:
@@ -129,8 +135,11 @@ class _Run:
         windows, validation = recovery_windows(
             self.texts, self.tokenizer, config, longest=longest, bos=first
         )
-        if self.validation is None:
-            self.validation = validation
+        if self.validation is not None:
+            same = torch.equal(validation, self.validation)
+            return windows if same else apart(windows, self.validation)
+        self.validation = validation
+        if "perplexity_before" not in self.report:
             self.report |= {"bos": first, "perplexity_before": self.held_out(self.small)}
         return windows
 
@@ -147,8 +156,13 @@ class _Run:
         if self.report[f"perplexity_{done}"] < best:
             self.small = model
 
+    def go_on(self, fitted: dict[str, Any]) -> None:
+        """Take a fit for done, whose report is given: what it held out stays held out."""
+        self.report |= {key: fitted[key] for key in FIT_REPORTS}
+        self.windows(FitConfig(**fitted["fit"]["config"]))
+
     def fit(self, config: FitConfig | None) -> None:
-        """Fit the attention of every layer."""
+        """Fit every layer."""
         config = config or FitConfig(seed=self.seed)
         windows, fitted = self.windows(config), copy.deepcopy(self.small)
         work = work_folder(self.output) / FIT_FOLDER if self.output is not None else None

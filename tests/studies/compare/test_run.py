@@ -24,6 +24,7 @@ from rap.checkpoint.files import write_json
 from rap.cli import compare as command_line
 from rap.methods import METHODS, Rap
 from rap.model.errors import RapError
+from rap.recovery import stages as stages_of_recovery
 from rap.recovery.layer_fit import FitConfig
 from rap.studies.compare import grid as grid_module
 from rap.studies.compare import run as running
@@ -44,6 +45,16 @@ TINY = Measures(
 SMALL = {"num_windows": 2, "window": 128}
 FLAGS = "--windows 2 --window 128 --measure window=128 --measure num_windows=2 --measure"
 FLAGS += " recall_documents=0 --measure decode_steps=0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastFit(FitConfig):
+    """A fit of a few steps."""
+
+    window: int = 64
+    num_windows: int = 12
+    validation_windows: int = 2
+    steps: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +189,39 @@ def test_a_finished_cell_is_not_run_again(grid, tiny, tmp_path, monkeypatch):
     found = rap.compare(output=output, methods=methods, retain=(0.5,), measures=tiny, **SMALL)
     kept = {cell["cell"]: cell["perplexity"] for cell in grid[1]["cells"]}
     assert {cell["cell"]: cell["perplexity"] for cell in found["cells"]} == kept
+
+
+def test_kept_models_are_measured_otherwise_and_distilled(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(grid_module, "FitConfig", FastFit)
+    monkeypatch.setattr("rap.recovery.stages.FitConfig", FastFit)
+    plain = replace(tiny, recall_documents=0, decode_steps=0)
+    asked = {"methods": ["rap"], "retain": (0.5,), **SMALL}
+    asked |= {"recovery": {"steps": 2, "global_batch": 2, "num_windows": 4, "evaluate_every": 2}}
+    recoveries = ["none", "fit", "fit+fast"]
+    apart = rap.compare(output=tmp_path / "not", recover=recoveries, measures=plain, **asked)
+    assert not (tmp_path / "not" / "models").exists()
+    output = tmp_path / "kept"
+    first = rap.compare(output=output, recover=recoveries[:2], measures=plain, keep=True, **asked)
+    assert len(list(output.glob("models/rap-0.5-*"))) == 2
+    for place, name in ((workbench, "calibrate"), (stages_of_recovery, "fit_layers")):
+        monkeypatch.setattr(place, name, lambda *_, name=name, **__: pytest.fail(f"{name} again"))
+    measures = replace(plain, num_windows=1)
+    other = rap.compare(output=output, recover=recoveries[:2], measures=measures, **asked)
+    last = rap.compare(output=output, recover=recoveries, measures=plain, **asked)
+
+    def fingerprints(found: dict[str, Any]) -> list[str]:
+        assert found["failed"] == []
+        return [cell["fingerprint"] for cell in found["cells"]]
+
+    assert fingerprints(other) == fingerprints(first) == fingerprints(apart)[:3]
+    assert fingerprints(last) == fingerprints(apart)
+    for one, two in zip(last["cells"], apart["cells"], strict=True):
+        assert one["perplexity"] == two["perplexity"]
+        assert one.get("kept_fraction") == two.get("kept_fraction")
+    assert [len(cell["evaluation"]["window_nats"]) for cell in other["cells"]] == [1] * 3
+    (folder,) = output.glob("models/rap-0.5-fit-*")
+    assert rap.load(folder).config.architectures
+    assert (folder / "tokenizer.json").is_file()
 
 
 def test_a_changed_setting_is_another_cell(reference_model, monkeypatch):

@@ -3,6 +3,7 @@
     OUT/cells/<name>/config.json    what was asked, resolved to the last default
     OUT/cells/<name>/result.json    what was measured; the cell is finished
     OUT/cells/<name>/error.json     or why it failed; it is tried again by the next run
+    OUT/models/<name>/              the model, as a checkpoint, if it is to be kept
 
 A folder appears whole or not at all. Its name ends in a hash of the configuration, so a changed
 configuration is another cell and an unchanged one is never run twice.
@@ -11,7 +12,7 @@ configuration is another cell and an unchanged one is never run twice.
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,23 @@ class Cell:
     @property
     def name(self) -> str:
         """The folder's name: readable first, then what tells configurations apart."""
-        text = json.dumps({"format": FORMAT, **self.config}, sort_keys=True)
+        return self._named(self.config)
+
+    @property
+    def model_name(self) -> str:
+        """The folder of the model that is measured: the same for other measures of it."""
+        return self._named({key: value for key, value in self.config.items() if key != "measures"})
+
+    def _named(self, config: dict[str, Any]) -> str:
+        text = json.dumps({"format": FORMAT, **config}, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         words = re.sub(r"[^A-Za-z0-9_.=-]+", "-", self.spec)
         return f"{words}-{self.retain:g}-{self.recover}-{digest}"
+
+    def fitted(self) -> "Cell":
+        """The cell whose model this one distils, if its recovery begins with a fit."""
+        config = {**self.config, "recover": "fit", "recovery": None}
+        return replace(self, recover="fit", config=config)
 
     def __str__(self) -> str:
         if self.method is None:

@@ -16,6 +16,7 @@ from ...calibration.workbench import CalibrationText, Workbench
 from ...checkpoint.files import check_output, write_json
 from ...checkpoint.provenance import provenance
 from ...evaluation.quality.fidelity import DenseStates
+from ...methods import Method
 from ...model.errors import RapError
 from ...recovery.runs import clear_work
 from ...recovery.stages import recover_stage, work_folder
@@ -23,6 +24,7 @@ from . import cells as folders
 from .cells import Cell
 from .command import cell_command
 from .grid import Grid
+from .kept import KeptModels, Made
 from .measurement import Measures, dense_states, measure
 from .summary import summarize
 from .variants import all_variants
@@ -45,6 +47,7 @@ def compare(
     measures: Measures | None = None,
     paper: Sequence[dict[str, Any]] = (),
     title: str = "",
+    keep: bool = False,
     say: Say = lambda line: None,
     progress: bool = False,
     **settings: Any,
@@ -57,7 +60,8 @@ def compare(
     `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery). `paper`
     are published figures to show beside the cells of the same method, retain and recovery. A live
     model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.
-    `say` is given a line for every cell.
+    `keep` saves every model that is made in `output`/models, where a later call that measures it
+    otherwise, or distils a fitted one, finds it. `say` is given a line for every cell.
 
     Returns what it writes to `output`/compare.json: tables, one record a cell, and the failures.
     Raises a RapError for anything wrong with the request itself, before any work.
@@ -70,7 +74,7 @@ def compare(
         **settings,
     )
     check_output(output, force=True)
-    bench = Bench(source, tokenizer, dtype, device_map, grid, Path(output), progress)
+    bench = Bench(source, tokenizer, dtype, device_map, grid, Path(output), keep, progress)
     wanted = bench.cells
     named = bench.dense.name
     environment = provenance(model=named, dtype=str(dtype), **asdict(grid))
@@ -100,9 +104,11 @@ class Bench:
         device_map: str | None,
         grid: Grid,
         output: Path,
+        keep: bool,
         progress: bool,
     ) -> None:
         self.grid, self.output, self.progress = grid, output, progress
+        self.models = KeptModels(output / "models", keep)
         reading = CalibrationText(
             grid.calibration, grid.num_windows, grid.window, grid.seed, grid.bos
         )
@@ -149,25 +155,10 @@ class Bench:
         return f"{_told(result)} ({result['seconds']:.0f} s)"
 
     def _result(self, cell: Cell) -> dict[str, Any]:
-        model, made = self.dense.model, {}
+        model: Any = self.dense.model
+        made: dict[str, Any] = {}
         if cell.method is not None:
-            plan = cell.method.plan(self.dense.model, self.statistics())
-            small = cell.method.apply(self.dense.model, plan)
-            model, recovery = recover_stage(
-                small,
-                self.dense.model,
-                self.dense.tokenizer,
-                cell.recover,
-                texts=[self.grid.calibration],
-                config=self.grid.distillation(cell.recover),
-                seed=self.grid.seed,
-                output=self.folder(cell),
-                bos=self.dense.bos,
-                progress=self.progress,
-            )
-            # The loss curve is long, and nobody reads it here.
-            recovery.get("distillation", {}).pop("history", None)
-            made = {"kept_fraction": plan.kept_fraction, "recovery": recovery}
+            model, made = self.models.find(cell) or self._make(cell, cell.method)
         asked: dict[str, Any] = {"seed": self.grid.seed, "bos": self.dense.bos}
         asked["progress"] = self.progress
         if cell.method is not None:
@@ -177,6 +168,33 @@ class Bench:
             model, self.dense.model, self.dense.tokenizer, self.tokens, measures, **asked
         )
         return {**made, **figures, "provenance": provenance(**cell.config)}
+
+    def _make(self, cell: Cell, method: Method) -> Made:
+        """Cut and recover the model of a cell, from the fitted one on if that was kept."""
+        fitted = self.models.find(cell.fitted()) if cell.recover.startswith("fit+") else None
+        if fitted is None:
+            plan = method.plan(self.dense.model, self.statistics())
+            small, share = method.apply(self.dense.model, plan), plan.kept_fraction
+        else:
+            small, share = fitted[0], fitted[1]["kept_fraction"]
+        model, recovery = recover_stage(
+            small,
+            self.dense.model,
+            self.dense.tokenizer,
+            cell.recover,
+            texts=[self.grid.calibration],
+            config=self.grid.distillation(cell.recover),
+            fitted=None if fitted is None else fitted[1]["recovery"],
+            seed=self.grid.seed,
+            output=self.folder(cell),
+            bos=self.dense.bos,
+            progress=self.progress,
+        )
+        # The loss curve is long, and nobody reads it here.
+        recovery.get("distillation", {}).pop("history", None)
+        made = model, {"kept_fraction": share, "recovery": recovery}
+        self.models.keep(cell, made, self.dense.tokenizer)
+        return made
 
     @cached_property
     def states(self) -> DenseStates | None:

@@ -1,0 +1,52 @@
+"""Models of a comparison that are kept as checkpoints, for measures and recoveries to come.
+
+OUT/models/<name>/made.json     what the cell says of how the model was made
+OUT/models/<name>/...           the checkpoint, which any command takes
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...checkpoint.files import whole_directory, write_json
+from ...checkpoint.load import load
+from .cells import Cell, read
+
+MADE = "made.json"
+
+Made = tuple[Any, dict[str, Any]]  # the model, and what its cell says of how it was made
+
+
+@dataclass(frozen=True)
+class KeptModels:
+    """A folder of models; those of another run are found also if this one keeps none."""
+
+    folder: Path
+    keeps: bool
+
+    def find(self, cell: Cell) -> Made | None:
+        """The model of a cell in the dtype it was measured in, if it was kept.
+
+        Raises CheckpointError if its files are damaged.
+        """
+        path = self.folder / cell.model_name
+        if not (path / MADE).is_file():
+            return None
+        return load(path, dtype=cell.config["dtype"]), read(path / MADE)
+
+    def keep(
+        self,
+        cell: Cell,
+        made: tuple[PreTrainedModel, dict[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Write a model and its tokenizer, if models are to be kept."""
+        if not self.keeps:
+            return
+        model, figures = made
+        with whole_directory(self.folder / cell.model_name, force=True) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            write_json(partial / MADE, figures)
