@@ -15,16 +15,15 @@ DEFAULTS = (
             verdict=CHANGES,
             figures=lambda r: (
                 f"{r.loss('rap', 0.7):.0%} at 0.7 and {r.loss('rap', 0.5):.0%} at 0.5, "
-                f"{r.loss('rap', 0.7, 'fit'):.0%} at 0.7 after the fit, and "
-                f"{r.loss('rap', 0.5, 'fit'):.0%} at 0.5 after that of the attention alone; "
-                "PaLU, cut only, "
+                f"{r.loss('rap', 0.7, 'fit'):.0%} and {r.loss('rap', 0.5, 'fit'):.0%} after the "
+                "fit; PaLU, cut only, "
                 f"{r.loss('palu', 0.7):.0%} and {r.loss('palu', 0.5):.0%}."
             ),
             holds=lambda r: (
                 r.loss("rap", 0.7) > 0.2 and r.loss("rap", 0.5, "fit") < 0.5 * r.loss("rap", 0.5)
             ),
             why="`--recover fit` belongs to a cut of a real model, and needs no more text than the "
-            "calibration (`docs/log.md` has 40 % at 0.5 with whole blocks).",
+            "calibration.",
         ),
     ),
     Default(

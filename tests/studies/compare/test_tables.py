@@ -260,6 +260,28 @@ def test_nearness_to_dense_has_intervals_of_pairs():
     assert rows["dense"]["PPL of dense"] == "1.000"
 
 
+def test_recall_near_dense_has_intervals_of_its_questions():
+    def recalled(one: dict[str, Any], *shares: float) -> dict[str, Any]:
+        entries = [
+            {"distance": 10**n, "accuracy": share, "num_documents": 12, "num_facts": 4}
+            for n, share in enumerate(shares, start=3)
+        ]
+        return {**one, "recall": entries}
+
+    dense = recalled(near(DENSE, [4.0, 1.0], 0.0), 1.0, 0.75)
+    rap, palu = near(cell("rap", 0.5), [5.0, 2.0], 0.1), near(cell("palu", 0.5), [5.0, 2.0], 0.1)
+    table = closeness("m", 0.5, dense, [recalled(rap, 0.5, 0.0), {**palu, "recall": []}], RECOVERED)
+    rows = by_method(table)
+    # As scipy.stats.binomtest(k, 12).proportion_ci(method="wilson") says for k of 12, 9, 6, 0.
+    assert rows["dense"]["recall at 1,000"] == "100% (76% to 100%)"
+    assert rows["dense"]["recall at 10,000"] == "75% (47% to 91%)"
+    assert rows["rap"]["recall at 1,000"] == "50% (25% to 75%)"
+    assert rows["rap"]["recall at 10,000"] == "0% (0% to 24%)"
+    assert rows["palu"]["recall at 1,000"] == ""
+    assert "in 12 documents" in table["note"]
+    assert "Recall" not in closeness("m", 0.5, near(DENSE, [4.0], 0.0), [rap], RECOVERED)["note"]
+
+
 def test_cells_of_an_earlier_release_have_no_intervals():
     old = cell("rap", 0.5, 12.0)
     assert closeness("m", 0.5, DENSE, [old], RECOVERED)["rows"] == []

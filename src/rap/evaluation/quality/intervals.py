@@ -1,4 +1,6 @@
-"""Intervals for means over windows, single and paired: a figure without one cannot be compared.
+"""Intervals for means over windows, single and paired, and for shares of questions.
+
+A figure without one cannot be compared.
 
 Shapes: W windows, S resamples.
 """
@@ -6,6 +8,7 @@ Shapes: W windows, S resamples.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """`value` with the ends of its 95 % bootstrap interval."""
+    """`value` with the ends of its 95 % interval."""
 
     value: float
     low: float
@@ -50,6 +53,19 @@ def perplexity_ratio_interval(
     ours, theirs = (torch.as_tensor(x, dtype=torch.float64) for x in (nats_W, dense_nats_W))
     found = mean_interval((ours - theirs).tolist(), seed)
     return Interval(*(math.exp(end) for end in (found.value, found.low, found.high)))
+
+
+def share_interval(share: float, count: int) -> Interval:
+    """A share of `count` independent questions with Wilson's score interval.
+
+    Unlike the bootstrap it has a width also where all or none were right
+    (https://doi.org/10.1080/01621459.1927.10502953).
+    """
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    spread = math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    half = z / (1 + z**2 / count) * spread
+    return Interval(share, max(0.0, center - half), min(1.0, center + half))
 
 
 def _resampled_means(values_W: Tensor, seed: int) -> Tensor:

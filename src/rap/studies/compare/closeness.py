@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...checkpoint.card import interval_text
-from ...evaluation.quality.intervals import perplexity_ratio_interval
+from ...evaluation.quality.intervals import perplexity_ratio_interval, share_interval
 from .variants import DENSE
+
+HEADER = ("method", "PPL", "PPL of dense", "KL", "KL p99", "top-1")
 
 Record = dict[str, Any]
 Table = dict[str, Any]
@@ -29,7 +31,7 @@ def closeness(
     return {
         "title": f"Near the dense model at retain {retain:g}, {name}",
         "note": _note(dense),
-        "header": ["method", "PPL", "PPL of dense", "KL", "KL p99", "top-1"],
+        "header": [*HEADER, *(f"recall at {entry['distance']:,}" for entry in _recall(dense))],
         "rows": rows if measured else [],
     }
 
@@ -51,6 +53,7 @@ def _paired(record: Record, dense: Record) -> bool:
 
 def _row(name: str, record: Record, dense: Record) -> list[str]:
     value = record["perplexity"]
+    recalled = {entry["distance"]: entry for entry in _recall(record)}
     return [
         name,
         f"{value:.2f}" if value < 1000 else f"{value:,.0f}",
@@ -58,15 +61,34 @@ def _row(name: str, record: Record, dense: Record) -> list[str]:
         interval_text(record["kl"], ".3g") if "kl" in record else "",
         f"{record['kl_p99']:.3g}" if "kl_p99" in record else "",
         interval_text(record["top1"], ".1%") if "top1" in record else "",
+        *(_recalled(recalled.get(entry["distance"])) for entry in _recall(dense)),
     ]
 
 
+def _recall(record: Record) -> list[Record]:
+    """Its recall by distance, where the number of questions is told; empty if it was skipped."""
+    return [entry for entry in record.get("recall") or [] if "num_documents" in entry]
+
+
+def _recalled(entry: Record | None) -> str:
+    if entry is None:
+        return ""
+    return interval_text(vars(share_interval(entry["accuracy"], entry["num_documents"])), ".0%")
+
+
 def _note(dense: Record) -> str:
-    scored = dense["evaluation"]
+    scored, entries = dense["evaluation"], _recall(dense)
+    recall = (
+        f" Recall of one of {entries[0]['num_facts']} numbers, in {entries[0]['num_documents']} "
+        "documents, with Wilson's intervals."
+        if entries
+        else ""
+    )
     return (
         "Perplexity as a multiple of dense; KL divergence of the dense model's next-token "
         "distributions from the cut one's in nats a token, its mean and its 99th percentile over "
         f"tokens; share of tokens that both think most likely. {scored['num_windows']} windows of "
         f"{scored['window']:,} tokens; in brackets 95 % bootstrap intervals over them, of the "
         "multiple by pairs of the same window."
+        f"{recall}"
     )
