@@ -62,7 +62,7 @@ class Measured:
         """The zero-shot mean of a model with its standard error."""
         name = method if method == "dense" else f"{method} {retain:g}"
         found = self.scores.get(name if recover == "none" else f"{name} {recover}")
-        return "" if found is None else f"{found[0]:.1%} ± {found[1]:.1%}"
+        return "" if found is None else f"{found[0]:.1%} +- {found[1]:.1%}"
 
     def curve(self, row: Row) -> Iterator[tuple[float, float]]:
         """Share of the cache, and perplexity over the dense model's less one, by share."""

@@ -37,7 +37,7 @@ def test_a_row_says_what_its_cell_does(page):
     ]
     dense = measured.dense["perplexity"]
     assert f"| 5,760 (25%) | nothing | 38.26 ({38.26 / dense - 1:+.0%}) |" in row
-    assert row.endswith("| 25.0% ± 1.2% |")
+    assert row.endswith("| 25.0% +- 1.2% |")
 
 
 def test_a_page_without_the_place_is_refused(page):
