@@ -30,8 +30,8 @@ BASELINES = (
                 and all(r.ppl("rap", x, "fit") < r.ppl("palu", x) for x in (0.7, 0.5))
             ),
             why="The lead grows as the cache shrinks, as in the paper, and is far larger than "
-            "there after recovery. Fitted, rap passes the cut of PaLU at both with nothing rebuilt; "
-            "a fit of PaLU was not measured.",
+            "there after recovery. Fitted, rap passes the cut of PaLU at both, with nothing "
+            "rebuilt; a fit of PaLU was not measured.",
         ),
         bundled=Answer(
             verdict=CONFIRMED,
