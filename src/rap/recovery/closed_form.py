@@ -8,7 +8,8 @@ residual stream. One linear solve per layer, no gradient, nothing added at run t
 Shapes: N tokens, K = H C inputs of o_proj, E model dim.
 """
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +18,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..calibration.progress import track
-from ..calibration.state import evaluating, removed
+from ..calibration.sources import LoadedLayers
+from ..calibration.state import removed
+from ..calibration.streams import Stream
 from ..model.errors import RapError
-from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
+from ..model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    projections,
+    text_decoder,
+)
 
 RIDGE = 1e-3
 HELD_OUT = 0.25
-
-
-class _Reached(Exception):
-    """Ends a forward pass once the wanted layer has been seen."""
 
 
 @dataclass(frozen=True)
@@ -57,82 +62,130 @@ def refit_outputs(
     """Refit W_o of every pruned layer of `small` in place; the better of old and new is kept.
 
     `windows` [num, T] are split: the last `held_out` share judges, the rest fits. `ridge` is
-    relative to the mean diagonal of Z^T Z. Memory per layer is K x K + K x E in float64, whatever
-    the number of tokens; time is about (layers + 1) / 2 forward passes of both models. Raises
-    RapError for too few windows or a layer whose statistics are not finite.
+    relative to the mean diagonal of Z^T Z. Layers work in float32, and sums are in float64. Memory
+    is two streams of all tokens, a layer of each model, and four matrices of at most K x E in
+    float64; time is three forward passes. Raises RapError for too few windows or a layer whose
+    statistics are not finite.
     """
     num_fit = round(len(windows) * (1 - held_out))
     if not 0 < num_fit < len(windows):
         raise RapError(f"{len(windows)} windows cannot be split to fit and judge: give at least 2")
-    fit, judge = windows[:num_fit].split(batch_size), windows[num_fit:].split(batch_size)
-    dense_layers = attention_layers(dense)
+    mine, theirs = (Stream(LoadedLayers(model), windows, batch_size) for model in (small, dense))
+    layers, dense_layers = attention_layers(small), attention_layers(dense)
     results = []
-    with evaluating(small), evaluating(dense):
-        layers = attention_layers(small)
-        for layer in track(layers, "refitting outputs", "layers", shown=progress):
-            original = dense_layers[layer.index]
-            # Whole heads can be cut into a stock model, whose attention is the family's own.
-            if hasattr(layer.module, "dense_shape") or layer.shape != original.shape:
-                results.append(_refit(_Pair(small, layer, dense, original), fit, judge, ridge))
+    for layer in track(layers, "refitting outputs", "layers", shown=progress):
+        original = dense_layers[layer.index]
+        ours, other = (stream.source.working(layer.index) for stream in (mine, theirs))
+        # Whole heads can be cut into a stock model, whose attention is the family's own.
+        if hasattr(layer.module, "dense_shape") or layer.shape != original.shape:
+            pair = _Pair(mine, theirs, ours, other, layer, original)
+            results.append(_refit(pair, num_fit, ridge))
+        else:
+            theirs.advance(other, layer.index)
+        mine.advance(ours, layer.index)
     return results
 
 
 class _Pair:
-    """One layer of both models, and what their o_proj see and give on a batch."""
+    """One working layer of both models on their streams, and what their o_proj see and give."""
 
     def __init__(
         self,
-        small: PreTrainedModel,
-        layer: AttentionLayer,
-        dense: PreTrainedModel,
-        dense_layer: AttentionLayer,
+        small: Stream,
+        dense: Stream,
+        layer: nn.Module,
+        dense_layer: nn.Module,
+        cut: AttentionLayer,
+        original: AttentionLayer,
     ):
-        self.small, self.dense, self.index = small, dense, layer.index
-        self.linear = projections(layer, attention_spec(small.config))["o"]
-        self.target = projections(dense_layer, attention_spec(dense.config))["o"]
+        self.small, self.dense, self.layer, self.dense_layer = small, dense, layer, dense_layer
+        self.index = cut.index
+        self.kept = _output_of(small, cut)
+        self.linear = _same_place(self.kept, small, layer, cut.index)
+        self.target = _same_place(_output_of(dense, original), dense, dense_layer, cut.index)
 
-    def batch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Z [N, K] of the pruned layer and the residual Y - Z W_o - b [N, E], in float64."""
-        inputs, output = _seen(self.small, self.linear, ids)
-        _, wanted = _seen(self.dense, self.target, ids)
-        return inputs.double(), wanted.double().to(output.device) - output.double()
+    def batches(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """First window, Z [B, T, K] of the pruned layer, and Y - Z W_o - b [B, T, E], in float64.
+
+        The dense stream goes on to the next layer.
+        """
+        for rows in self.small.batches():
+            with _seen_by(self.linear) as seen, _seen_by(self.target) as wanted:
+                self.small.run(self.layer, self.index, self.small.hidden[rows])
+                self.dense.step(self.dense_layer, self.index, rows)
+            (inputs, output), (_, target) = seen.pop(), wanted.pop()
+            yield rows.start, inputs.double(), target.double().to(output.device) - output.double()
+
+    def change(self, change: Tensor) -> None:
+        """Add to the output projection, in the type the model has it in."""
+        self.kept.weight += change.to(self.kept.weight)
+        self.linear.weight.copy_(self.kept.weight)
 
 
-def _refit(
-    pair: _Pair, fit: tuple[Tensor, ...], judge: tuple[Tensor, ...], ridge: float
-) -> LayerRefit:
+class _Sums:
+    """Z^T Z, Z^T R and R^T R of residuals R, and the size of what is wanted."""
+
+    def __init__(self, weight_EK: Tensor):
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=weight_EK.device)
+
+        self.weight = weight_EK.double()
+        self.gram = zeros(weight_EK.shape[1], weight_EK.shape[1])
+        self.cross = zeros(weight_EK.shape[1], weight_EK.shape[0])
+        self.residual = self.wanted = 0.0
+
+    def add(self, inputs_BTK: Tensor, residual_BTE: Tensor) -> None:
+        """More tokens."""
+        inputs, residual = inputs_BTK.flatten(0, -2), residual_BTE.flatten(0, -2)
+        self.gram += inputs.T @ inputs
+        self.cross += inputs.T @ residual
+        self.residual += float(residual.square().sum())
+        self.wanted += float((residual + inputs @ self.weight.T).square().sum())
+
+    def after(self, change_EK: Tensor) -> float:
+        """Squared residual once the weight has changed: |R - Z C^T|^2, multiplied out."""
+        quadratic = (self.gram @ change_EK.T * change_EK.T).sum()
+        return self.residual - float(2 * (self.cross * change_EK.T).sum() - quadratic)
+
+
+def _refit(pair: _Pair, num_fit: int, ridge: float) -> LayerRefit:
     weight = pair.linear.weight
-    gram = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64, device=weight.device)
-    cross = torch.zeros(weight.shape[1], weight.shape[0], dtype=torch.float64, device=weight.device)
-    for ids in fit:
-        inputs, residual = pair.batch(ids)
-        gram += inputs.T @ inputs
-        cross += inputs.T @ residual
-    if not (torch.isfinite(gram).all() and torch.isfinite(cross).all()):
+    fit, judge = _Sums(weight), _Sums(weight)
+    for first, inputs, residual in pair.batches():
+        count = min(max(num_fit - first, 0), len(inputs))
+        fit.add(inputs[:count], residual[:count])
+        judge.add(inputs[count:], residual[count:])
+    gram = fit.gram
+    if not (torch.isfinite(gram).all() and torch.isfinite(fit.cross).all()):
         raise RapError(f"layer {pair.index}: activations are not finite, refit in float32")
     gram.diagonal().add_(ridge * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny))
-    change = torch.linalg.solve(gram, cross).T.to(weight.dtype).double()
-    before = after = total = 0.0
-    for ids in judge:
-        inputs, residual = pair.batch(ids)
-        before += float(residual.square().sum())
-        after += float((residual - inputs @ change.T).square().sum())
-        total += float((residual + inputs @ weight.double().T).square().sum())
+    change = torch.linalg.solve(gram, fit.cross).T.to(pair.kept.weight.dtype).double()
+    before, after = judge.residual, judge.after(change)
     if after < before:
-        weight += change.to(weight.dtype)
-    return LayerRefit(pair.index, before / total, after / total)
+        pair.change(change)
+    return LayerRefit(pair.index, before / judge.wanted, after / judge.wanted)
 
 
-def _seen(model: Any, linear: nn.Linear, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Input and output [N, .] of one projection on a batch of ids; later layers do not run."""
-    seen: list[Tensor] = []
+def _output_of(stream: Stream, layer: AttentionLayer) -> nn.Linear:
+    """The output projection of a layer of the stream's model."""
+    found: nn.Linear = projections(layer, attention_spec(stream.source.model.config))["o"]
+    return found
+
+
+def _same_place(wanted: nn.Module, stream: Stream, working: nn.Module, index: int) -> Any:
+    """The module of a working layer that stands where `wanted` does in the model."""
+    layer = text_decoder(stream.source.model).layers[index]
+    name = next(name for name, module in layer.named_modules() if module is wanted)
+    return working.get_submodule(name)
+
+
+@contextmanager
+def _seen_by(linear: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """A list that receives input and output of every call of a projection inside."""
+    seen: list[tuple[Tensor, Tensor]] = []
 
     def take(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.extend((inputs[0].flatten(0, -2), output.flatten(0, -2)))
-        raise _Reached
+        seen.append((inputs[0], output))
 
-    with removed([linear.register_forward_hook(take)]), suppress(_Reached):
-        model.base_model(
-            input_ids=ids.to(model.get_input_embeddings().weight.device), use_cache=False
-        )
-    return seen[0], seen[1]
+    with removed([linear.register_forward_hook(take)]):
+        yield seen
