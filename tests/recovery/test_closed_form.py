@@ -111,6 +111,18 @@ def test_windows_are_split_where_asked_whatever_the_batch(pair: tuple) -> None:
         assert one.after == pytest.approx(other.after, rel=1e-5)
 
 
+def test_a_layer_reads_what_the_refitted_ones_before_it_give(pair: tuple) -> None:
+    dense, small = pair
+    windows, again = random_tokens(8, 64), copy.deepcopy(small)
+    first = refit_outputs(small, dense, windows)
+    with torch.no_grad():
+        refitted = small.model.layers[0].self_attn.o_proj.weight
+        again.model.layers[0].self_attn.o_proj.weight.copy_(refitted)
+    second = refit_outputs(again, dense, windows)
+    assert second[1].before == pytest.approx(first[1].before, rel=1e-6)
+    assert second[0].before == pytest.approx(first[0].after, rel=1e-4)
+
+
 def test_every_layer_is_walked_once(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time grows with the layers, not with their square: three passes of a layer, all counted."""
     dense, small = pair
