@@ -79,7 +79,20 @@ DEFAULTS = (
     Default(
         title="The refit of output projections, off unless asked for",
         bundled=lambda r: "it repairs cuts of channels and little else (`docs/log.md`).",
-        real="not measured alone.",
+        real=Answer(
+            verdict=STAYS,
+            figures=lambda r: (
+                f"at 0.5 from {r.ppl('rap', 0.5):.2f} to {r.ppl('rap', 0.5, 'closed-form'):.2f}, KL "
+                f"from {r.kl('rap', 0.5):.3f} to {r.kl('rap', 0.5, 'closed-form'):.3f}; the fit "
+                f"{r.ppl('rap', 0.5, 'fit'):.2f} and {r.kl('rap', 0.5, 'fit'):.3f}."
+            ),
+            holds=lambda r: (
+                r.ppl("rap", 0.5, "closed-form") > 0.95 * r.ppl("rap", 0.5)
+                and r.ppl("rap", 0.5, "fit") < 0.7 * r.ppl("rap", 0.5)
+            ),
+            why="What the outputs alone can mend is little: folding and subspaces already choose "
+            "them well.",
+        ),
     ),
     Default(
         title="Rates of recovery",
