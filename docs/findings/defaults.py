@@ -82,8 +82,8 @@ DEFAULTS = (
         real=Answer(
             verdict=STAYS,
             figures=lambda r: (
-                f"at 0.5 from {r.ppl('rap', 0.5):.2f} to {r.ppl('rap', 0.5, 'closed-form'):.2f}, KL "
-                f"from {r.kl('rap', 0.5):.3f} to {r.kl('rap', 0.5, 'closed-form'):.3f}; the fit "
+                f"at 0.5 from {r.ppl('rap', 0.5):.2f} to {r.ppl('rap', 0.5, 'closed-form'):.2f}, "
+                f"KL from {r.kl('rap', 0.5):.3f} to {r.kl('rap', 0.5, 'closed-form'):.3f}; the fit "
                 f"{r.ppl('rap', 0.5, 'fit'):.2f} and {r.kl('rap', 0.5, 'fit'):.3f}."
             ),
             holds=lambda r: (
