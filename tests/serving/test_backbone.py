@@ -44,7 +44,11 @@ def _pruned(case: Case):
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory):
     """The transcripts of all selected families, by the names of their cases, and their models."""
-    wanted = {item.callspec.params["case"].name for item in request.session.items if "case" in getattr(getattr(item, "callspec", None), "params", {})}
+    wanted = {
+        item.callspec.params["case"].name
+        for item in request.session.items
+        if "case" in getattr(getattr(item, "callspec", None), "params", {})
+    }
     models = {case.name: _pruned(case) for case in SERVED if case.name in wanted}
     jobs = {}
     for name, small in models.items():

@@ -247,7 +247,9 @@ class RapAttention(nn.Module):
         """Rotate [B, H, T, W] and [B, G, T, W] by every slot's own dense frequency."""
         own, index = index is None, self.frequency_index if index is None else index
         clockwise = self.spec.clockwise
-        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation) if q.is_cuda else None
+        attend = (
+            ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation) if q.is_cuda else None
+        )
         kernel = getattr(attend, "rotate", None)
         if kernel is not None:
             rotated = kernel(q, k, *self._pair_tables(tables), index, clockwise=clockwise)
