@@ -22,8 +22,8 @@ STATES = (
     "transformers backend"
 )
 SLOTS = (
-    "its queries are scaled by their place in a forward pass, which in vLLM holds many requests, and "
-    "vLLM's transformers backend knows no chunked attention"
+    "its queries are scaled by their place in a forward pass, which in vLLM holds many requests, "
+    "and vLLM's transformers backend knows no chunked attention"
 )
 IMAGES = "the text model of a multimodal one is not served by itself yet"
 REFUSED = {
