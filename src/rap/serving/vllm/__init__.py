@@ -36,16 +36,16 @@ def register() -> None:
 
 
 def architectures() -> dict[str, str]:
-    """Every pruned architecture that vLLM serves, with the module and the class that runs it."""
+    """Every pruned architecture, with the module and the class that runs it, or says why not."""
     names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     places = {}
     for family in FAMILIES:
-        path = family_path(family)
-        if family not in CONFIG_MAPPING_NAMES or path is None:
+        if family not in CONFIG_MAPPING_NAMES:
             continue
         name = f"Rap{names[family]}"
         backbone = "RapMoEForCausalLM" if _has_experts(family) else "RapForCausalLM"
-        places[name] = f"model:{name}" if path == "native" else f"backbone:{backbone}"
+        native = family_path(family) == "native"
+        places[name] = f"model:{name}" if native else f"backbone:{backbone}"
     return places
 
 

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.v1.attention.selector import get_attn_backend
 
+from ...model.errors import CheckpointError
 from ..layout import head_layouts, padded_width
 
 
@@ -27,9 +28,13 @@ class WidthConvertor(ModelArchConfigConvertorBase):
     def convert(self, supports_multimodal: bool = True) -> ModelArchitectureConfig:
         """The architecture of the dense model, with the widths of the `rap` section by layer."""
         whole = self.convert_layer(supports_multimodal)
+        try:
+            layouts = head_layouts(self.hf_text_config)
+        except CheckpointError:
+            # The model class refuses it in the same words, which vLLM does not wrap there.
+            return whole
         whole.per_layer_overrides = [
-            {} if layout is None else {"head_size": layout.width}
-            for layout in head_layouts(self.hf_text_config)
+            {} if layout is None else {"head_size": layout.width} for layout in layouts
         ]
         return whole
 
