@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import fill
 
 from ..model.families import FAMILIES, NORM_MODES, REASONS, WRAPPERS, AttentionSpec
-from .paths import REFUSED, family_path
+from .paths import REFUSED, family_path, is_compared
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = ("5.16.1", "5.19.0")
@@ -38,7 +38,9 @@ docs/results/quality.md):
 | `exact` | all rows of W_q and W_k | cache and attention, not W_q and W_k | none beside the cut |
 
 The last column is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this
-package (`native`), vLLM's backend for models of transformers (`transformers`), or none.
+package (`native`), vLLM's backend for models of transformers (`transformers`), or none. Families
+marked *unverified* have a test in the engine that has not been run yet; `rap verify OUT --engine
+vllm` compares a checkpoint.
 
 | model type | pairs | layers that rotate | QK-norm | other features | vLLM |
 |---|---|---|---|---|---|
@@ -98,6 +100,8 @@ def _reasons(reasons: Mapping[str, str]) -> str:
 def _row(spec: AttentionSpec) -> str:
     rotates = "all" if spec.rotates is None else (spec.rotates.__doc__ or "").strip()
     path = family_path(spec.model_type) or "-"
+    if path != "-" and not is_compared(spec.model_type):
+        path += ", *unverified*"
     cells = (f"`{spec.model_type}`", spec.pairing, rotates, _norm(spec), _features(spec), path)
     return f"| {' | '.join(cells)} |"
 

@@ -26,6 +26,11 @@ SLOTS = (
     "and vLLM's transformers backend knows no chunked attention"
 )
 IMAGES = "the text model of a multimodal one is not served by itself yet"
+# Families of the transformers path that were compared with transformers in the engine. The others
+# have the same test (tests/serving/test_backbone.py), which has not been run on them yet.
+COMPARED = frozenset(
+    ("gemma3_text", "glm4", "gpt_oss", "granite", "mixtral", "olmo2", "phi3", "qwen3_moe")
+)
 REFUSED = {
     **dict.fromkeys(("lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), STATES),
     "llama4_text": SLOTS,
@@ -38,6 +43,11 @@ def family_path(model_type: str) -> Path | None:
     if model_type in REFUSED:
         return None
     return "native" if model_type in NATIVE else "transformers"
+
+
+def is_compared(model_type: str) -> bool:
+    """Whether the engine's results for a family have been compared with those of transformers."""
+    return model_type in NATIVE or model_type in COMPARED
 
 
 def serving_path(config: PreTrainedConfig) -> Path:

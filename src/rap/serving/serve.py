@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import is_pruned, load_config
+from ..model.layers import base_model_type
 from .engine import EngineError, engine_environment, failure, require_vllm
-from .paths import serving_path
+from .paths import is_compared, serving_path
 
 POLL_SECONDS = 0.5
 WAYS = {
@@ -66,7 +67,11 @@ def way(source: str | Path) -> str:
     """
     require_vllm()
     config = load_config(source)
-    return WAYS[serving_path(config)] if is_pruned(config) else "vLLM alone: the model is dense"
+    if not is_pruned(config):
+        return "vLLM alone: the model is dense"
+    path, family = serving_path(config), base_model_type(config)
+    unsure = f" (pruned {family} was not compared there yet: `rap verify --engine vllm` does)"
+    return WAYS[path] + ("" if is_compared(family) else unsure)
 
 
 def serve(server: Server) -> None:
