@@ -55,7 +55,7 @@ class PrunedMixin(Base):
 
     def recursive_replace(self) -> None:
         """As vLLM's, after the linears of pruned attention have been replaced."""
-        stacked = {}
+        stacked: dict[str, tuple[str, str]] = {}
         self.loaded_by_rows: set[str] = set()
         for name, attention in self.pruned_layers():
             mapped, rows = place_attention(attention, name, self.vllm_config)
@@ -93,7 +93,8 @@ class RapMoEForCausalLM(PrunedMixin, TransformersMoEForCausalLM):
 def register_backbone(base_type: str) -> None:
     """Let AutoModel make the model of a pruned config without its head."""
     config: Any = config_class(base_type)
-    base: Any = MODEL_MAPPING[CONFIG_MAPPING[base_type]]
+    models: Any = MODEL_MAPPING
+    base: Any = models[CONFIG_MAPPING[base_type]]
     body = {"__module__": __name__, "config_class": config, "config": config}
     made = type(f"Rap{base.__name__}", (RapModelMixin, base), body)
     AutoModel.register(config, made, exist_ok=True)
@@ -129,7 +130,7 @@ def check_rope(config: Any, max_model_len: int) -> None:
             )
 
 
-def check_window(name: str, attention: nn.Module) -> None:
+def check_window(name: str, attention: Any) -> None:
     """Raise UnsupportedModelError if vLLM gave a layer another sliding window than it has."""
     found, own = attention.attn.sliding_window, attention.sliding_window
     if found != own:
