@@ -47,7 +47,7 @@ def test_unequal_keys_and_values_are_held_at_the_wider():
 
 
 def test_families_without_an_engine_have_no_rows():
-    assert held((16, 32), family="olmo") == {}
+    assert held((16, 32), family="llama4_text") == {}
     assert "llama.cpp, MLX" not in held((16, 32), family="qwen3")
 
 

@@ -21,6 +21,8 @@ def test_layouts_of_every_layer(config):
     assert head_layouts(config) == [HeadLayout(num_slots=3, value_width=10), None]
     assert head_layouts(config)[0].key_width == 6
     assert head_layouts(config)[0].width == 10
+    assert HeadLayout(num_slots=3, value_width=7, num_free=2).key_width == 8
+    assert HeadLayout(num_slots=3, value_width=7, num_free=2).width == 8
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def test_layouts_of_every_layer(config):
         (lambda rap: rap["layers"][0].pop("values"), "layer 0 has impossible widths"),
         (lambda rap: rap["layers"][0].update(values=0), "layer 0 has impossible widths"),
         (lambda rap: rap["layers"][0].update(pairs=9), "18 key and 10 value channels of a head"),
-        (lambda rap: rap["layers"][0].update(free=2), "2 key channels that do not rotate"),
+        (lambda rap: rap["layers"][0].update(free=11), "17 key and 10 value channels of a head"),
     ],
 )
 def test_wrong_sections_are_refused(config, edit, sentence):

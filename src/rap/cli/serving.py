@@ -11,7 +11,7 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
 from ..serving.llamacpp.verify import verify_llamacpp
-from ..serving.serve import Server, complete, free_port, running, serve
+from ..serving.serve import Server, complete, free_port, running, serve, way
 from ..serving.verify import ENGINES, TOLERANCES, Verification, verify
 from . import options
 from .options import console, print_json, print_table
@@ -87,11 +87,13 @@ def serve_command(
     if tensor_parallel_size > 1:
         extra += ["--tensor-parallel-size", str(tensor_parallel_size)]
     server = Server(resolve_source(model), host, port, api_key, tuple(extra))
-    if not check:
-        console.print(shlex.join(server.command), soft_wrap=True, markup=False)
-        serve(server)
-    server = replace(server, host="127.0.0.1", port=free_port())
+    found = way(server.source)
+    if check:
+        server = replace(server, host="127.0.0.1", port=free_port())
     console.print(shlex.join(server.command), soft_wrap=True, markup=False)
+    console.print(f"runs in {found}", soft_wrap=True, markup=False)
+    if not check:
+        serve(server)
     with running(server) as ready:
         choice = complete(ready, "Once upon a time")["choices"][0]
     console.print(f"completed {choice['text']!r}: the server works", markup=False)

@@ -121,10 +121,14 @@ class RapAttention(nn.Module):
             past_key_values = kwargs.pop(name, past_key_values)
         tables, cache = self.prepare(hidden_states, position_embeddings, past_key_values)
         q, k, v, gate = self.project(hidden_states)
-        attend, weights = self._implementation(), None
+        # In these words, because vLLM finds the call of `attend` and its scale in the source.
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, self.eager_attention
+        )
         asked = self.fusable and hasattr(attend, "fuses")
         if asked and attend.fuses(self, (q, k, v), cache, attention_mask):
             output = self._fused_step(attend, (q, k, v), tables, cache, attention_mask)
+            weights = None
         else:
             q, k = self.position(q, k, tables)
             if self.spec.query_scale is not None:
@@ -151,11 +155,6 @@ class RapAttention(nn.Module):
         if self.training:
             output = nn.functional.dropout(output, getattr(self, "residual_dropout", 0.0))
         return output, weights
-
-    def _implementation(self) -> Any:
-        return ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, self.eager_attention
-        )
 
     def _arguments(self) -> dict[str, Any]:
         return {argument: getattr(self, attribute) for argument, attribute in self.spec.arguments}
@@ -248,12 +247,16 @@ class RapAttention(nn.Module):
         """Rotate [B, H, T, W] and [B, G, T, W] by every slot's own dense frequency."""
         own, index = index is None, self.frequency_index if index is None else index
         clockwise = self.spec.clockwise
-        kernel = getattr(self._implementation(), "rotate", None) if q.is_cuda else None
+        attend = (
+            ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation) if q.is_cuda else None
+        )
+        kernel = getattr(attend, "rotate", None)
         if kernel is not None:
             rotated = kernel(q, k, *self._pair_tables(tables), index, clockwise=clockwise)
             if rotated is not None:
                 return rotated
-        if own and q.shape[2] == 1 and not torch.compiler.is_compiling():
+        # In this order: a compiler must not ask for the length, and so tie its graph to it.
+        if own and not torch.compiler.is_compiling() and q.shape[2] == 1:
             states = self.widened(q), self.widened(k)
             turned = rotate_step(*states, *self._pair_tables(tables), index, clockwise=clockwise)
             return turned[0].to(q.dtype), turned[1].to(k.dtype)

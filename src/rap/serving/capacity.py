@@ -10,11 +10,11 @@ from typing import Any
 from ..model.errors import RapError
 from ..model.layers import base_model_type
 from .layout import HeadLayout, dense_head_dim, head_layouts, padded_width
+from .paths import serving_path
 from .stock import STOCK_FAMILIES
 
 # What vLLM 0.32 declares for CPUs; the sizes of the others are conditions (docs/serving.md).
 CPU_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-_VLLM_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Backend, the sizes it takes, and the target whose widths it takes as they are.
 BACKENDS: dict[str, tuple[Callable[[int], bool], str]] = {
     "vLLM on a CPU": (lambda size: size in CPU_SIZES, "--target cpu"),
@@ -42,12 +42,11 @@ class Held:
 def held_by_engines(config: Any) -> list[Held]:
     """A row per engine and backend for a pruned config; none for families that no engine takes."""
     family = base_model_type(config)
-    if family not in _VLLM_FAMILIES:
-        return []
     try:
-        layouts = head_layouts(config)
+        serving_path(config)
     except RapError:
-        return []  # unrotated channels: the plugin refuses them with its own sentence
+        return []  # `rap serve` says why
+    layouts = head_layouts(config)
     dense = dense_head_dim(config)
     rows = [_backend(name, layouts, dense) for name in BACKENDS]
     return rows + ([_plain(layouts, dense)] if family in STOCK_FAMILIES else [])

@@ -3,7 +3,7 @@
 An engine's compile cache is keyed by the config, so everything that shapes its graph is here, and
 nothing in the weights or the environment.
 
-Shapes: D dense head dim, P dense pairs, M slots, W key width, C value width.
+Shapes: D dense head dim, P dense pairs, M slots, N free channels, W key width, C value width.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,15 +20,16 @@ LARGEST_HEAD = 512
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Widths of one pruned layer's heads: M slots, so W = 2M key channels, and C value channels."""
+    """Widths of one pruned layer's heads: M slots and N free, so W = 2M + N keys, and C values."""
 
     num_slots: int
     value_width: int
+    num_free: int = 0
 
     @property
     def key_width(self) -> int:
         """W: channels of a query or key head."""
-        return 2 * self.num_slots
+        return 2 * self.num_slots + self.num_free
 
     @property
     def width(self) -> int:
@@ -41,11 +42,16 @@ def dense_head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def num_kv_heads(config: PreTrainedConfig) -> int:
+    """G; families without grouped queries do not name it."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 def head_layouts(config: PreTrainedConfig) -> list[HeadLayout | None]:
     """The layout of every layer, None where it was left dense.
 
     Raises CheckpointError if the `rap` section is missing, of a newer version, of the wrong length,
-    or has widths that are impossible or that no engine takes.
+    or has widths that are impossible.
     """
     head_dim = dense_head_dim(config)
     return [
@@ -55,18 +61,13 @@ def head_layouts(config: PreTrainedConfig) -> list[HeadLayout | None]:
 
 
 def _layout(layer: int, widths: Any, head_dim: int) -> HeadLayout:
-    pairs, values = widths["pairs"], widths["values"]
-    if widths["free"]:
+    layout = HeadLayout(widths["pairs"], widths["values"], widths["free"])
+    if layout.width > head_dim:
         raise CheckpointError(
-            f"layer {layer} keeps {widths['free']} key channels that do not rotate: serving takes "
-            "heads that rotate as a whole"
+            f"layer {layer} keeps {layout.key_width} key and {layout.value_width} value channels "
+            f"of a head with {head_dim}: the `rap` section does not belong to this config"
         )
-    if 2 * pairs > head_dim or values > head_dim:
-        raise CheckpointError(
-            f"layer {layer} keeps {2 * pairs} key and {values} value channels of a head with "
-            f"{head_dim}: the `rap` section does not belong to this config"
-        )
-    return HeadLayout(pairs, values)
+    return layout
 
 
 def padded_width(width: int, accepts: Callable[[int], bool], engine: str) -> int:

@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import is_pruned, load_config
+from ..model.layers import base_model_type
 from .engine import EngineError, engine_environment, failure, require_vllm
-from .layout import head_layouts
+from .paths import is_compared, serving_path
 
 POLL_SECONDS = 0.5
+WAYS = {
+    "native": "the model class of this package, on vLLM's own layers",
+    "transformers": "vLLM's backend for models of transformers",
+}
 
 
 @dataclass(frozen=True)
@@ -55,17 +60,23 @@ class Server:
         return {**base, "VLLM_API_KEY": self.api_key} if self.api_key else dict(base)
 
 
-def check_servable(source: str | Path) -> None:
-    """Raise EngineError without vLLM, CheckpointError for a checkpoint that it would refuse."""
+def way(source: str | Path) -> str:
+    """Which code of whom runs a checkpoint in vLLM, in words.
+
+    Raises EngineError without vLLM, RapError for a checkpoint that it would refuse.
+    """
     require_vllm()
     config = load_config(source)
-    if is_pruned(config):
-        head_layouts(config)
+    if not is_pruned(config):
+        return "vLLM alone: the model is dense"
+    path, family = serving_path(config), base_model_type(config)
+    unsure = f" (pruned {family} was not compared there yet: `rap verify --engine vllm` does)"
+    return WAYS[path] + ("" if is_compared(family) else unsure)
 
 
 def serve(server: Server) -> None:
     """Become the server: this process is replaced, so signals reach vLLM. Does not return."""
-    check_servable(server.source)
+    way(server.source)
     sys.stdout.flush()
     os.execve(sys.executable, server.command, server.environment(os.environ))
 
@@ -78,7 +89,7 @@ def running(
 
     Raises EngineError with vLLM's own message if it dies, or is not ready in `timeout` seconds.
     """
-    check_servable(server.source)
+    way(server.source)
     base = engine_environment(
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
         eager="--enforce-eager" in server.arguments,

@@ -9,12 +9,13 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import assets
-from ..checkpoint.load import load, load_config, load_tokenizer
+from ..checkpoint.load import is_pruned, load, load_config, load_tokenizer
 from ..evaluation.cost.footprint import footprint
 from ..model.errors import CheckpointError, RapError
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
-from .layout import dense_head_dim
+from .layout import dense_head_dim, num_kv_heads
+from .paths import serving_path
 
 ENGINES = ("transformers", "vllm")
 PROMPT_TOKENS = (1, 7, 32, 100, 300)
@@ -67,7 +68,8 @@ def verify(
     The reference is the checkpoint in transformers, in float32 with eager attention and no cache.
     It passes if no log-probability is further off than `tolerance`, in float32 also every greedy
     token is the same, and the cache holds at least as many tokens as the dense model's would.
-    Raises RapError for an unknown engine or dtype, CheckpointError, or EngineError.
+    Raises RapError for an unknown engine or dtype, or a family that the engine does not run,
+    CheckpointError, or EngineError.
     """
     if engine not in ENGINES:
         raise RapError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
@@ -76,6 +78,8 @@ def verify(
     config = load_config(source)
     prompts = bundled_prompts(source, config)
     if engine == "vllm":
+        if is_pruned(config):
+            serving_path(config)
         run = run_vllm(
             source,
             [Round(prompts, MAX_TOKENS, prompt_logprobs=True)],
@@ -92,7 +96,7 @@ def verify(
     reference = load(source, dtype="float32", attn_implementation="eager")
     compared = agreement(reference, transcripts)
     bound = tolerance if tolerance is not None else TOLERANCES[dtype]
-    heads = max(1, config.num_key_value_heads // tensor_parallel_size)
+    heads = max(1, num_kv_heads(config) // tensor_parallel_size)
     dense_bytes = _dense_channels(config, heads) * getattr(torch, dtype).itemsize
     return Verification(
         engine=engine,

@@ -4,22 +4,51 @@ vLLM finds `register` through the entry point group `vllm.general_plugins` and c
 process, before it reads a config; the model classes are imported only when one is needed.
 """
 
-ARCHITECTURES = (
-    "RapLlamaForCausalLM",
-    "RapMistralForCausalLM",
-    "RapQwen2ForCausalLM",
-    "RapQwen3ForCausalLM",
-)
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ...model import modeling
+from ...model.families import FAMILIES
+from ...model.layers import PREFIX
+from ..paths import family_path
+
+# Fields by which configs say how many experts they have.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def register() -> None:
     """Tell vLLM of the pruned architectures. May be called any number of times."""
     from vllm import ModelRegistry
+    from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
-    from ...model import modeling
+    from .widths import WidthConvertor
 
     modeling.register()
     known = ModelRegistry.get_supported_archs()
-    for name in ARCHITECTURES:
+    for name, place in architectures().items():
         if name not in known:
-            ModelRegistry.register_model(name, f"{__name__}.model:{name}")
+            ModelRegistry.register_model(name, f"{__name__}.{place}")
+    for family in FAMILIES:
+        if family_path(family) == "transformers":
+            MODEL_ARCH_CONFIG_CONVERTORS[PREFIX + family] = WidthConvertor
+
+
+def architectures() -> dict[str, str]:
+    """Every pruned architecture, with the module and the class that runs it, or says why not."""
+    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    places = {}
+    for family in FAMILIES:
+        if family not in CONFIG_MAPPING_NAMES:
+            continue
+        name = f"Rap{names[family]}"
+        backbone = "RapMoEForCausalLM" if _has_experts(family) else "RapForCausalLM"
+        native = family_path(family) == "native"
+        places[name] = f"model:{name}" if native else f"backbone:{backbone}"
+    return places
+
+
+def _has_experts(family: str) -> bool:
+    config: Any = modeling.config_class(family)
+    return any(hasattr(config, field) for field in _EXPERTS)

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.selector import get_attn_backend
 
-from ...model.errors import CheckpointError, UnsupportedModelError
-from ..layout import HeadLayout, dense_head_dim, padded_width
+from ...model.errors import UnsupportedModelError
+from ..layout import HeadLayout, dense_head_dim
+from .rows import check_stored
+from .widths import cache_width, dense_backend, pad
 
 
 class EngineAttention(nn.Module):
@@ -80,7 +80,7 @@ class EngineAttention(nn.Module):
         cos, sin = self._tables(positions, q.dtype)
         q = self._rotate(q, cos, sin)
         k = self._rotate(k, cos, sin)
-        v = _pad(v.unflatten(-1, (groups, -1)), self.cache_width)
+        v = pad(v.unflatten(-1, (groups, -1)), self.cache_width)
         mixed = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
         mixed = mixed.unflatten(-1, (heads, -1))[..., : layout.value_width]
         output, _ = self.o_proj(mixed.flatten(1))
@@ -89,12 +89,8 @@ class EngineAttention(nn.Module):
     def _add_cache(self, config: Any, cache_config: Any, quant_config: Any, attn_type: str) -> None:
         """vLLM's attention over a cache of the smallest head size that its backend takes."""
         window = sliding_window(config, extract_layer_index(self.prefix))
-        backend = _backend(self.head_dim, cache_config, window)
-        self.cache_width = padded_width(
-            self.layout.width,
-            lambda size: _accepts(backend, size, cache_config),
-            backend.get_name(),
-        )
+        backend = dense_backend(cache_config, window=window)
+        self.cache_width = cache_width(self.layout.width, backend, cache_config)
         self.attn = Attention(
             self.num_heads,
             self.cache_width,
@@ -135,23 +131,13 @@ class EngineAttention(nn.Module):
         x = states.unflatten(1, (self.num_kv_heads, -1))
         first, second = x.chunk(2, dim=-1)
         x = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return _pad(x.flatten(1, 2), self.cache_width)
+        return pad(x.flatten(1, 2), self.cache_width)
 
     def _load_frequency_index(self, parameter: nn.Parameter, loaded: Tensor) -> None:
         """Take the rows of this rank's KV heads."""
-        total, slots = self.qkv_proj.total_num_kv_heads, self.layout.num_slots
-        name = f"{self.prefix}.frequency_index"
-        if tuple(loaded.shape) != (total, slots):
-            raise CheckpointError(
-                f"{name} has shape {tuple(loaded.shape)}, config.json says {(total, slots)}: the "
-                "checkpoint is damaged"
-            )
-        num_pairs = self.rotary_emb.cos_sin_cache.shape[-1] // 2
-        if loaded.numel() and not 0 <= int(loaded.min()) <= int(loaded.max()) < num_pairs:
-            raise CheckpointError(
-                f"{name} names pairs {int(loaded.min())} to {int(loaded.max())}, a head has pairs "
-                f"0 to {num_pairs - 1}: the checkpoint is damaged"
-            )
+        shape = (self.qkv_proj.total_num_kv_heads, self.layout.num_slots)
+        pairs = ("pairs", self.rotary_emb.cos_sin_cache.shape[-1] // 2)
+        check_stored(f"{self.prefix}.frequency_index", loaded, shape, pairs)
         parameter.data.copy_(loaded[self.kv_rows()])
 
 
@@ -166,31 +152,7 @@ def _dense_rotation(config: Any, head_dim: int, max_position: int) -> nn.Module:
     return rotary
 
 
-def _pad(x: Tensor, width: int) -> Tensor:
-    """Zeros behind the last channel: exact, they add nothing to a score and are cut from V."""
-    missing = width - x.shape[-1]
-    return functional.pad(x, (0, missing)) if missing else x
-
-
 def sliding_window(config: Any, layer: int) -> int | None:
     """The layer's own sliding window; vLLM adds one that the whole model has."""
     kinds = getattr(config, "layer_types", None)
     return config.sliding_window if kinds and kinds[layer] == "sliding_attention" else None
-
-
-def _backend(head_dim: int, cache_config: Any, window: int | None) -> Any:
-    """The backend of the dense model for every layer: one kind of cache, one set of rules."""
-    return get_attn_backend(
-        head_dim,
-        torch.get_default_dtype(),
-        cache_config.cache_dtype if cache_config is not None else "auto",
-        has_sliding_window=window is not None,
-    )
-
-
-def _accepts(backend: Any, size: int, cache_config: Any) -> bool:
-    # The CPU kernels check neither: a wrong size would fail at the first request.
-    eight_bit = cache_config is not None and str(cache_config.cache_dtype).startswith("fp8")
-    if eight_bit and backend.get_name() == "CPU_ATTN" and size % 32:
-        return False
-    return backend.supports_head_size(size)

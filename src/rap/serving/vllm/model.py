@@ -14,6 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ...model.errors import UnsupportedModelError
 from ...model.layers import base_model_type
 from ..layout import head_layouts
+from ..paths import serving_path
 from .attention import EngineAttention, sliding_window
 from .norm import RapNormAttention
 
@@ -67,7 +68,7 @@ class RapLlamaForCausalLM(LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         # Before anything is allocated: a config that cannot be served is refused in one sentence.
-        head_layouts(vllm_config.model_config.hf_config)
+        serving_path(vllm_config.model_config.hf_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=RapDecoderLayer)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from ...model.errors import CheckpointError
 from ...model.modeling import norm_mode
 from .attention import EngineAttention
+from .rows import check_stored
 
 
 class KeptRMSNorm(nn.Module):
@@ -40,13 +40,8 @@ class RapNormAttention(EngineAttention):
     """Pruned attention whose queries and keys are normalised per head before the rotation."""
 
     def width_before_norm(self, config: Any) -> int:
-        """D in mode `exact`: the norm sees the dense head; CheckpointError in mode `rows`."""
-        mode = norm_mode(config)
-        if mode == "rows":
-            raise CheckpointError(
-                "vLLM serves QK-norm in the modes constant and exact: plan with one of them"
-            )
-        self.exact_norm = mode == "exact"
+        """D in mode `exact`, where the norm sees the dense head."""
+        self.exact_norm = norm_mode(config) == "exact"
         return self.head_dim if self.exact_norm else self.layout.key_width
 
     def add_norms(self, config: Any) -> None:
@@ -84,9 +79,7 @@ class RapNormAttention(EngineAttention):
         parameter.data.copy_(loaded[self.kv_rows()])
 
     def _load_kept_channels(self, parameter: nn.Parameter, loaded: Tensor) -> None:
-        if loaded.numel() and not 0 <= int(loaded.min()) <= int(loaded.max()) < self.head_dim:
-            raise CheckpointError(
-                f"{self.prefix}.kept_channels names channels {int(loaded.min())} to "
-                f"{int(loaded.max())} of a head with {self.head_dim}: the checkpoint is damaged"
-            )
+        shape = (self.qkv_proj.total_num_kv_heads, self.layout.key_width)
+        channels = ("channels", self.head_dim)
+        check_stored(f"{self.prefix}.kept_channels", loaded, shape, channels)
         self._load_kv_rows(parameter, loaded)

@@ -1,19 +1,22 @@
-"""`python -m rap.studies.models_page` writes docs/models.md: the table of families, for people.
+"""`python -m rap.serving.models_page` writes docs/models.md: the table of families, for people.
 
-Everything in it is read from `model.families`, so that a family's row is its documentation.
+Everything in it is read from `model.families` and `serving.paths`, so that a family's row is its
+documentation.
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
 
 from ..model.families import FAMILIES, NORM_MODES, REASONS, WRAPPERS, AttentionSpec
+from .paths import REFUSED, family_path, is_compared
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = ("5.16.1", "5.19.0")
 _HEADER = f"""# Models
 
-Written by `python -m rap.studies.models_page docs/models.md` from the table in
+Written by `python -m rap.serving.models_page docs/models.md` from the table in
 `src/rap/model/families.py`; a test keeps it up to date. Every family here is tested against its own
 attention in transformers
 {" and ".join(TESTED)}: attention, logits, cached decoding, left-padded generation, saving, loading.
@@ -34,8 +37,13 @@ docs/results/quality.md):
 | `rows` | 8 more rows a head (`norm_rows`), for the norm alone | all but these | what they miss |
 | `exact` | all rows of W_q and W_k | cache and attention, not W_q and W_k | none beside the cut |
 
-| model type | pairs | layers that rotate | QK-norm | other features |
-|---|---|---|---|---|
+The last column is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this
+package (`native`), vLLM's backend for models of transformers (`transformers`), or none. Families
+marked *unverified* have a test in the engine that has not been run yet; `rap verify OUT --engine
+vllm` compares a checkpoint.
+
+| model type | pairs | layers that rotate | QK-norm | other features | vLLM |
+|---|---|---|---|---|---|
 """
 _FOOTER = """
 Windows of text, to calibrate, recover or evaluate on, begin with BOS where the model's tokenizer
@@ -50,6 +58,10 @@ softmax scales, grouped queries and mixtures of experts need no row: they are re
 Taken whole: {wrappers}. The text model is compressed as
 its family says; what looks at images or video, and the way it enters the text, pass through
 unchanged. The result loads with `AutoModelForImageTextToText`, and as a causal LM.
+
+## Not served by vLLM
+
+{unserved}
 
 ## Refused
 
@@ -68,24 +80,29 @@ the model in memory (`rap apply --stream`), to the same bytes.
 def models_page() -> str:
     """The text of docs/models.md."""
     rows = [_row(spec) for _, spec in sorted(FAMILIES.items())]
-    refused = [
-        fill(f"* {', '.join(sorted(names))}: {reason}.", 100, subsequent_indent="  ")
-        for reason, names in sorted(_by_reason().items(), key=lambda item: item[1])
-    ]
-    footer = _FOOTER.format(wrappers=", ".join(WRAPPERS), refused="\n".join(refused))
+    footer = _FOOTER.format(
+        wrappers=", ".join(WRAPPERS), refused=_reasons(REASONS), unserved=_reasons(REFUSED)
+    )
     return _HEADER + "\n".join(rows) + "\n" + footer
 
 
-def _by_reason() -> dict[str, list[str]]:
+def _reasons(reasons: Mapping[str, str]) -> str:
+    """A list of model types by the reason that they share."""
     by_reason: dict[str, list[str]] = {}
-    for name, reason in REASONS.items():
+    for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name)
-    return by_reason
+    return "\n".join(
+        fill(f"* {', '.join(sorted(names))}: {reason}.", 100, subsequent_indent="  ")
+        for reason, names in sorted(by_reason.items(), key=lambda item: item[1])
+    )
 
 
 def _row(spec: AttentionSpec) -> str:
     rotates = "all" if spec.rotates is None else (spec.rotates.__doc__ or "").strip()
-    cells = (f"`{spec.model_type}`", spec.pairing, rotates, _norm(spec), _features(spec))
+    path = family_path(spec.model_type) or "-"
+    if path != "-" and not is_compared(spec.model_type):
+        path += ", *unverified*"
+    cells = (f"`{spec.model_type}`", spec.pairing, rotates, _norm(spec), _features(spec), path)
     return f"| {' | '.join(cells)} |"
 
 

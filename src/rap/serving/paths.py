@@ -1,0 +1,84 @@
+"""Which way into vLLM a pruned checkpoint takes, read from its config, and why another takes none.
+
+`native` is a model class of this package, written for vLLM's own layers. `transformers` is vLLM's
+backend for models of transformers, which runs the model itself with vLLM's attention and cache.
+"""
+
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig
+
+from ..model.errors import UnsupportedModelError
+from ..model.families import WRAPPERS
+from ..model.layers import base_model_type
+from ..model.modeling import norm_mode
+from .layout import head_layouts
+
+Path = Literal["native", "transformers"]
+
+NATIVE = ("llama", "mistral", "qwen2", "qwen3")
+STATES = (
+    "vLLM runs no layers with a state of their own (linear attention, convolution) through its "
+    "transformers backend"
+)
+SLOTS = (
+    "its queries are scaled by their place in a forward pass, which in vLLM holds many requests, "
+    "and vLLM's transformers backend knows no chunked attention"
+)
+HEAP = (
+    "the one engine that was tried died of a corrupted heap behind the loading of the weights, and "
+    "why is not known yet"
+)
+IMAGES = "the text model of a multimodal one is not served by itself yet"
+# Families of the transformers path that were compared with transformers in the engine. The others
+# have the same test (tests/serving/test_backbone.py), which has not been run on them yet.
+COMPARED = frozenset(
+    ("gemma3_text", "glm4", "gpt_oss", "granite", "mixtral", "olmo2", "phi3", "qwen3_moe")
+)
+REFUSED = {
+    **dict.fromkeys(("lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), STATES),
+    "llama4_text": SLOTS,
+    "gpt_neox": HEAP,
+    **dict.fromkeys(WRAPPERS, IMAGES),
+}
+
+
+def family_path(model_type: str) -> Path | None:
+    """The way of a dense family's pruned checkpoints; None if `REFUSED` says why there is none."""
+    if model_type in REFUSED:
+        return None
+    return "native" if model_type in NATIVE else "transformers"
+
+
+def is_compared(model_type: str) -> bool:
+    """Whether the engine's results for a family have been compared with those of transformers."""
+    return model_type in NATIVE or model_type in COMPARED
+
+
+def serving_path(config: PreTrainedConfig) -> Path:
+    """The way a pruned checkpoint takes into vLLM.
+
+    Raises UnsupportedModelError for a family or a setting that is not served, CheckpointError for a
+    wrong `rap` section.
+    """
+    family = base_model_type(config)
+    path = family_path(family)
+    if path is None:
+        raise UnsupportedModelError(f"vLLM does not serve pruned {family}: {REFUSED[family]}")
+    layouts = head_layouts(config)
+    if path == "native":
+        _check_native(config, layouts)
+    return path
+
+
+def _check_native(config: Any, layouts: list[Any]) -> None:
+    for index, layout in enumerate(layouts):
+        if layout is not None and layout.num_free:
+            raise UnsupportedModelError(
+                f"layer {index} keeps {layout.num_free} key channels that do not rotate: the class "
+                f"for {base_model_type(config)} takes heads that rotate as a whole"
+            )
+    if base_model_type(config) == "qwen3" and norm_mode(config) == "rows":
+        raise UnsupportedModelError(
+            "vLLM serves QK-norm of qwen3 in the modes constant and exact: plan with one of them"
+        )

@@ -1,0 +1,140 @@
+"""Pruned models of every other family, through vLLM's backend for models of transformers.
+
+vLLM builds the transformers model itself and replaces its linears, norms, experts and attention by
+its own. The pruned attention keeps its forward; `projections` gives it vLLM's linears.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.transformers import (
+    TransformersForCausalLM,
+    TransformersMoEForCausalLM,
+)
+from vllm.model_executor.models.transformers.base import Base
+from vllm.model_executor.models.utils import WeightsMapper
+
+from ...model.attention import RapAttention
+from ...model.errors import CheckpointError, UnsupportedModelError
+from ...model.layers import base_model_type
+from ...model.modeling import RapModelMixin, config_class
+from ..paths import serving_path
+from .projections import place_attention
+from .widths import PaddedAttention
+
+
+class PrunedMixin(Base):
+    """What a pruned model needs beside vLLM's backend: its class, its linears, its head sizes."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        config = vllm_config.model_config.hf_config
+        # Before anything is allocated: a config that cannot be served is refused in one sentence.
+        serving_path(config)
+        check_rope(config, vllm_config.model_config.max_model_len)
+        register_backbone(base_model_type(config))
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for name, attention in self.pruned_layers():
+            check_window(name, attention)
+        scaling = getattr(config, "logits_scaling", None)
+        if scaling is not None and hasattr(self, "logits_processor"):
+            # Granite divides its logits, which vLLM's backend does not know.
+            self.logits_processor.scale = 1 / scaling
+
+    def pruned_layers(self) -> Iterator[tuple[str, RapAttention]]:
+        """Every pruned attention of this rank by its name."""
+        for name, module in self.model.named_modules(prefix="model"):
+            if isinstance(module, RapAttention):
+                yield name, module
+
+    def recursive_replace(self) -> None:
+        """As vLLM's, after the linears of pruned attention have been replaced."""
+        stacked: dict[str, tuple[str, str]] = {}
+        self.loaded_by_rows: set[str] = set()
+        for name, attention in self.pruned_layers():
+            mapped, rows = place_attention(attention, name, self.vllm_config)
+            stacked |= mapped
+            self.loaded_by_rows |= rows
+        super().recursive_replace()
+        self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_stacked=stacked)
+        for index, (name, fuser) in self.attention_fusers.items():
+            told = tell_sinks(fuser, self.get_submodule(name))
+            if told is not fuser:
+                told.fuse(self.get_submodule(name), name, self.vllm_config)
+                self.attention_fusers[index] = (name, told)
+
+    def _get_attn_cls(self) -> Any:
+        found = super()._get_attn_cls()
+        return PaddedAttention if found is Attention else found
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As vLLM's; CheckpointError if an index or a ratio of a pruned layer is missing."""
+        loaded = super().load_weights(weights)
+        missing = sorted(self.loaded_by_rows - loaded)
+        if missing:
+            raise CheckpointError(f"{missing[0]} is missing: the checkpoint is damaged")
+        return loaded
+
+
+class RapForCausalLM(PrunedMixin, TransformersForCausalLM):
+    """A pruned model of a family without experts."""
+
+
+class RapMoEForCausalLM(PrunedMixin, TransformersMoEForCausalLM):
+    """A pruned model of a family with experts."""
+
+
+def register_backbone(base_type: str) -> None:
+    """Let AutoModel make the model of a pruned config without its head."""
+    config: Any = config_class(base_type)
+    models: Any = MODEL_MAPPING
+    base: Any = models[CONFIG_MAPPING[base_type]]
+    body = {"__module__": __name__, "config_class": config, "config": config}
+    made = type(f"Rap{base.__name__}", (RapModelMixin, base), body)
+    AutoModel.register(config, made, exist_ok=True)
+
+
+def tell_sinks(fuser: Any, attention: nn.Module) -> Any:
+    """vLLM's note of an attention's arguments, with the sinks, which it finds written out alone."""
+    arguments = dict(attention.spec.arguments) if isinstance(attention, RapAttention) else {}
+    if "s_aux" not in arguments:
+        return fuser
+    return replace(fuser, s_aux_expr=ast.parse(f"self.{arguments['s_aux']}", mode="eval").body)
+
+
+def check_rope(config: Any, max_model_len: int) -> None:
+    """Raise UnsupportedModelError where frequencies would change with the longest of many texts."""
+    whole = getattr(config, "rope_parameters", None) or {}
+    # By layer type, where these rotate differently.
+    for rope in [whole, *(part for part in whole.values() if isinstance(part, dict))]:
+        kind = rope.get("rope_type")
+        trained = next(
+            length
+            for length in (
+                rope.get("original_max_position_embeddings"),
+                getattr(config, "original_max_position_embeddings", None),
+                config.max_position_embeddings,
+            )
+            if length
+        )
+        if kind in ("longrope", "dynamic") and max_model_len > trained:
+            raise UnsupportedModelError(
+                f"rope_type {kind!r} changes its frequencies beyond {trained} tokens, for all "
+                f"requests of a batch alike: serve with --max-model-len {trained} or less"
+            )
+
+
+def check_window(name: str, attention: Any) -> None:
+    """Raise UnsupportedModelError if vLLM gave a layer another sliding window than it has."""
+    found, own = attention.attn.sliding_window, attention.sliding_window
+    if found != own:
+        raise UnsupportedModelError(
+            f"{name} has a sliding window of {own}, vLLM read {found} from config.json: no way to "
+            "serve this model is known"
+        )

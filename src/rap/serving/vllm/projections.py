@@ -1,0 +1,169 @@
+"""vLLM's linears, and this rank's rows of everything else, in a pruned attention of transformers.
+
+Shapes: H query heads, G KV heads, W key width, C value width, M slots.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.models.transformers.utils import replace_linear_class
+
+from ...model.attention import RapAttention
+from ...model.errors import UnsupportedModelError
+from ...model.norms import KeptNorm, norm_names
+from .rows import check_stored
+
+MERGED = "qkv_proj"
+QKV = ("q", "k", "v")
+
+
+class ServedAttention(RapAttention):
+    """Pruned attention whose projections are vLLM's."""
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As ever, with values in one piece: vLLM views those narrower than keys to pad them."""
+        q, k, v, gate = super().project(hidden_states)
+        if self.value_width < self.key_width:
+            v = v.transpose(1, 2).contiguous().transpose(1, 2)
+        return q, k, v, gate
+
+
+@functools.cache
+def served_class(pruned: type[RapAttention]) -> type[RapAttention]:
+    """The class of a pruned attention in vLLM."""
+    return type(pruned.__name__, (ServedAttention, pruned), {"__module__": __name__})
+
+
+def place_attention(
+    attention: RapAttention, name: str, vllm_config: Any
+) -> tuple[dict[str, tuple[str, str]], set[str]]:
+    """Give a pruned attention on the meta device vLLM's linears and this rank's share of the rest.
+
+    Returns what vLLM must know to load it: names of linears that became one, with the new name and
+    the part, and the names of tensors that are divided by heads. Raises UnsupportedModelError for
+    what cannot be divided over several devices.
+    """
+    _check_divisible(attention, name)
+    mapped = _merge_projections(attention, name, vllm_config.quant_config)
+    merged = getattr(attention, MERGED if mapped else attention.spec.projections[0])
+    rank, shape = get_tensor_model_parallel_rank(), attention.dense_shape
+    own = merged.num_heads, merged.num_kv_heads
+    first = rank * own[0], rank // merged.num_kv_head_replicas * own[1]
+    query, key = (slice(start, start + count) for start, count in zip(first, own, strict=True))
+    rows = set()
+    for path, tensor, part in _by_heads(attention, query, key):
+        _place(attention, path, tensor, part, f"{name}.{path}")
+        rows.add(f"{name}.{path}")
+    attention.dense_shape = replace(shape, num_heads=own[0], num_kv_heads=own[1])
+    attention.__class__ = served_class(type(attention))
+    return mapped, rows
+
+
+def _check_divisible(attention: RapAttention, name: str) -> None:
+    norm = attention.norm
+    if get_tensor_model_parallel_world_size() == 1 or norm is None:
+        return
+    if norm.over == "all" or norm.one_module_per_head:
+        raise UnsupportedModelError(
+            f"{name} normalises the channels of all heads together, which are not on one device: "
+            "serve with --tensor-parallel-size 1"
+        )
+
+
+def _merge_projections(
+    attention: RapAttention, name: str, quant_config: Any
+) -> dict[str, tuple[str, str]]:
+    """One linear for q, k and v; the others (gate, output) one each."""
+    widths, shape, linears = attention.role_widths, attention.dense_shape, attention.spec.linears()
+    roles = {role: linear for linear, several in linears.items() for role in several}
+    sources = dict.fromkeys(roles[role] for role in QKV)
+    if [linears[source] for source in sources] not in ([QKV], [("q",), ("k",), ("v",)]):
+        raise UnsupportedModelError(f"{name} mixes q, k and v with a gate: not served by vLLM")
+    fused = len(sources) == 1
+    modules = [getattr(attention, source) for source in sources]
+    if len({module.bias is None for module in modules}) > 1:
+        raise UnsupportedModelError(f"{name} has a bias in some of q, k and v: not served by vLLM")
+    target = next(iter(sources)) if fused else MERGED
+    merged = QKVParallelLinear(
+        modules[0].in_features,
+        widths["q"],
+        shape.num_heads,
+        shape.num_kv_heads,
+        bias=modules[0].bias is not None,
+        quant_config=quant_config,
+        prefix=f"{name}.{target}",
+        return_bias=False,
+        v_head_size=widths["v"],
+    )
+    for source in sources:
+        delattr(attention, source)
+    setattr(attention, target, merged)
+    attention.inputs = [(target, QKV)]
+    for linear, several in linears.items():
+        if linear in sources:
+            continue
+        style = "rowwise" if several == ("o",) else "colwise"
+        placed = replace_linear_class(
+            getattr(attention, linear), style, quant_config, prefix=f"{name}.{linear}"
+        )
+        setattr(attention, linear, placed)
+        if isinstance(placed, ColumnParallelLinear):
+            attention.inputs.append((linear, several))
+    if fused:
+        return {}
+    return {
+        f"{name}.{source}": (f"{name}.{target}", role)
+        for source, role in zip(sources, QKV, strict=True)
+    }
+
+
+def _by_heads(
+    attention: RapAttention, query: slice, key: slice
+) -> Iterator[tuple[str, Tensor, slice]]:
+    """Every tensor with a row per head: its name, itself, and the rows of this rank."""
+    for name in ("frequency_index", "kept_channels"):
+        if hasattr(attention, name):
+            yield name, getattr(attention, name), key
+    if attention.norm is None or attention.exact_norm:
+        return
+    for name, part in zip(norm_names(attention.norm, exact=False), (query, key), strict=True):
+        norm = getattr(attention, name)
+        assert isinstance(norm, KeptNorm)
+        for leaf, tensor in (*norm.named_parameters(), *norm.named_buffers()):
+            yield f"{name}.{leaf}", tensor, part
+
+
+def _place(attention: RapAttention, path: str, tensor: Tensor, part: slice, name: str) -> None:
+    """Put this rank's rows of a tensor on its device, with a loader that takes them."""
+    device = torch.get_default_device()
+    total, bound = tuple(tensor.shape), _bound(attention, path)
+    own = torch.zeros(tensor[part].shape, dtype=tensor.dtype, device=device)
+    if tensor.is_floating_point() and not path.endswith("ratio"):
+        own = own.to(torch.get_default_dtype())
+
+    def load(target: Tensor, loaded: Tensor) -> None:
+        check_stored(name, loaded, total, bound)
+        target.data.copy_(loaded[part])
+
+    parent, _, leaf = path.rpartition(".")
+    module = attention.get_submodule(parent)
+    placed: Any = nn.Parameter(own, requires_grad=False) if leaf in module._parameters else own
+    placed.weight_loader = load
+    setattr(module, leaf, placed)
+
+
+def _bound(attention: RapAttention, path: str) -> tuple[str, int] | None:
+    geometry = attention.dense_shape.geometry
+    return {
+        "frequency_index": ("pairs", geometry.num_pairs),
+        "kept_channels": ("channels", geometry.head_dim),
+    }.get(path)

@@ -1,0 +1,95 @@
+"""The cache's head size of every layer, as vLLM asks for it and as its attention kernels take it.
+
+Shapes: T tokens, H query heads and G KV heads of this rank, W key width, C value width, S head size
+in the cache.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from vllm.config import get_current_vllm_config
+from vllm.config.model_arch import ModelArchitectureConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+from vllm.v1.attention.selector import get_attn_backend
+
+from ...model.errors import CheckpointError
+from ..layout import head_layouts, padded_width
+
+
+class WidthConvertor(ModelArchConfigConvertorBase):
+    """Declares the head size of every layer; that of the whole model stays the dense D.
+
+    Buffers that serve all layers are sized for the whole model, so it must not be the smaller one.
+    """
+
+    def convert(self, supports_multimodal: bool = True) -> ModelArchitectureConfig:
+        """The architecture of the dense model, with the widths of the `rap` section by layer."""
+        whole = self.convert_layer(supports_multimodal)
+        try:
+            layouts = head_layouts(self.hf_text_config)
+        except CheckpointError:
+            # The model class refuses it in the same words, which vLLM does not wrap there.
+            return whole
+        whole.per_layer_overrides = [
+            {} if layout is None else {"head_size": layout.width} for layout in layouts
+        ]
+        return whole
+
+
+class PaddedAttention(Attention):
+    """vLLM's attention of heads with W and C channels, in a cache of the next size it takes."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, **settings: Any):
+        backend = dense_backend(
+            settings.get("cache_config"),
+            window=settings.get("per_layer_sliding_window"),
+            has_sink=settings.get("sinks") is not None,
+        )
+        size = cache_width(head_size, backend, settings.get("cache_config"))
+        super().__init__(num_heads, size, scale, attn_backend=backend, **settings)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, output_shape: torch.Size | None = None
+    ) -> Tensor:
+        """Attention of [T, H W], [T, G W] and [T, G C], as [T, H C]."""
+        width = value.shape[-1] // self.num_kv_heads
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        padded = [
+            pad(states.unflatten(-1, (count, -1)), self.head_size).flatten(1)
+            for states, count in zip((query, key, value), heads, strict=True)
+        ]
+        mixed = super().forward(*padded).unflatten(-1, (self.num_heads, -1))
+        return mixed[..., :width].flatten(1)
+
+
+def pad(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the last channel: exact, they add nothing to a score and are cut from V."""
+    missing = width - x.shape[-1]
+    return functional.pad(x, (0, missing)) if missing else x
+
+
+def dense_backend(cache_config: Any, *, window: int | None, has_sink: bool = False) -> Any:
+    """The backend of the dense model for every layer: one kind of cache, one set of rules."""
+    return get_attn_backend(
+        get_current_vllm_config().model_config.get_head_size(),
+        torch.get_default_dtype(),
+        cache_config.cache_dtype if cache_config is not None else "auto",
+        has_sink=has_sink,
+        has_sliding_window=window is not None,
+    )
+
+
+def cache_width(width: int, backend: Any, cache_config: Any) -> int:
+    """S: the smallest head size of at least `width` that a backend takes."""
+    eight_bit = cache_config is not None and str(cache_config.cache_dtype).startswith("fp8")
+
+    def accepts(size: int) -> bool:
+        # The CPU kernels check neither: a wrong size would fail at the first request.
+        if eight_bit and backend.get_name() == "CPU_ATTN" and size % 32:
+            return False
+        return bool(backend.supports_head_size(size))
+
+    return padded_width(width, accepts, backend.get_name())
