@@ -125,8 +125,9 @@ class RapAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, self.eager_attention
         )
-        asked = self.fusable and hasattr(attend, "fuses")
-        if asked and attend.fuses(self, (q, k, v), cache, attention_mask):
+        fuses: Any = getattr(attend, "fuses", None)
+        asked = self.fusable and fuses is not None
+        if asked and fuses(self, (q, k, v), cache, attention_mask):
             output = self._fused_step(attend, (q, k, v), tables, cache, attention_mask)
             weights = None
         else:

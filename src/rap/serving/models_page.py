@@ -99,7 +99,7 @@ def _reasons(reasons: Mapping[str, str]) -> str:
 
 def _row(spec: AttentionSpec) -> str:
     rotates = "all" if spec.rotates is None else (spec.rotates.__doc__ or "").strip()
-    path = family_path(spec.model_type) or "-"
+    path: str = family_path(spec.model_type) or "-"
     if path != "-" and not is_compared(spec.model_type):
         path += ", *unverified*"
     cells = (f"`{spec.model_type}`", spec.pairing, rotates, _norm(spec), _features(spec), path)

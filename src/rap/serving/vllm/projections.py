@@ -64,7 +64,8 @@ def place_attention(
         _place(attention, path, tensor, part, f"{name}.{path}")
         rows.add(f"{name}.{path}")
     attention.dense_shape = replace(shape, num_heads=own[0], num_kv_heads=own[1])
-    attention.__class__ = served_class(type(attention))
+    kind: Any = type(attention)
+    attention.__class__ = served_class(kind)
     return mapped, rows
 
 
