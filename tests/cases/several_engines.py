@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def main(jobs: Path, out: Path) -> None:
     for name, job in json.loads(jobs.read_text(encoding="utf-8")).items():
         try:
             results[name] = run(job)
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}"}
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
         out.write_text(json.dumps(results), encoding="utf-8")
         cleanup_dist_env_and_memory()
         gc.collect()

@@ -14,7 +14,7 @@ from cases.plans import random_plan
 from cases.several_engines import run_several, transcripts
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round, run_vllm
-from rap.serving.paths import family_path
+from rap.serving.paths import NOT_ON_CPUS, family_path
 from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]
@@ -87,7 +87,14 @@ def assert_agrees(reference, found):
     assert compared.max_logprob_error <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def _marked(case: Case):
+    """A case; one that vLLM cannot run on a CPU is to say so the day it can."""
+    reason = "vLLM's router on CPUs knows no sigmoid"
+    marks = [pytest.mark.xfail(reason=reason, strict=True)] * (case.model_type in NOT_ON_CPUS)
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+@pytest.mark.parametrize("case", map(_marked, SERVED))
 def test_a_family_agrees_with_transformers(served, case):
     models, results = served
     assert_agrees(models[case.name], transcripts(results[case.name]))

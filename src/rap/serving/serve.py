@@ -70,7 +70,9 @@ def way(source: str | Path) -> str:
     if not is_pruned(config):
         return "vLLM alone: the model is dense"
     path, family = serving_path(config), base_model_type(config)
-    unsure = f" (pruned {family} was not compared there yet: `rap verify --engine vllm` does)"
+    unsure = (
+        f" (on a GPU; pruned {family} was never compared there: `rap verify --engine vllm` does)"
+    )
     return WAYS[path] + ("" if is_compared(family) else unsure)
 
 
