@@ -326,7 +326,7 @@ def test_a_full_disk_is_one_line_in_whatever_class(tmp_path, kind, error):
 @pytest.mark.parametrize("kind", [whole_directory, whole_file])
 def test_other_errors_of_writing(tmp_path, kind):
     with (
-        pytest.raises(CheckpointError, match="cannot write .*out: .*denied"),
+        pytest.raises(CheckpointError, match=r"cannot write .*out: .*denied"),
         kind(tmp_path / "out"),
     ):
         raise SafetensorError("Permission denied (os error 13)")

@@ -103,7 +103,7 @@ def test_any_error_of_a_library_becomes_one_line(error, said):
 
 
 def test_errors_that_say_what_to_do_stay_what_they_are():
-    with pytest.raises(PlanError, match="^as it is$"), reading("open x"):
+    with pytest.raises(PlanError, match=r"^as it is$"), reading("open x"):
         raise PlanError("as it is")
     with pytest.raises(KeyboardInterrupt), reading("open x"):
         raise KeyboardInterrupt

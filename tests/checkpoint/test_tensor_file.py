@@ -69,7 +69,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path, layers):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     save_file(load_file(other), other, metadata=metadata)
-    with pytest.raises(PlanError, match="is damaged .not what was written.: make one"):
+    with pytest.raises(PlanError, match=r"is damaged .not what was written.: make one"):
         FILE.load(other, _both)
 
 
