@@ -168,9 +168,18 @@ def test_truncated_weights_are_refused(pruned, keep):
     _refused(load, pruned, "is truncated or damaged")
 
 
-@pytest.mark.parametrize("content", [b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"xx"])
-def test_damaged_header_is_refused(tmp_path, content):
-    (tmp_path / "x.safetensors").write_bytes(content + b"rest")
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"[]", b"xx", b"5", b'["a"]', b"[" * 100_000),
+        *(b'{"a": 1}', b'{"a": {}}', b'{"a": {"data_offsets": [0]}}'),
+        b'{"a": {"data_offsets": [0, "4"]}}',
+    ],
+    ids=lambda header: header[:30].decode(),
+)
+def test_damaged_header_is_refused(tmp_path, header):
+    content = len(header).to_bytes(8, "little") + header + b"rest"
+    (tmp_path / "x.safetensors").write_bytes(content)
     _refused(check_safetensors, tmp_path / "x.safetensors", "is truncated or damaged")
 
 

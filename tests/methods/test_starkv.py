@@ -40,7 +40,9 @@ def truncated(model: Any, retain: float, gap: float) -> tuple[Any, dict[str, lis
     for role, share in (("k", retain - gap / 2), ("v", retain + gap / 2)):
         parts = blocks(found, role)
         every = torch.cat([torch.linalg.svdvals(part) for part in parts])
-        least = every.sort(descending=True).values[round(share * len(every)) - 1]
+        ordered, count = every.sort(descending=True).values, round(share * len(every))
+        # Between two of them: another routine gives each to the last digit but one.
+        least = ordered[count - 1 : count + 1].mean()
         ranks[role] = []
         for part in parts:
             up, values, down = torch.linalg.svd(part, full_matrices=False)

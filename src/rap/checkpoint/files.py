@@ -154,11 +154,13 @@ def check_safetensors(path: Path) -> None:
         start = file.read(8)
         length = int.from_bytes(start, "little") if len(start) == 8 else size
         try:
-            header = json.loads(file.read(length)) if length < size else None
-        except ValueError:
-            header = None
-    entries = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
-    if header is None or 8 + length + max(entries, default=0) != size:
+            header = json.loads(file.read(length) if length < size else b"")
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+            whole = 8 + length + max(ends, default=0) == size
+        # Whatever is no header of that form: not JSON, no object, entries that lack something.
+        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
+            whole = False
+    if not whole:
         raise CheckpointError(f"{path} is truncated or damaged ({size} bytes): download it again")
 
 
