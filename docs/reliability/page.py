@@ -93,6 +93,16 @@ FOUND = (
         "one line with the folder and the room that is left, wherever a file or folder is written",
     ),
     Found(
+        "no file may grow",
+        "an output that failed left the folders behind that were made for it",
+        "they go with it, unless something came into them",
+    ),
+    Found(
+        "odd text",
+        "half a character, a number of 5,000 digits or endless brackets in a .jsonl were tracebacks",
+        "one line with the file and the line in it",
+    ),
+    Found(
         "killed",
         "a killed `rap plan` or `rap export gguf` left its hidden half file beside the output for"
         " ever",

@@ -352,3 +352,14 @@ def test_json_that_is_damaged_says_what_to_do(tmp_path, content):
         read_json(tmp_path / "a.json", "write it again")
     write_json(tmp_path / "a.json", {"a": 1})
     assert read_json(tmp_path / "a.json", "") == {"a": 1}
+
+
+@pytest.mark.parametrize("kind", [whole_directory, whole_file])
+def test_folders_that_were_made_for_an_output_go_with_it(tmp_path, kind):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(RuntimeError), kind(tmp_path / "there" / "a" / "b" / "out"):
+        raise RuntimeError
+    assert _names(tmp_path / "there") == []
+    with kind(tmp_path / "there" / "a" / "out") as partial:
+        partial.mkdir(exist_ok=True)
+    assert _names(tmp_path / "there" / "a") == ["out"]

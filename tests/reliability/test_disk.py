@@ -42,6 +42,8 @@ WRITING: dict[str, Command] = {
         *("--max-windows", 1, "-o", "disk/out.json"),
     ),
 }
+# What these have finished is kept, to go on from when the command is repeated.
+RESUMING = ("recover", "compare", "compress --stream")
 # Of the output: config, plan and card fit into the first, the weights into none.
 SIZES = (0, 3_000, 20_000, 500_000)
 OFTEN = {("apply --stream", 20_000), ("export gguf", 500_000), ("apply", 500_000)}
@@ -64,9 +66,10 @@ def test_a_file_that_may_not_grow_is_one_line(place, judged, record, name, size)
         assert size >= 500
         assert name in ("plan", "evaluate", "compare")
         how = "whole"
-    elif name in ("recover", "compare"):  # what they finished is kept to go on from
+    elif name in RESUMING:
         assert refusal_violations(end) == []
         assert not list(place.rglob("*.partial-*"))
+        assert [x for x in (place / "disk").rglob("*") if x.is_dir() and not any(x.iterdir())] == []
         how = "refused"
     else:
         how = judged(end, before)
@@ -102,7 +105,7 @@ def test_a_full_disk_is_one_line(place, record, name, size):
         assert "disk" in end.err
         how = "refused"
         assert not [x for x in left if ".partial-" in x]
-        if name not in ("recover", "compare"):
+        if name not in RESUMING:
             assert left == []
     record("full disk", WRITING[name], f"{size:,} bytes", how)
 

@@ -59,7 +59,7 @@ def whole_file(output: str | Path, *, force: bool = True) -> Iterator[Path]:
     """
     check_output_file(output, force=force)
     target = Path(output).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    made = _make_parents(target)
     _remove_abandoned(target)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
@@ -68,6 +68,7 @@ def whole_file(output: str | Path, *, force: bool = True) -> Iterator[Path]:
             os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+        _remove_empty(made)
 
 
 @contextlib.contextmanager
@@ -79,7 +80,7 @@ def whole_directory(output: str | Path, *, force: bool = False) -> Iterator[Path
     """
     check_output(output, force=force)
     target = Path(output).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    made = _make_parents(target)
     _remove_abandoned(target)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -91,6 +92,21 @@ def whole_directory(output: str | Path, *, force: bool = False) -> Iterator[Path
             _move_into_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _make_parents(target: Path) -> list[Path]:
+    """Make the folders above a path; those that were not there, the innermost first."""
+    made = [parent for parent in target.parents if not parent.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders that nothing came into: an output that failed leaves no trace."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def no_room(error: BaseException) -> bool:

@@ -45,7 +45,6 @@ def begin(work: Path, record: dict[str, Any]) -> Path | None:
                 f"{work} holds an unfinished recovery with another {', '.join(differing)}: remove "
                 "the folder to start anew, or repeat the command it was started with"
             )
-    work.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
     for folder in _checkpoints(work):
         if not (folder / COMPLETE).is_file():
