@@ -99,7 +99,7 @@ FOUND = (
     ),
     Found(
         "odd text",
-        "half a character, a number of 5,000 digits or endless brackets in a .jsonl were tracebacks",
+        "half a character, 5,000 digits or endless brackets in a .jsonl ended in tracebacks",
         "one line with the file and the line in it",
     ),
     Found(
