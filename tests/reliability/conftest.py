@@ -25,11 +25,16 @@ _cases: list[dict[str, str]] = []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave a share of the faults, always the same ones, where no more is asked for."""
-    share = float(os.environ.get(SHARE, 1))
-    left = [
-        item for item in items if item.get_closest_marker("faults") and _place_of(item) >= share
-    ]
+    """Leave a share of the faults, always the same ones, where no more is asked for.
+
+    Of every test the first case stays.
+    """
+    share, seen, left = float(os.environ.get(SHARE, 1)), set(), []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("faults") and test in seen and _place_of(item) >= share:
+            left.append(item)
+        seen.add(test)
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
 
