@@ -1,4 +1,4 @@
-"""Run the faults of tests/reliability, and keep how each ended. All take an hour on one core.
+"""Run the faults of tests/reliability, and keep how each ended. All take ten minutes on an idle core.
 
     python experiments/reliability/reliability.py --share 1
 

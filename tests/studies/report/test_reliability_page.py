@@ -35,5 +35,7 @@ def test_every_case_is_counted_and_ended_as_it_may(builder):
 def test_a_finding_that_no_case_shows_is_refused(builder):
     result = json.loads(builder.RESULT.read_text("utf-8"))
     result["cases"] = [case for case in result["cases"] if case["kind"] != "killed"]
-    with pytest.raises(ValueError, match="no case of killed was run"):
-        builder.page(result)
+    program = result["command"].rpartition(" ")[0]
+    assert "| killed, not in this run |" in builder.page(result | {"command": f"{program} 0.1"})
+    with pytest.raises(ValueError, match=r"no case of .*killed.* was run"):
+        builder.page(result | {"command": f"{program} 1"})
