@@ -1,4 +1,4 @@
-"""Run the faults of tests/reliability, and keep how each ended. All take ten minutes on an idle core.
+"""Run the faults of tests/reliability, and keep how each ended: all in ten minutes of a core.
 
     python experiments/reliability/reliability.py --share 1
 
