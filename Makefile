@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-real serve-env test-serve test-gpu lint format coverage docs package clean
+.PHONY: help demo test test-faults test-real serve-env test-serve test-gpu lint format coverage docs package clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ demo: $(STAMP) ## fetch a real model, cut it, compare it with dense (ARGS=bundle
 
 test: $(STAMP) ## run the tests (ARGS="-k rope" for some of them)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-faults: $(STAMP) ## kill, starve and damage everything (ten minutes): docs/reliability.md
+	$(BIN)/python experiments/reliability/reliability.py --share 1
+	$(BIN)/python docs/reliability/page.py
 
 test-real: $(STAMP) ## fetch the real model (93 MB, once) and run the tests on it
 	$(BIN)/rap fetch smollm2

@@ -23,7 +23,7 @@ extensions = [
     "commands",
     "docstrings",
 ]
-exclude_patterns = ["findings/*", "site/*"]
+exclude_patterns = ["findings/*", "reliability/*", "site/*"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 

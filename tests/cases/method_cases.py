@@ -48,6 +48,8 @@ CASES = [
     MethodCase("palu", {"ranks": "uniform"}, step=1.0, trained=("k_up.0",)),
     MethodCase("svdllm", step=1.0, trained=_TWO_FACTORS),
     MethodCase("svdllm2", step=1.0, trained=_TWO_FACTORS),
+    MethodCase("starkv", step=1.0, trained=_TWO_FACTORS),
+    MethodCase("starkv", {"whiten": True, "gap": 0.0}, step=1.0, trained=_TWO_FACTORS),
     MethodCase("elitekv", {"pairs": 3}, {"pairs": 8}, step=1.0, trained=("k_up", "v_up")),
     MethodCase(
         "elitekv",

@@ -1,5 +1,6 @@
 """Directories written whole or not at all, and broken or foreign ones refused in one line."""
 
+import errno
 import json
 import os
 import subprocess
@@ -8,13 +9,20 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap.checkpoint import files
-from rap.checkpoint.files import check_safetensors, whole_directory, write_json
+from rap.checkpoint.files import (
+    check_safetensors,
+    read_json,
+    whole_directory,
+    whole_file,
+    write_json,
+)
 from rap.checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
-from rap.model.errors import CheckpointError
+from rap.model.errors import CheckpointError, PlanError
 from rap.model.fingerprint import Fingerprint, fingerprint_model, fingerprint_tensors
 from rap.surgery.apply import apply
 
@@ -160,9 +168,18 @@ def test_truncated_weights_are_refused(pruned, keep):
     _refused(load, pruned, "is truncated or damaged")
 
 
-@pytest.mark.parametrize("content", [b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"xx"])
-def test_damaged_header_is_refused(tmp_path, content):
-    (tmp_path / "x.safetensors").write_bytes(content + b"rest")
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"[]", b"xx", b"5", b'["a"]', b"[" * 100_000),
+        *(b'{"a": 1}', b'{"a": {}}', b'{"a": {"data_offsets": [0]}}'),
+        b'{"a": {"data_offsets": [0, "4"]}}',
+    ],
+    ids=lambda header: header[:30].decode(),
+)
+def test_damaged_header_is_refused(tmp_path, header):
+    content = len(header).to_bytes(8, "little") + header + b"rest"
+    (tmp_path / "x.safetensors").write_bytes(content)
     _refused(check_safetensors, tmp_path / "x.safetensors", "is truncated or damaged")
 
 
@@ -286,3 +303,63 @@ def test_fingerprint_of_a_tied_model_counts_a_weight_once():
     model = tiny_model(tie_word_embeddings=True)
     stored = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}
     assert fingerprint_model(model) == fingerprint_tensors(stored.items())
+
+
+def test_a_file_that_a_killed_process_left_is_removed_by_the_next(tmp_path):
+    (tmp_path / ".a.json.partial-999999999").write_text("half")
+    running = tmp_path / f".a.json.partial-{os.getppid()}"
+    running.write_text("half")
+    write_json(tmp_path / "a.json", {})
+    assert _names(tmp_path) == sorted([running.name, "a.json"]), "another run's half must stay"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "full"),
+        OSError(errno.EFBIG, "too much"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+        Exception("File too large (os error 27)"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("kind", [whole_directory, whole_file])
+def test_a_full_disk_is_one_line_in_whatever_class(tmp_path, kind, error):
+    message = r"no space left in .* \([\d,]+ MiB free\) to write out: make room"
+    with pytest.raises(CheckpointError, match=message), kind(tmp_path / "out"):
+        raise error
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", [whole_directory, whole_file])
+def test_other_errors_of_writing(tmp_path, kind):
+    with (
+        pytest.raises(CheckpointError, match=r"cannot write .*out: .*denied"),
+        kind(tmp_path / "out"),
+    ):
+        raise SafetensorError("Permission denied (os error 13)")
+    with pytest.raises(RuntimeError, match="out of memory"), kind(tmp_path / "out"):
+        raise RuntimeError("out of memory")
+    with pytest.raises(PlanError, match="no space left for it"), kind(tmp_path / "out"):
+        raise PlanError("no space left for it")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff{}", b"[" * 100_000])
+def test_json_that_is_damaged_says_what_to_do(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"a\.json is damaged \(.*\): write it again"):
+        read_json(tmp_path / "a.json", "write it again")
+    write_json(tmp_path / "a.json", {"a": 1})
+    assert read_json(tmp_path / "a.json", "") == {"a": 1}
+
+
+@pytest.mark.parametrize("kind", [whole_directory, whole_file])
+def test_folders_that_were_made_for_an_output_go_with_it(tmp_path, kind):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(RuntimeError), kind(tmp_path / "there" / "a" / "b" / "out"):
+        raise RuntimeError
+    assert _names(tmp_path / "there") == []
+    with kind(tmp_path / "there" / "a" / "out") as partial:
+        partial.mkdir(exist_ok=True)
+    assert _names(tmp_path / "there" / "a") == ["out"]

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from rap.calibration.statistics import Statistics
 from rap.checkpoint.tensor_file import TensorFile
@@ -48,6 +49,43 @@ def test_other_files_are_refused(tmp_path, metadata, message):
     save_file({"x": torch.zeros(1)}, path, metadata=metadata)
     with pytest.raises(PlanError, match=message):
         FILE.load(path, _both)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [{"a": torch.tensor([1.0, 2.0])}],
+        [{"b": torch.tensor([1.0, 3.0])}],
+        [{"a": torch.tensor([[1.0, 3.0]])}],
+        [None, {"a": torch.tensor([1.0, 3.0])}],
+        [{"a": torch.tensor([1, 3], dtype=torch.int32)}],
+    ],
+)
+def test_a_file_that_was_changed_is_refused(tmp_path, layers):
+    """Whatever of the tensors is another: a value, a name, a shape, a layer, a type."""
+    path, other = tmp_path / "thing", tmp_path / "other"
+    FILE.save(path, [{"a": torch.tensor([1.0, 3.0])}], {})
+    FILE.save(other, layers, {})
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(other), other, metadata=metadata)
+    with pytest.raises(PlanError, match=r"is damaged .not what was written.: make one"):
+        FILE.load(other, _both)
+
+
+def test_other_words_about_the_same_tensors_are_refused(tmp_path):
+    path = tmp_path / "thing"
+    FILE.save(path, [{"a": torch.ones(1)}], {"retain": 0.5})
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    metadata["thing"] = metadata["thing"].replace("0.5", "0.7")
+    save_file(load_file(path), path, metadata=metadata)
+    with pytest.raises(PlanError, match="not what was written"):
+        FILE.load(path, _both)
+    # Files of releases before the digest have none, and are read as they were.
+    del metadata["sha256"]
+    save_file(load_file(path), path, metadata=metadata)
+    assert FILE.load(path, _both)[0]["retain"] == 0.7
 
 
 def test_unreadable_files_are_refused(tmp_path):

@@ -264,6 +264,7 @@ def test_attention_of_another_make_is_refused(family: str, reason: str) -> None:
         ("palu", {"ranks": "best"}, "unknown ranks"),
         ("kvpruner", {"rotation": "none"}, "unknown rotation"),
         ("elitekv", {"pairs": 0}, "0 elite pairs"),
+        ("starkv", {"gap": 1.0}, "gap 1.0 is not possible"),
         ("elitekv", {"pairs": "all"}, "give a whole number or sweep"),
         ("matryoshka", {"widths": "best"}, "unknown widths"),
         ("kvpruner", {"budget": "error"}, "unknown budget"),

@@ -180,13 +180,18 @@ def _read_file(path: Path) -> str:
 def _field_of(path: Path, number: int, line: str) -> str:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise CalibrationError(f"{path} line {number} is not JSON: {error}") from error
     text = _text_of(entry)
     if text is None:
         raise CalibrationError(
             f"{path} line {number} has no text: every line must be an object with a string field"
         )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON can write half of a pair that stands for one character; no tokenizer takes it.
+        raise CalibrationError(f"{path} line {number} is no text: {error}") from error
     return text
 
 

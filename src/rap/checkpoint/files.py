@@ -2,19 +2,29 @@
 
 import contextlib
 import ctypes
+import errno
 import glob
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from ..model.errors import CheckpointError
+from ..model.errors import CheckpointError, RapError
 
 PLAN_FILE = "plan.rap"
 REPORT_FILE = "rap_report.json"
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# How libraries that write by themselves (safetensors, tokenizers, torch) say the same.
+_NO_ROOM_WORDS = (
+    *("no space left", "quota exceeded", "file too large"),
+    *("pytorchstreamwriter", "inline_container", "iostream error"),
+)
+_SYSTEM_ERROR = re.compile(r"\(os error \d+\)")  # an OSError, as a library in Rust words it
 
 
 def check_output(output: str | Path, *, force: bool) -> None:
@@ -43,16 +53,22 @@ def check_output_file(output: str | Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def whole_file(output: str | Path, *, force: bool = True) -> Iterator[Path]:
-    """A path to write to that becomes the file `output` only when the block ends well."""
+    """A path to write to that becomes the file `output` only when the block ends well.
+
+    Raises CheckpointError if `output` may not be replaced, or where there is no room for it.
+    """
     check_output_file(output, force=force)
     target = Path(output).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    made = _make_parents(target)
+    _remove_abandoned(target)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
-        yield partial
-        os.replace(partial, target)
+        with _written(target):
+            yield partial
+            os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+        _remove_empty(made)
 
 
 @contextlib.contextmanager
@@ -60,20 +76,64 @@ def whole_directory(output: str | Path, *, force: bool = False) -> Iterator[Path
     """A directory to write into that becomes `output` only when the block ends well.
 
     A process killed inside leaves `output` as it was. An exception removes what was written.
+    Raises CheckpointError if `output` may not be replaced, or where there is no room for it.
     """
     check_output(output, force=force)
     target = Path(output).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    made = _make_parents(target)
     _remove_abandoned(target)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        yield partial
-        _open_to_readers(partial)
-        _move_into_place(partial, target)
+        with _written(target):
+            yield partial
+            _open_to_readers(partial)
+            _move_into_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _make_parents(target: Path) -> list[Path]:
+    """Make the folders above a path; those that were not there, the innermost first."""
+    made = [parent for parent in target.parents if not parent.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders that nothing came into: an output that failed leaves no trace."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether an error, of the system or of a library that writes, is of a disk that is full."""
+    words = str(error).lower()
+    return getattr(error, "errno", None) in _NO_ROOM or any(
+        sign in words for sign in _NO_ROOM_WORDS
+    )
+
+
+@contextlib.contextmanager
+def _written(target: Path) -> Iterator[None]:
+    """Turn an error of writing `target`, in whatever class, into one line that says what to do."""
+    try:
+        yield
+    except RapError:
+        raise
+    except Exception as error:
+        if no_room(error):
+            free = shutil.disk_usage(target.parent).free / 2**20
+            raise CheckpointError(
+                f"no space left in {target.parent} ({free:,.0f} MiB free) to write {target.name}: "
+                "make room and repeat the command"
+            ) from error
+        if not _SYSTEM_ERROR.search(str(error)):
+            raise
+        raise CheckpointError(f"cannot write {target}: {error}") from error
 
 
 def _open_to_readers(folder: Path) -> None:
@@ -92,6 +152,17 @@ def write_json(path: Path, data: object) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file; CheckpointError, which names the `remedy`, if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): {remedy}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged (no JSON object): {remedy}")
+    return found
+
+
 def check_safetensors(path: Path) -> None:
     """Raise CheckpointError if a safetensors file is shorter than its header says."""
     size = path.stat().st_size
@@ -99,11 +170,13 @@ def check_safetensors(path: Path) -> None:
         start = file.read(8)
         length = int.from_bytes(start, "little") if len(start) == 8 else size
         try:
-            header = json.loads(file.read(length)) if length < size else None
-        except ValueError:
-            header = None
-    entries = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
-    if header is None or 8 + length + max(entries, default=0) != size:
+            header = json.loads(file.read(length) if length < size else b"")
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+            whole = 8 + length + max(ends, default=0) == size
+        # Whatever is no header of that form: not JSON, no object, entries that lack something.
+        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
+            whole = False
+    if not whole:
         raise CheckpointError(f"{path} is truncated or damaged ({size} bytes): download it again")
 
 
@@ -138,4 +211,4 @@ def _remove_abandoned(target: Path) -> None:
     for old in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         process = old.name.rpartition("-")[2]
         if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():
-            shutil.rmtree(old, ignore_errors=True)
+            old.unlink() if old.is_file() else shutil.rmtree(old, ignore_errors=True)

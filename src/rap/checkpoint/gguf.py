@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..model.errors import CheckpointError
 from .files import whole_directory, write_json
 from .home import home
+from .load import reading
 
 SOURCE_FILE = "gguf_source.json"
 FREQUENCY_FACTORS = "rope_freqs.weight"
@@ -54,7 +55,7 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
     """
     if importlib.util.find_spec("gguf") is None:
         raise CheckpointError("reading GGUF files needs the package gguf: pip install gguf")
-    try:
+    with reading(f"read {file}"):
         types = _tensor_types(file)
         where: dict[str, Any] = {"gguf_file": file.name}
         config = AutoConfig.from_pretrained(file.parent, **where)
@@ -63,9 +64,6 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
             file.parent, config=config, dtype=torch.float32, **where
         )
         _turn_as_stored(packed.config, file)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CheckpointError(f"cannot read {file}: {reason}") from error
     matrices = set(types) - {"F32"}  # norms are F32 in every file
     dtype = _EXACT.get(min(matrices, default="F32"), torch.bfloat16)
     dtype = dtype if len(matrices) < 2 else torch.bfloat16

@@ -1,6 +1,8 @@
 """Checkpoint directories and models: reading them, with clear errors."""
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from transformers.utils import cached_file
 
 from ..model.errors import CheckpointError, RapError
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import PREFIX, attention_spec, refuse_pruned
+from ..model.layers import PREFIX, attention_spec, refuse_pruned, text_config
 from ..model.modeling import auto_class, register
 from .files import check_safetensors
 
@@ -22,19 +24,18 @@ _PROCESSOR_FILES = (
 
 
 def load_config(source: str | Path) -> Any:
-    """The config of a checkpoint directory or hub name; CheckpointError if there is none."""
+    """The config of a checkpoint directory or hub name; CheckpointError if there is none, or a
+    senseless one."""
     register()
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(f"{source} is a directory without a model: config.json is missing")
     if not path.is_dir() and (path.is_absolute() or str(source).startswith(".")):
         raise CheckpointError(f"there is no directory {source}: check the path")
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot read a model config from {source}: {_first(error)}"
-        ) from error
+    with reading(f"read a model config from {source}"):
+        config = AutoConfig.from_pretrained(source)
+    _check_positions(config, source)
+    return config
 
 
 def load_dense(source: str | Path, **kwargs: Any) -> Any:
@@ -80,10 +81,8 @@ def is_pruned(model: PreTrainedModel | PreTrainedConfig) -> bool:
 
 def load_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a checkpoint; CheckpointError if there is none."""
-    try:
+    with reading(f"load a tokenizer from {source}"):
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot load a tokenizer from {source}: {_first(error)}") from error
 
 
 def copy_processor(source: str | Path, folder: Path) -> None:
@@ -99,13 +98,39 @@ def _load(source: str | Path, config: PreTrainedConfig, **kwargs: Any) -> Any:
     if Path(source).is_dir():
         for shard in sorted(Path(source).glob("*.safetensors")):
             check_safetensors(shard)
+    with reading(f"load weights from {source}"):
+        model, found = auto_class(config).from_pretrained(
+            source, output_loading_info=True, **kwargs
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        # transformers fills them with random numbers, and warns.
+        raise CheckpointError(
+            f"the checkpoint {source} lacks {len(missing)} of the tensors that its config asks for "
+            f"({missing[0]}, ...): it is incomplete, download it again"
+        )
+    return model.eval()
+
+
+def without_tensors(config: PreTrainedConfig, **kwargs: Any) -> Any:
+    """The model of a config on the meta device; CheckpointError for a config that makes none."""
+    with reading("build the model that the config describes"), torch.device("meta"):
+        return auto_class(config).from_config(config, **kwargs)
+
+
+@contextlib.contextmanager
+def reading(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn what libraries raise over a damaged or senseless file, of any class, into one line.
+
+    It says that one cannot do `what`, why, and the `remedy` where that is known.
+    """
     try:
-        return auto_class(config).from_pretrained(source, **kwargs).eval()
+        yield
     except RapError:
         raise
-    # ValueError also for a broken shard index, ImportError for a quantizer that is not installed.
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"cannot load weights from {source}: {_first(error)}") from error
+    except Exception as error:
+        end = f": {remedy}" if remedy else ""
+        raise CheckpointError(f"cannot {what}: {_reason(error)}{end}") from error
 
 
 def check_dtype(dtype: object) -> None:
@@ -115,5 +140,27 @@ def check_dtype(dtype: object) -> None:
         raise CheckpointError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16 or float16")
 
 
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _check_positions(config: Any, source: str | Path) -> None:
+    """Raise CheckpointError for positions that no model can have been trained on."""
+    text = text_config(config)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    found = [("max_position_embeddings", getattr(text, "max_position_embeddings", None))]
+    found += [("rope_theta", kind.get("rope_theta")) for kind in kinds]
+    for name, value in found:
+        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            raise CheckpointError(
+                f"{name} {value!r} in the config of {source} is not a positive number: correct it"
+            )
+
+
+def _reason(error: Exception) -> str:
+    """The line of an error that says most, by its class where the text alone says nothing."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if "ignore_mismatched_sizes" in str(error):
+        return "their shapes are not those that its config.json describes"
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    telling = isinstance(error, (OSError, ValueError, ImportError))
+    return text if telling else f"{type(error).__name__}: {text}"

@@ -16,9 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..model.errors import CheckpointError
 from ..model.fingerprint import Fingerprint, tied_names
 from ..model.layers import attention_spec, refuse_pruned, text_config
-from ..model.modeling import auto_class
 from .conversions import Conversions
-from .load import load_config
+from .load import load_config, without_tensors
 from .shards import DTYPES, find_shards, same_values
 
 
@@ -118,7 +117,17 @@ class StoredModel:
                     name, part = self.conversions.target(stored)
                     self.where.setdefault(name, []).append((path, stored, part))
                     if name in self.expected:
-                        _check_type(stored, shard.get_slice(stored).get_dtype())
+                        kept = shard.get_slice(stored)
+                        _check_type(stored, kept.get_dtype())
+                        if part is None:
+                            self._check_shape(stored, kept.get_shape(), name)
+
+    def _check_shape(self, stored: str, found: list[int], name: str) -> None:
+        if list(self.shapes[name]) != found:
+            raise CheckpointError(
+                f"{stored} in {self.name} is stored as {found}, its config describes "
+                f"{list(self.shapes[name])}: the checkpoint was changed or mixed with another one"
+            )
 
     def _parts(self, name: str) -> list[tuple[Path, str, str | None]]:
         found = self.where.get(name) or self.where.get(self._tied.get(name, ""))
@@ -160,8 +169,7 @@ def untie(config: PreTrainedConfig) -> None:
 @torch.no_grad()
 def without_weights(config: PreTrainedConfig) -> Any:
     """The model of a config in evaluation mode, on the meta device but for what is computed."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = without_tensors(config)
     for owner in model.modules():
         if isinstance(owner, PreTrainedModel):  # the innermost one, which comes last, decides
             for module in owner.modules():

@@ -3,6 +3,7 @@
 How plans, replacements and statistics are kept.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ..model.errors import RapError
 
 Layers = Sequence[Mapping[str, Tensor] | None]
 Made = TypeVar("Made")
+_DIGEST = "sha256"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class TensorFile:
             for name, tensor in (layer or {}).items()
         }
         header = json.dumps({"version": self.version, **about})
-        save_file(tensors, path, metadata={"format": self._format, self.key: header})
+        metadata = {"format": self._format, self.key: header, _DIGEST: _digest(header, tensors)}
+        save_file(tensors, path, metadata=metadata)
 
     def load(
         self,
@@ -57,6 +60,9 @@ class TensorFile:
         header, tensors = self._read(path)
         if header.get("format") != self._format:
             raise self.error(f"{path} does not hold {self.what}: {self.remedy}")
+        # Files of releases before the digest have none.
+        if _DIGEST in header and header[_DIGEST] != _digest(header.get(self.key, ""), tensors):
+            raise self.error(f"{path} is damaged (not what was written): {self.remedy}")
         try:
             about = json.loads(header[self.key])
             if about["version"] <= self.version:
@@ -90,3 +96,12 @@ class TensorFile:
 def _of_layer(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     start = f"layers.{index}."
     return {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+
+
+def _digest(about: str, tensors: Mapping[str, Tensor]) -> str:
+    """Of all that a file says: a changed bit would be another cut, and nobody would see it."""
+    digest = hashlib.sha256(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -17,11 +17,10 @@ from transformers import PreTrainedConfig
 from ..calibration.memory import estimate_memory, free_memory, must_recompute
 from ..calibration.observers import ForwardStatistic
 from ..calibration.registry import STATISTICS, WINDOWS
-from ..checkpoint.load import check_dtype
+from ..checkpoint.load import check_dtype, without_tensors
 from ..checkpoint.provenance import device_name
 from ..evaluation.quality.perplexity import evaluation_window
 from ..model.layers import attention_spec, text_config, text_decoder
-from ..model.modeling import auto_class
 from ..pipeline import EVALUATION_WINDOWS
 from ..recovery.config import PRESETS, RecoveryConfig
 from ..recovery.fit import estimate_fit
@@ -46,8 +45,7 @@ def unloaded(config: PreTrainedConfig) -> Any:
     """
     stored = config.dtype
     kept = {} if torch.cuda.is_available() else {"dtype": torch.float32}
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, **kept)
+    model = without_tensors(config, **kept)
     config.dtype = stored  # building writes the type it was built in
     model.to_empty(device="cpu").tie_weights()
     return model.eval()

@@ -8,12 +8,11 @@ import typer
 from transformers import PreTrainedConfig
 
 from ..checkpoint.files import PLAN_FILE
-from ..checkpoint.load import is_pruned, load_config
+from ..checkpoint.load import is_pruned, load_config, without_tensors
 from ..checkpoint.source import resolve_source
 from ..methods import Rap
 from ..model.errors import RapError
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, text_config
-from ..model.modeling import auto_class
 from ..model.rope import AttentionShape
 from ..planning.budgets import kv_budgets
 from ..planning.mixing import key_limit, value_limit
@@ -76,8 +75,7 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     # Read first: building a model writes the dtype it was built in.
     element = (config.dtype or text.dtype or torch.float32).itemsize
     # A config of a pruned model states widths; of a dense one, the same numbers follow from it.
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = without_tensors(config)
     attentions = attention_layers(model)
     layers = [_describe_layer(layer, config, element) for layer in attentions]
     shapes = [layer.shape for layer in attentions if layer.shape is not None]

@@ -1,6 +1,5 @@
 """`rap recover`: quality back into a pruned checkpoint, by refitting and distillation."""
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ import typer
 from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.card import NEARNESS, interval_text
-from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output
+from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
 from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
@@ -234,7 +233,7 @@ def _read(pruned: Path) -> tuple[Plan | Replacement, dict[str, Any]]:
     if not is_pruned(load_config(pruned)):
         raise RapError(f"{pruned} is not a pruned checkpoint: run `rap compress` first")
     report = pruned / REPORT_FILE
-    stored = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    stored = read_json(report, "remove it, or compress again") if report.is_file() else {}
     return load_plan(pruned / PLAN_FILE), stored
 
 

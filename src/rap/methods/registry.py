@@ -17,6 +17,7 @@ from .matryoshka import Matryoshka
 from .palu import Palu
 from .random import Random
 from .rap import Rap
+from .starkv import StarKv
 from .svdllm import SvdLlm
 from .svdllm2 import SvdLlm2
 
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Method]] = {
         Palu,
         SvdLlm,
         SvdLlm2,
+        StarKv,
         EliteKv,
         Matryoshka,
         Heads,

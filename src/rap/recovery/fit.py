@@ -26,6 +26,7 @@ from ..calibration.progress import Progress
 from ..calibration.sources import LayerSource, LoadedLayers
 from ..calibration.streams import FLOAT, Stream, new_stream
 from ..checkpoint.files import whole_file
+from ..checkpoint.load import reading
 from ..model.errors import RapError
 from ..model.layers import (
     AttentionLayer,
@@ -36,8 +37,10 @@ from ..model.layers import (
 )
 from .data import fingerprint_windows
 from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
-from .runs import begin, explained
+from .runs import begin
 from .streams import attention_outputs_of, residual_scale
+
+REMOVE = "remove it and repeat the command"  # what to do about a damaged layer of a run before
 
 
 def fit_layers(
@@ -210,19 +213,19 @@ class _Fitter:
         path = layer_file(self.work, index) if self.work is not None else None
         if path is None or not path.is_file():
             return None
-        with safe_open(path, "pt") as stored:
+        with reading(f"go on with {path}", REMOVE), safe_open(path, "pt") as stored:
             errors = stored.metadata()
             with torch.no_grad():
                 for name, parameter in problem.trained.items():
                     parameter.copy_(stored.get_tensor(name))
-        return LayerFit(index, float(errors["before"]), float(errors["after"]))
+            return LayerFit(index, float(errors["before"]), float(errors["after"]))
 
     def _store(self, index: int, problem: LayerProblem, result: LayerFit) -> None:
         if self.work is None:
             return
         tensors = {name: p.detach().cpu().clone() for name, p in problem.trained.items()}
         errors = {"before": repr(result.before), "after": repr(result.after)}
-        with explained(self.work), whole_file(layer_file(self.work, index)) as partial:
+        with whole_file(layer_file(self.work, index)) as partial:
             save_file(tensors, partial, metadata=errors)
 
 

@@ -3,7 +3,6 @@
 A killed process leaves at worst one checkpoint without the file that marks it complete.
 """
 
-import errno
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,14 +14,13 @@ import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 
-from ..checkpoint.files import write_json
+from ..checkpoint.files import no_room, read_json, write_json
 from ..model.errors import RapError
 
 RECORD_FILE = "run.json"
 COMPLETE = "complete"
 FIT_FOLDER = "fit"  # of the layers that are fitted before any checkpoint
 STATISTICS_FOLDER = "statistics"  # of a run that plans, and reads its text layer by layer
-_FULL = ("no space left", "pytorchstreamwriter", "inline_container", "iostream error")
 
 
 def processes() -> PartialState:
@@ -40,14 +38,13 @@ def begin(work: Path, record: dict[str, Any]) -> Path | None:
     # As JSON gives it back, so that a tuple equals the list it is stored as.
     record = json.loads(json.dumps(record))
     if path.is_file():
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path, f"remove {work} to start anew")
         differing = sorted(key for key in {*stored, *record} if stored.get(key) != record.get(key))
         if differing:
             raise RapError(
                 f"{work} holds an unfinished recovery with another {', '.join(differing)}: remove "
                 "the folder to start anew, or repeat the command it was started with"
             )
-    work.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
     for folder in _checkpoints(work):
         if not (folder / COMPLETE).is_file():
@@ -79,8 +76,7 @@ def explained(work: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC
-        if not full and not any(sign in str(error).lower() for sign in _FULL):
+        if not no_room(error):
             raise
         free = shutil.disk_usage(work).free / 2**20
         raise RapError(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..calibration.bos import Bos, bos_token
 from ..calibration.sources import StoredLayers
+from ..checkpoint.load import reading
 from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.streamed import streamed_perplexity
 from ..model.errors import RapError
@@ -19,7 +20,7 @@ from ..model.layers import decoder_layers, trained_length
 from ..planning.plan import Plan
 from ..surgery.cut_model import CutModel
 from .data import recovery_windows
-from .fit import fit_from, layer_file
+from .fit import REMOVE, fit_from, layer_file
 from .layer_fit import FitConfig
 from .runs import FIT_FOLDER
 
@@ -34,13 +35,13 @@ class FittedTensors(Mapping[str, Tensor]):
         for index, (place, _) in enumerate(decoder_layers(model)):
             path = layer_file(folder, index)
             if path.is_file():
-                with safe_open(path, "pt") as file:
+                with reading(f"go on with {path}", REMOVE), safe_open(path, "pt") as file:
                     names = list(file.keys())
                 self._where |= {f"{place}.{name}": (path, name) for name in names}
 
     def __getitem__(self, name: str) -> Tensor:
         path, stored = self._where[name]
-        with safe_open(path, "pt") as file:
+        with reading(f"go on with {path}", REMOVE), safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(stored)
         return tensor
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.files import whole_directory, write_json
+from ...checkpoint.files import read_json, whole_directory, write_json
 from ...methods import Method
-from ...model.errors import RapError
 
 CONFIG, RESULT, ERROR = "config.json", "result.json", "error.json"
 FORMAT = 1  # raised when a cell of an older release must be measured again
@@ -65,15 +64,13 @@ class Cell:
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The result of a finished cell, or None."""
-    path = folder / RESULT
-    return read(path) if path.is_file() else None
+    """The result of a finished cell, or None; RapError if it is damaged."""
+    return _read(folder / RESULT)
 
 
 def failure(folder: Path) -> dict[str, Any] | None:
-    """The record of a failed cell, or None."""
-    path = folder / ERROR
-    return read(path) if path.is_file() else None
+    """The record of a failed cell, or None; RapError if it is damaged."""
+    return _read(folder / ERROR)
 
 
 def store(
@@ -89,11 +86,6 @@ def store(
         write_json(partial / (RESULT if error is None else ERROR), error or result)
 
 
-def read(path: Path) -> Any:
-    """JSON of a file; RapError if it is damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RapError(
-            f"{path} is not JSON ({error}): remove {path.parent}, and repeat the command"
-        ) from error
+def _read(path: Path) -> dict[str, Any] | None:
+    remedy = f"remove {path.parent}, and repeat the command"
+    return read_json(path, remedy) if path.is_file() else None

@@ -90,7 +90,7 @@ def _results(source: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RapError(f"{path} is not JSON ({error}): run what writes it again") from error
     if not isinstance(result, dict) or not {"table", "tables"} & result.keys():
         return None

@@ -1,0 +1,109 @@
+"""Checkpoints that make no model: refused with the reason, whatever class a library raises."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from cases.models import tiny_model
+from rap.checkpoint.load import load, load_config, load_tokenizer, reading, without_tensors
+from rap.checkpoint.stored import StoredModel
+from rap.model.errors import CheckpointError, PlanError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny model of two layers."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def _set(checkpoint: Path, **fields: Any) -> Path:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | fields), encoding="utf-8")
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 0}, "cannot read a model config from .*: ZeroDivisionError"),
+        ({"hidden_size": "wide"}, "cannot read a model config from .* field 'hidden_size': .*str"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta 0 in the config .* correct it"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings -1 in the config"),
+    ],
+)
+def test_a_senseless_config_is_refused(checkpoint, fields, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_config(_set(checkpoint, **fields))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 3}, r"lacks 9 of the tensors .* \(model.layers.2"),
+        ({"vocab_size": 10}, "their shapes are not those that its config.json describes"),
+        ({"head_dim": -2}, "cannot load weights from"),
+        ({"hidden_act": "none"}, "cannot load weights from .*: KeyError: 'none'"),
+    ],
+)
+def test_weights_of_another_config_are_refused(checkpoint, fields, message):
+    """transformers would fill what is missing with random numbers, and warn."""
+    with pytest.raises(CheckpointError, match=message):
+        load(_set(checkpoint, **fields))
+
+
+def test_stored_weights_of_other_shapes_are_refused(checkpoint):
+    StoredModel(checkpoint)
+    with pytest.raises(CheckpointError, match=r"is stored as \[128, 32\], its config describes"):
+        StoredModel(_set(checkpoint, vocab_size=10))
+
+
+def test_a_tensor_that_is_gone_is_named(checkpoint):
+    weights = checkpoint / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 of .*layers.1.mlp.up_proj.weight"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "{}", "{"])
+def test_a_tokenizer_of_another_kind_is_refused(checkpoint, content):
+    (checkpoint / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match="cannot load a tokenizer from"):
+        load_tokenizer(checkpoint)
+
+
+def test_a_config_that_makes_no_model_is_refused(checkpoint):
+    config = load_config(checkpoint)
+    assert without_tensors(config).device.type == "meta"
+    config.num_key_value_heads = 0
+    with pytest.raises(CheckpointError, match="cannot build the model that the config describes"):
+        without_tensors(config)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("gone\nmore"), "cannot open x: gone: go away"),
+        (ValueError("field 'a':\n  wrong\nmore"), "cannot open x: field 'a': wrong: go away"),
+        (KeyError("a"), "cannot open x: KeyError: 'a': go away"),
+        (TypeError(), "cannot open x: TypeError: go away"),
+    ],
+)
+def test_any_error_of_a_library_becomes_one_line(error, said):
+    with pytest.raises(CheckpointError) as caught, reading("open x", "go away"):
+        raise error
+    assert str(caught.value) == said
+    assert caught.value.__cause__ is error
+
+
+def test_errors_that_say_what_to_do_stay_what_they_are():
+    with pytest.raises(PlanError, match=r"^as it is$"), reading("open x"):
+        raise PlanError("as it is")
+    with pytest.raises(KeyboardInterrupt), reading("open x"):
+        raise KeyboardInterrupt
