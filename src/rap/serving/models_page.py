@@ -38,9 +38,10 @@ docs/results/quality.md):
 | `exact` | all rows of W_q and W_k | cache and attention, not W_q and W_k | none beside the cut |
 
 The last column is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this
-package (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were compared
-with transformers in vLLM on a CPU (`make test-serve`), but those marked *unverified*, whose routers
-vLLM's CPU backend does not have. `rap verify OUT --engine vllm` compares a checkpoint.
+package (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were
+compared with transformers in vLLM on a CPU (`make test-serve`), but those marked *unverified*,
+whose routers vLLM's CPU backend does not have. `rap verify OUT --engine vllm` compares a
+checkpoint.
 
 | model type | pairs | layers that rotate | QK-norm | other features | vLLM |
 |---|---|---|---|---|---|

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...checkpoint.files import whole_directory, write_json
+from ...checkpoint.files import read_json, whole_directory, write_json
 from ...checkpoint.load import load
-from .cells import Cell, read
+from .cells import Cell
 
 MADE = "made.json"
 
@@ -34,7 +34,8 @@ class KeptModels:
         path = self.folder / cell.model_name
         if not (path / MADE).is_file():
             return None
-        return load(path, dtype=cell.config["dtype"]), read(path / MADE)
+        made = read_json(path / MADE, f"remove {path}, and repeat the command")
+        return load(path, dtype=cell.config["dtype"]), made
 
     def keep(
         self,
