@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults test-real serve-env test-serve test-gpu lint format coverage docs package clean
+.PHONY: help demo test test-faults test-real serve-env test-serve test-families test-gpu lint format coverage docs package clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,7 +51,10 @@ $(SERVE)/.installed: pyproject.toml constraints-serve.txt
 serve-env: $(SERVE)/.installed ## make .venv-serve: vLLM, llama.cpp and MLX for CPUs, for the serving tests
 
 test-serve: $(SERVE)/.installed ## run the serving tests against the real engines
-	$(SERVE)/bin/python -m pytest -m serve tests/serving $(ARGS)
+	$(SERVE)/bin/python -m pytest -m "serve and not families" tests/serving $(ARGS)
+
+test-families: $(SERVE)/.installed ## serve every family of docs/models.md in vLLM
+	$(SERVE)/bin/python -m pytest -m "serve and families" tests/serving $(ARGS)
 
 test-gpu: $(STAMP) ## run the tests that need a CUDA device, kernels compiled
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

@@ -39,7 +39,7 @@ docs/results/quality.md):
 
 The last column is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this
 package (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were
-compared with transformers in vLLM on a CPU (`make test-serve`), but those marked *unverified*,
+compared with transformers in vLLM on a CPU (`make test-families`), but those marked *unverified*,
 whose routers vLLM's CPU backend does not have. `rap verify OUT --engine vllm` compares a
 checkpoint.
 
