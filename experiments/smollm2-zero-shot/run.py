@@ -49,7 +49,10 @@ CUTS = [(text, retain) for retain in (0.7, 0.5) for text in ("rap", "palu", "rap
 BATCH_SIZE = 4  # rows of short questions; a CPU reads a few at once as fast as one
 HERE = Path(__file__).parent
 # Whole, whichever part ran last.
-COMMAND = "python experiments/smollm2-zero-shot/run.py --task-folder tasks --statistics statistics"
+COMMAND = (
+    "python experiments/smollm2-zero-shot/run.py --task-folder tasks --statistics statistics "
+    "--checkpoint 'rap 0.5 fit=fitted/rap-0.5' --checkpoint 'rap 0.7 fit=fitted/rap-0.7'"
+)
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def table(rows: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
         for one in rows
     ]
     return {
-        "title": "Zero-shot accuracy of SmolLM2-135M-Instruct, cut only",
+        "title": "Zero-shot accuracy of SmolLM2-135M-Instruct, cut only and fitted",
         "note": (
             f"The first {limit} questions of each task, no examples shown; accuracy by "
             "log-likelihood a character, on WinoGrande plain. The mean with its standard error, "
