@@ -132,7 +132,8 @@ def test_energy_ratios_stay_float32_in_every_type(saved, dtype, cast):
 def engine_norm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The engine's norm; where vLLM is not installed, in front of stand-ins for what it imports."""
     layers = ("attention", "layernorm", "linear", "rotary_embedding")
-    names = ["distributed", "model_executor.models.utils", "v1.attention.selector"]
+    names = ["distributed", "model_executor.models.utils", "v1.attention.selector", "config"]
+    names += ["config.model_arch", "transformers_utils.model_arch_config_convertor"]
     names += [f"model_executor.layers.{name}" for name in layers]
     if importlib.util.find_spec("vllm") is not None:
         return importlib.import_module("rap.serving.vllm.norm").KeptRMSNorm
@@ -140,7 +141,7 @@ def engine_norm(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     made = importlib.import_module("rap.serving.vllm.norm")
     # Made of stand-ins: no other test may find them.
-    for name in ("norm", "attention"):
+    for name in ("norm", "attention", "rows", "widths"):
         del sys.modules[f"rap.serving.vllm.{name}"]
     return made.KeptRMSNorm
 

@@ -122,7 +122,8 @@ def without_tensors(config: PreTrainedConfig, **kwargs: Any) -> Any:
 def reading(what: str, remedy: str = "") -> Iterator[None]:
     """Turn what libraries raise over a damaged or senseless file, of any class, into one line.
 
-    It says that one cannot do `what`, why, and the `remedy` where that is known.
+    That is a CheckpointError, which says that one cannot do `what`, why, and the `remedy` where
+    that is known. Raises errors of this package as they are.
     """
     try:
         yield

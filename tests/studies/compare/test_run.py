@@ -273,7 +273,7 @@ def test_a_cell_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         write_json(path, data)
 
     monkeypatch.setattr("rap.studies.compare.cells.write_json", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(RapError, match="no space left"):
         store(folder, cell, result={"perplexity": 1.0})
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
