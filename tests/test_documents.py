@@ -1,6 +1,5 @@
 """What documents tell a reader to type: commands and options that exist, and code that runs."""
 
-import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import yaml
 
 import rap
 from cases.command import run
+from cases.scripts import load_script
 from rap.calibration.registry import STATISTICS
 from rap.cli import app
 from rap.cli.completion import command_tree
@@ -109,9 +109,7 @@ def test_commands_of_the_tutorials_run(name, tmp_path, monkeypatch):
 
 
 def test_links_of_a_built_site_are_checked(tmp_path):
-    spec = importlib.util.spec_from_file_location("links", REPOSITORY / "docs/site/links.py")
-    links = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(links)
+    links = load_script("docs/site/links.py")
     (tmp_path / "a.html").write_text('<a href="b.html#here">b</a><a href="https://else.org">c</a>')
     (tmp_path / "b.html").write_text('<p id="here">b</p><link rel="canonical" href="https://x.y">')
     assert links.violations(tmp_path) == []

@@ -1,11 +1,11 @@
 """The first page: what it shows is what was measured."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from cases.scripts import load_script
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -13,13 +13,7 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
     """docs/first_page.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("first_page", REPOSITORY / "docs/first_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/first_page.py")
 
 
 def test_the_committed_table_is_built_from_the_committed_results(page):

@@ -1,22 +1,16 @@
 """Faults that the mutation run plants quote the code as it is."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+
+from cases.scripts import load_script
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 
 
-def _runner():
-    spec = importlib.util.spec_from_file_location("mutation_run", HERE / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-RUNNER = _runner()
+RUNNER = load_script("tests/mutation/run.py")
 
 
 @pytest.mark.parametrize("entry", RUNNER.read_faults([]), ids=lambda entry: entry["path"])

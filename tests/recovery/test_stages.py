@@ -2,13 +2,14 @@
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 import rap
 from cases.command import run
+from cases.fits import ShortFit
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import RapError, assets
@@ -20,7 +21,6 @@ from rap.pipeline import compress, save
 from rap.recovery import stages
 from rap.recovery.config import PRESETS, RecoveryConfig
 from rap.recovery.data import SHARED_RUN, apart, hold_out, recovery_windows
-from rap.recovery.layer_fit import FitConfig
 from rap.recovery.stages import RECOVERIES, recover_stage, work_folder
 
 VOCABULARY = 4096
@@ -99,16 +99,8 @@ def test_what_the_fit_holds_out_no_later_stage_trains_on(models, tokenizer, tmp_
     dense, small = models
     path = tmp_path / "own.txt"
     path.write_text(assets.reference_text("calibration")[:9_000], encoding="utf-8")
-
-    @dataclass(frozen=True, kw_only=True)
-    class Fitting(FitConfig):
-        window: int = 48
-        num_windows: int = 20
-        validation_windows: int = 2
-        steps: int = 2
-
-    monkeypatch.setattr(stages, "FitConfig", Fitting)
-    fitting, trained = Fitting(), []
+    monkeypatch.setattr(stages, "FitConfig", ShortFit)
+    fitting, trained = ShortFit(), []
     original = stages._Run.windows
 
     def watched(run, config):

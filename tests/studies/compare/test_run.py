@@ -17,6 +17,7 @@ import pytest
 
 import rap
 from cases.command import error_violations, run
+from cases.fits import ShortFit
 from rap import assets
 from rap.calibration import workbench
 from rap.checkpoint.card import interval_text
@@ -45,16 +46,6 @@ TINY = Measures(
 SMALL = {"num_windows": 2, "window": 128}
 FLAGS = "--windows 2 --window 128 --measure window=128 --measure num_windows=2 --measure"
 FLAGS += " recall_documents=0 --measure decode_steps=0"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FastFit(FitConfig):
-    """A fit of a few steps."""
-
-    window: int = 64
-    num_windows: int = 12
-    validation_windows: int = 2
-    steps: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +183,8 @@ def test_a_finished_cell_is_not_run_again(grid, tiny, tmp_path, monkeypatch):
 
 
 def test_kept_models_are_measured_otherwise_and_distilled(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(grid_module, "FitConfig", FastFit)
-    monkeypatch.setattr("rap.recovery.stages.FitConfig", FastFit)
+    monkeypatch.setattr(grid_module, "FitConfig", ShortFit)
+    monkeypatch.setattr("rap.recovery.stages.FitConfig", ShortFit)
     plain = replace(tiny, recall_documents=0, decode_steps=0)
     asked = {"methods": ["rap"], "retain": (0.5,), **SMALL}
     asked |= {"recovery": {"steps": 2, "global_batch": 2, "num_windows": 4, "evaluate_every": 2}}

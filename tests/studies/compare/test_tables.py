@@ -1,13 +1,11 @@
 """Tables of a comparison, made of its cells alone: capabilities, matched compute, sweeps."""
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cases.scripts import load_script
 from rap.evaluation.cost.cost import sizes_of
 from rap.methods import METHODS
 from rap.studies.compare.capability import ORDER, capability, family, furthest, saves
@@ -297,14 +295,7 @@ def test_cells_of_an_earlier_release_have_no_intervals():
 @pytest.fixture(scope="module")
 def experiment() -> Any:
     """experiments/matched/matched.py, which is no package."""
-    path = Path(__file__).parents[3] / "experiments" / "matched" / "matched.py"
-    spec = importlib.util.spec_from_file_location("matched_experiment", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("experiments/matched/matched.py")
 
 
 def test_the_formula_finds_the_papers_matching_ratio(experiment):

@@ -1,6 +1,5 @@
 """The page of findings says what the committed results say."""
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cases.scripts import load_script
 from rap.model.errors import RapError
 from rap.studies.report.findings import (
     CONFIRMED,
@@ -29,15 +29,7 @@ REPOSITORY = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def findings() -> ModuleType:
     """docs/findings/page.py, which is no package."""
-    path = REPOSITORY / "docs" / "findings" / "page.py"
-    spec = importlib.util.spec_from_file_location("findings_page", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(path.parent))
-        spec.loader.exec_module(module)
-    return module
+    return load_script("docs/findings/page.py")
 
 
 def test_the_committed_page_is_built_from_the_committed_results(findings):

@@ -1,11 +1,12 @@
 """The page of faults says what the committed cases say."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from cases.scripts import load_script
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -13,11 +14,7 @@ REPOSITORY = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def builder() -> ModuleType:
     """docs/reliability/page.py, which is no package."""
-    path = REPOSITORY / "docs" / "reliability" / "page.py"
-    spec = importlib.util.spec_from_file_location("reliability_page", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/reliability/page.py")
 
 
 def test_the_committed_page_is_built_from_the_committed_cases(builder):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ...checkpoint.files import read_json, whole_directory, write_json
 from ...checkpoint.load import load
@@ -25,6 +25,7 @@ class KeptModels:
 
     folder: Path
     keeps: bool
+    device_map: str | None = None  # as that of the dense model
 
     def find(self, cell: Cell) -> Made | None:
         """The model of a cell in the dtype it was measured in, if it was kept.
@@ -35,14 +36,9 @@ class KeptModels:
         if not (path / MADE).is_file():
             return None
         made = read_json(path / MADE, f"remove {path}, and repeat the command")
-        return load(path, dtype=cell.config["dtype"]), made
+        return load(path, dtype=cell.config["dtype"], device_map=self.device_map), made
 
-    def keep(
-        self,
-        cell: Cell,
-        made: tuple[PreTrainedModel, dict[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
+    def keep(self, cell: Cell, made: Made, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write a model and its tokenizer, if models are to be kept."""
         if not self.keeps:
             return

@@ -108,7 +108,7 @@ class Bench:
         progress: bool,
     ) -> None:
         self.grid, self.output, self.progress = grid, output, progress
-        self.models = KeptModels(output / "models", keep)
+        self.models = KeptModels(output / "models", keep, device_map)
         reading = CalibrationText(
             grid.calibration, grid.num_windows, grid.window, grid.seed, grid.bos
         )
