@@ -33,6 +33,7 @@ CONFIG = RecoveryConfig(
     ce_weight=0.0,
     kl_weight=1.0,
 )
+RATES = {"lora": {}, "full": {"tune": "full", "learning_rate": 0.03}}
 
 
 def pair(model_type="llama", widths=((4, 8), None), **settings):
@@ -65,14 +66,19 @@ def models():
     return pair()
 
 
-@pytest.fixture(scope="module")
-def recovered(models):
+@pytest.fixture(scope="module", params=["lora", "full"])
+def recovered(models, request):
     dense, small = models
     states = shared_state(dense), shared_state(small)
-    found = distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION)
+    config = replace(CONFIG, **RATES[request.param])
+    found = distill(small, dense, WINDOWS, config, validation=VALIDATION)
     assert equal(states[0], dense.state_dict())
     assert equal(states[1], small.state_dict())
     return found
+
+
+def settings_of(recovered):
+    return RecoveryConfig(**recovered.report["config"])
 
 
 def test_the_result_is_better_and_plain(models, recovered):
@@ -122,7 +128,7 @@ def test_the_best_checkpoint_is_merged_not_the_last(models, recovered, monkeypat
     monkeypatch.setattr(
         trainer, "perplexity", lambda *args, **kwargs: SimpleNamespace(value=next(rising))
     )
-    found = distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION).report
+    found = distill(small, dense, WINDOWS, settings_of(recovered), validation=VALIDATION).report
     measured = {
         e["step"]: e.get("perplexity") for e in recovered.report["history"] if "perplexity" in e
     }
@@ -140,6 +146,7 @@ def test_a_recovery_that_makes_it_worse_is_not_kept(models):
     assert found.model is small
 
 
+@pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize(
     ("model_type", "settings"),
     [
@@ -149,14 +156,15 @@ def test_a_recovery_that_makes_it_worse_is_not_kept(models):
         ("llama", {"attention_bias": True, "dtype": torch.bfloat16, "tie_word_embeddings": True}),
     ],
 )
-def test_ties_biases_and_low_precision(model_type, settings):
+def test_ties_biases_and_low_precision(model_type, settings, tune):
     dense, small = pair(model_type, **settings)
-    changes = {"steps": 3, "evaluate_every": 3, "gradient_checkpointing": True}
+    changes = RATES[tune] | {"steps": 3, "evaluate_every": 3, "gradient_checkpointing": True}
     windows, validation = written_by(dense)
     found = distill(small, dense, windows, replace(CONFIG, **changes), validation=validation)
     merged, before = found.model, found.report["perplexity_before"]
     assert found.report["perplexity_after"] < before
     assert {p.dtype for p in merged.parameters()} == {settings.get("dtype", torch.float32)}
+    assert not any("original_module" in name for name, _ in merged.named_modules())
     tied = settings.get("tie_word_embeddings", False)
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied
     assert not merged.is_gradient_checkpointing
@@ -200,6 +208,31 @@ def test_a_merge_that_loses_the_adapters_is_found(models, monkeypatch):
         merge(adapted, VALIDATION[0])
 
 
+def test_matrices_that_are_put_back_before_the_merge_are_found(models):
+    adapted = add_adapters(copy.deepcopy(models[1]), replace(CONFIG, tune="full"))
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert len(trained) == 2 * 4
+    with pytest.raises(RapError, match="never applied"):
+        merge(adapted, VALIDATION[0])
+
+
+def test_every_matrix_is_trained_at_a_rate_of_its_own_size(models):
+    config = replace(CONFIG, **RATES["full"], steps=1, evaluate_every=1, warmup_steps=0)
+    small = copy.deepcopy(models[1])
+    first = small.model.layers[0].self_attn
+    first.q_proj.weight.data.mul_(100)
+    first.k_proj.weight.data.div_(100)
+    found = distill(small, models[0], WINDOWS, replace(config, clip=1e9), validation=VALIDATION)
+    moved = {}
+    for name, before in small.named_parameters():
+        step = (found.model.get_parameter(name) - before).detach().square().mean().sqrt()
+        moved[name] = float(step / before.detach().square().mean().sqrt())
+    rates = [share for name, share in moved.items() if "self_attn" in name]
+    # Adam's first step is one rate long in every entry whose gradient is not next to nothing.
+    assert min(rates) > 0.5 * 0.03
+    assert max(rates) < 1.1 * 0.03
+
+
 def _drop(self, **kwargs):
     return self.unload()
 
@@ -224,7 +257,7 @@ def test_a_teacher_in_eight_bits_teaches_nearly_the_same(models, recovered):
     pytest.importorskip("torchao")  # where it is installed, importing peft prints its warnings
     dense, small = models
     teacher = quantize_weights(copy.deepcopy(dense), "int8")
-    found = distill(small, teacher, WINDOWS, CONFIG, validation=VALIDATION)
+    found = distill(small, teacher, WINDOWS, settings_of(recovered), validation=VALIDATION)
     before, after = (recovered.report[f"perplexity_{when}"] for when in ("before", "after"))
     assert found.report["teacher_fingerprint"] != recovered.report["teacher_fingerprint"]
     assert found.report["perplexity_after"] != after
@@ -339,7 +372,7 @@ def poison(monkeypatch):
 def test_a_bad_step_is_skipped_and_halves_the_rate(models, recovered, poison):
     poison(3)
     dense, small = models
-    found = distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION)
+    found = distill(small, dense, WINDOWS, settings_of(recovered), validation=VALIDATION)
     assert found.report["skipped_steps"] == [3]
     assert found.report["kept"] == "after"
     rates = {e["step"]: e["rate"] for e in found.report["history"] if "rate" in e}
@@ -377,7 +410,7 @@ class Killed(Exception):
     """Stands for SIGKILL inside one process; the real signal is in test_recovery_runs.py."""
 
 
-def _run_until(step, models, work, monkeypatch):
+def _run_until(step, models, config, work, monkeypatch):
     original = DistillationTrainer.compute_loss
 
     def compute_loss(self, *args, **kwargs):
@@ -389,7 +422,7 @@ def _run_until(step, models, work, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(DistillationTrainer, "compute_loss", compute_loss)
         with pytest.raises(Killed):
-            distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION, work=work)
+            distill(small, dense, WINDOWS, config, validation=VALIDATION, work=work)
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
@@ -397,13 +430,14 @@ def test_a_stopped_run_continues_to_the_same_weights(
     models, recovered, tmp_path, monkeypatch, step
 ):
     dense, small = models
-    _run_until(step, models, tmp_path, monkeypatch)
+    config = settings_of(recovered)
+    _run_until(step, models, config, tmp_path, monkeypatch)
     assert (runs.last_checkpoint(tmp_path) is None) == (step < 2)
-    found = distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION, work=tmp_path)
+    found = distill(small, dense, WINDOWS, config, validation=VALIDATION, work=tmp_path)
     assert equal(found.model.state_dict(), recovered.model.state_dict())
     assert found.report["history"] == recovered.report["history"]
     # Also when nothing but the saving of the result was left to do.
-    again = distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION, work=tmp_path)
+    again = distill(small, dense, WINDOWS, config, validation=VALIDATION, work=tmp_path)
     assert equal(again.model.state_dict(), recovered.model.state_dict())
     runs.clear_work(tmp_path)
     assert not tmp_path.exists()
@@ -411,10 +445,11 @@ def test_a_stopped_run_continues_to_the_same_weights(
 
 def test_a_checkpoint_cut_short_is_not_resumed_from(models, recovered, tmp_path, monkeypatch):
     dense, small = models
-    _run_until(5, models, tmp_path, monkeypatch)
+    config = settings_of(recovered)
+    _run_until(5, models, config, tmp_path, monkeypatch)
     (tmp_path / "checkpoint-4" / runs.COMPLETE).unlink()
     (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"half of it")
-    found = distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION, work=tmp_path)
+    found = distill(small, dense, WINDOWS, config, validation=VALIDATION, work=tmp_path)
     assert equal(found.model.state_dict(), recovered.model.state_dict())
 
 

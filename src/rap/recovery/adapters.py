@@ -1,9 +1,10 @@
-"""LoRA adapters on a pruned model: put on, merged, and proven to have been merged."""
+"""What distillation trains of a pruned model: put on it, merged, and proven to have been merged."""
 
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,15 +16,28 @@ from .config import RecoveryConfig
 PROOF_TOKENS = 64
 # Merged and unmerged logits are two float32 sums of the same numbers in another order.
 PROOF_TOLERANCE = 1e-5
+_TRAINED = (".lora_", ".modules_to_save.")
 
 
 def add_adapters(student: PreTrainedModel, config: RecoveryConfig) -> PeftModel:
-    """LoRA on q, k, v and o of every attention layer of `student`, in place; the rest is frozen.
+    """What `config.tune` names, on q, k, v and o of every attention layer of `student`, in place.
 
-    Where keys or values are products of two factors, both have adapters.
-    The adapters are float32 whatever the weights are. Seeded with `config.seed`.
+    The rest is frozen. Where keys or values are products of two factors, both are trained.
+    LoRA adapters are float32 whatever the weights are, and seeded with `config.seed`. Matrices
+    ("full") are copied and trained in float32, so that `student` is made float32, 4 bytes a
+    parameter; biases stay as they are.
     """
     torch.manual_seed(config.seed)
+    if config.tune == "full":
+        copies = LoraConfig(
+            target_modules=DUMMY_TARGET_MODULES,
+            modules_to_save=_targets(student),
+            task_type="CAUSAL_LM",
+        )
+        adapted = get_peft_model(student.float(), copies)
+        for name, parameter in adapted.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not name.endswith(".bias"))
+        return adapted
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -35,19 +49,22 @@ def add_adapters(student: PreTrainedModel, config: RecoveryConfig) -> PeftModel:
     return get_peft_model(student, lora, autocast_adapter_dtype=True)
 
 
-def merge(adapted: PeftModel, window_T: Tensor) -> Any:
-    """The model with its adapters merged into the weights, without any wrapper.
+def merge(
+    adapted: PeftModel, window_T: Tensor, dtypes: dict[str, torch.dtype] | None = None
+) -> Any:
+    """The model with what was trained merged into the weights, without any wrapper.
 
     Proof in float32: the logits on `window_T` before and after the merge agree within 1e-5 of the
-    largest logit, and weights rounded back to their own dtypes differ from those before the merge
-    by fingerprint. Weights pass through float32, 4 bytes a parameter while it lasts.
+    largest logit, and weights rounded back to their own `dtypes`, by name (None: those that they
+    have), differ from those before the merge by fingerprint. Weights pass through float32, 4 bytes
+    a parameter while it lasts.
 
     Raises RapError if either fails.
     """
     model = adapted.get_base_model()
-    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    dtypes = dtypes or {_plain(name): p.dtype for name, p in model.named_parameters()}
     with adapted.disable_adapter():
-        before = fingerprint_adapted(adapted)
+        before = fingerprint_adapted(adapted, dtypes)
     model.eval().float()
     with_adapters = _logits(model, window_T)
     merged = adapted.merge_and_unload(safe_merge=True)
@@ -59,7 +76,7 @@ def merge(adapted: PeftModel, window_T: Tensor) -> Any:
             "this is a fault, the adapters were not merged as trained"
         )
     for name, parameter in merged.named_parameters():
-        parameter.data = parameter.data.to(dtypes[_adapted_name(name, dtypes)])
+        parameter.data = parameter.data.to(dtypes[name])
         parameter.requires_grad_(True)
     for attribute in ("peft_config", "active_adapter"):
         vars(merged).pop(attribute, None)
@@ -71,14 +88,14 @@ def merge(adapted: PeftModel, window_T: Tensor) -> Any:
     return merged
 
 
-def fingerprint_adapted(adapted: PeftModel) -> str:
-    """The fingerprint that the model below the adapters has without them."""
+def fingerprint_adapted(adapted: PeftModel, dtypes: dict[str, torch.dtype]) -> str:
+    """The fingerprint that the model below has without what is trained, in `dtypes` by name."""
     model = adapted.get_base_model()
     skip = tied_names(model)
     return fingerprint_tensors(
-        (name.replace(".base_layer.", "."), tensor)
+        (_plain(name), tensor.to(dtypes.get(_plain(name), tensor.dtype)))
         for name, tensor in model.state_dict().items()
-        if ".lora_" not in name and name not in skip
+        if not any(part in name for part in _TRAINED) and name not in skip
     )
 
 
@@ -95,11 +112,9 @@ def _targets(student: PreTrainedModel) -> list[str]:
     ]
 
 
-def _adapted_name(name: str, known: dict[str, Any]) -> str:
-    if name in known:
-        return name
-    stem, _, leaf = name.rpartition(".")
-    return f"{stem}.base_layer.{leaf}"
+def _plain(name: str) -> str:
+    """A parameter's name without the wrappers that peft puts around its module."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 @torch.no_grad()

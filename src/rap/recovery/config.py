@@ -8,6 +8,7 @@ from ..model.errors import RapError
 SCHEDULES = ("plateau", "cosine")
 DIVERGENCES = ("reverse", "forward")
 LOGGERS = ("tensorboard", "trackio")
+TUNED = ("lora", "full")
 
 
 def _names(kinds: tuple[Any, ...]) -> str:
@@ -18,7 +19,11 @@ def _names(kinds: tuple[Any, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """Hyper-parameters of LoRA distillation; the defaults are the paper's (its appendix on setup).
+    """Hyper-parameters of distillation; the defaults are the paper's (its appendix on setup).
+
+    What is trained: `tune` "lora" puts adapters of `rank`, `alpha` and `dropout` on the attention's
+    projections, "full" moves the projections' matrices themselves, in float32; `learning_rate` is
+    then in units of each matrix's root mean square, as that of a fit is.
 
     Text: `num_windows` windows of `window` tokens (None: all there are), of which one in ten, at
     most `validation_windows`, is held out where no validation text is given. Length: `epochs`, or
@@ -46,6 +51,7 @@ class RecoveryConfig:
     warmup_steps: int = 0
     weight_decay: float = 0.0
     clip: float = 1.0
+    tune: str = "lora"
     rank: int = 8
     alpha: int = 16
     dropout: float = 0.05
@@ -67,6 +73,7 @@ class RecoveryConfig:
             )
         self._check_choice("schedule", SCHEDULES)
         self._check_choice("divergence", DIVERGENCES)
+        self._check_choice("tune", TUNED)
         if self.report_to is not None:
             self._check_choice("report_to", LOGGERS)
         for name in ("epochs", "global_batch", "micro_batch", "rank", "validation_windows"):

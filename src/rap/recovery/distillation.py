@@ -50,7 +50,7 @@ def distill(
     work: Path | None = None,
     progress: bool = False,
 ) -> Distillation:
-    """Train LoRA adapters on `small` towards `teacher`, merge them, and return the better model.
+    """Train what `config.tune` names on `small` towards `teacher`; return the better model, merged.
 
     `windows` and `validation` are LongTensors [N, T]; without `validation` the last tenth of
     `windows` is held out. `small` and `teacher` are left untouched, but for the device of the
@@ -82,7 +82,8 @@ def distill(
         trainer = DistillationTrainer(adapted, teacher, config, data, arguments, progress)
         trainer.run(checkpoint)
         _load_best(trainer, work)
-        merged = merge(trainer.model, validation[0])
+        dtypes = {name: parameter.dtype for name, parameter in small.named_parameters()}
+        merged = merge(trainer.model, validation[0], dtypes)
         after = _held_out(merged, validation)
     report = {
         "windows": list(windows.shape),

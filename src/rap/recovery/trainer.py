@@ -33,6 +33,7 @@ from .matching import attention_outputs, last_outputs, matching_loss
 from .runs import COMPLETE
 
 MAX_BAD_STEPS = 3
+FULL_BETAS = (0.9, 0.95)  # a run of a hundred steps: the mean of squares forgets in twenty
 
 
 class DistillationTrainer(Trainer):
@@ -87,6 +88,21 @@ class DistillationTrainer(Trainer):
                 f"the loss was not finite in the first {len(self.bad_steps)} steps: recover in "
                 "float32 or bfloat16, or give a lower learning_rate"
             )
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW; where matrices are trained, each at a rate in units of its root mean square."""
+        if self.config.tune != "full" or self.optimizer is not None:
+            return super().create_optimizer(model)
+        rate = self.config.learning_rate
+        groups = [
+            {"params": [matrix], "lr": rate * float(matrix.detach().square().mean().sqrt())}
+            for matrix in self.model.parameters()
+            if matrix.requires_grad
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, betas=FULL_BETAS, weight_decay=self.config.weight_decay
+        )
+        return self.optimizer
 
     def history(self) -> list[dict[str, float]]:
         """Loss, rate and held-out perplexity by step, in the order they were logged."""
