@@ -32,10 +32,13 @@ UNITS = (
             figures=lambda r: (
                 f"cut only, {cut_only(r, 'kvpruner:paper', 'rap:paper', 'rap')}; from 0.9 to 0.5 "
                 f"rap:paper has {sweep(r, 'rap:paper')}, and with equal widths "
-                f"{r.ppl('rap:paper:budget=uniform'):.2f} at 0.7."
+                f"{both(r, 'rap:paper:budget=uniform')}."
             ),
             holds=lambda r: (
-                4 * r.ppl("rap:paper:budget=uniform") < r.ppl("rap:paper")
+                all(
+                    4 * r.ppl("rap:paper:budget=uniform", x) < r.ppl("rap:paper", x)
+                    for x in (0.7, 0.5)
+                )
                 and all(
                     2 < r.ppl("kvpruner:paper", retain) / r.ppl("rap:paper", retain) < 20
                     and r.loss("rap:paper", retain) > 5
