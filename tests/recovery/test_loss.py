@@ -167,7 +167,7 @@ def test_the_paper_preset_is_the_paper():
     assert (paper.learning_rate, paper.schedule, paper.global_batch) == (1e-4, "plateau", 128)
     assert (paper.window, paper.epochs, paper.steps) == (256, 20, None)
     assert (paper.temperature, paper.divergence, paper.top_k) == (2.0, "reverse", None)
-    assert set(PRESETS) == {"fast", "paper", "long"}
+    assert set(PRESETS) == {"fast", "full", "paper", "long"}
     assert preset("fast", rank=4).rank == 4
     with pytest.raises(RapError, match="slow"):
         preset("slow")

@@ -135,7 +135,8 @@ def _distillation(config: RecoveryConfig, small: Any, dense: Any) -> Step:
         return _step("distil", what, None, None)
     tokens = count * config.global_batch * config.window
     each = FORWARD * multiplied(dense) + (FORWARD + BACKWARD) * multiplied(small)
-    what = f"{count} steps of {config.global_batch} windows of {config.window} tokens, LoRA"
+    trained = "LoRA" if config.tune == "lora" else "the attention's matrices, in float32"
+    what = f"{count} steps of {config.global_batch} windows of {config.window} tokens, {trained}"
     return _step("distil", what, tokens, tokens * each)
 
 
