@@ -16,10 +16,10 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults test-real serve-env test-serve test-families test-gpu lint format coverage docs package clean
+.PHONY: help demo test test-faults evidence test-real serve-env test-serve test-families test-gpu lint format coverage docs package clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing the tested versions into $(VENV) (minutes, once)"
@@ -37,6 +37,9 @@ test: $(STAMP) ## run the tests (ARGS="-k rope" for some of them)
 test-faults: $(STAMP) ## kill, starve and damage everything (ten minutes): docs/reliability.md
 	$(BIN)/python experiments/reliability/reliability.py --share 1
 	$(BIN)/python docs/reliability/page.py
+
+evidence: $(STAMP) ## measure every experiment again, beside the committed results (days; ARGS="cost --texts FOLDER")
+	$(BIN)/python experiments/again.py $(ARGS)
 
 test-real: $(STAMP) ## fetch the real model (93 MB, once) and run the tests on it
 	$(BIN)/rap fetch smollm2

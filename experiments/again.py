@@ -1,0 +1,183 @@
+"""Every experiment again, from the commands in its result files, beside the committed results.
+
+    python experiments/again.py [NAME ...] [--texts FOLDER] [--list]
+
+Runs in a work tree of the current commit, `runs/evidence`, from which the results of the chosen
+experiments were removed, so that nothing is taken as measured. What was done is kept in
+`runs/evidence.json`, with seconds and the largest relative change of a figure: a killed run goes on
+with the experiment it stood at, and a comparison in it at the cell. FOLDER holds the texts that
+`experiments/README.md` names (and `tasks`); what reads a text that is not there is left out.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TREE, RECORD = ROOT / "runs" / "evidence", ROOT / "runs" / "evidence.json"
+TEXTS = ("wikitext2-test.txt", "wikitext2-valid-tokenized.txt", "tasks")
+# Models that an earlier command wrote, which no result file holds.
+MADE_BEFORE = ("fitted/",)
+NO_FIGURES = ("provenance", "second", "_ms", "time", "tokens_per", "paper", "tables", "table")
+
+
+def main() -> int:
+    """Run what was asked for; exit code 1 if a command failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", help="folders of experiments/; all by default")
+    parser.add_argument("--texts", type=Path, default=ROOT)
+    parser.add_argument("--list", action="store_true", help="say what would run, and stop")
+    arguments = parser.parse_args()
+    chosen = commands(arguments.names)
+    if arguments.list:
+        for name, command in chosen:
+            print(f"{name}: {missing(command, arguments.texts) or command}")
+        return 0
+    prepare(arguments.texts)
+    rows = [again(name, command, arguments.texts) for name, command in chosen]
+    print("\n".join(f"{row['experiment']}: {row['said']}" for row in rows))
+    return int(any(row.get("failed") for row in rows))
+
+
+def commands(names: list[str]) -> list[tuple[str, str]]:
+    """Experiments and the commands that write their results, each once, in order."""
+    folders = sorted(path.parent for path in ROOT.glob("experiments/*/README.md"))
+    unknown = set(names) - {folder.name for folder in folders}
+    if unknown:
+        sys.exit(f"there is no experiment {', '.join(sorted(unknown))} in {ROOT / 'experiments'}")
+    found: dict[tuple[str, str], None] = {}
+    for folder in folders:
+        if names and folder.name not in names:
+            continue
+        for file in sorted(folder.glob("*.json")):
+            found[folder.name, json.loads(file.read_text())["command"]] = None
+    return list(found)
+
+
+def missing(command: str, texts: Path) -> str | None:
+    """Why a command cannot run here, or None."""
+    words = set(re.split(r"[\s=]+", command))
+    lacks = [name for name in TEXTS if name in words and not _has(texts, name)]
+    lacks += [f"{name} (models)" for name in MADE_BEFORE if name in command]
+    return f"left out, there is no {' and no '.join(lacks)}" if lacks else None
+
+
+def _has(texts: Path, name: str) -> bool:
+    return (texts / name).exists()
+
+
+def prepare(texts: Path) -> None:
+    """The work tree of the current commit, with the texts in it."""
+    commit = _git("rev-parse", "HEAD")
+    if not TREE.exists():
+        _git("worktree", "add", "--detach", str(TREE), commit)
+    elif _git("rev-parse", "HEAD", folder=TREE) != commit:
+        sys.exit(
+            f"{TREE} is of another commit: finish there, or remove it (`git worktree remove "
+            f"--force {TREE}`) and {RECORD}"
+        )
+    for name in TEXTS:
+        link = TREE / name
+        if _has(texts, name) and not link.exists():
+            link.symlink_to((texts / name).resolve())
+
+
+def again(name: str, command: str, texts: Path) -> dict[str, Any]:
+    """Run one command in the work tree, unless that was done; its row of the record."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if command in record and not record[command].get("failed"):
+        return dict(record[command])
+    why_not = missing(command, texts)
+    if why_not:
+        return {"experiment": name, "said": why_not}
+    if command not in record:
+        _forget(name, command)
+        _keep(record, command, {"experiment": name, "failed": True, "said": "begun"})
+    environment = os.environ | {"PYTHONPATH": str(TREE / "src")}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    print(f"{name}: {command}", flush=True)
+    started = time.monotonic()
+    code = subprocess.run(shlex.split(command), cwd=TREE, env=environment, check=False).returncode
+    row: dict[str, Any] = {"experiment": name, "seconds": round(time.monotonic() - started)}
+    if code:
+        row |= {"failed": True, "said": f"exit code {code} after {row['seconds']} s"}
+    else:
+        row |= compared(name, command)
+        row["said"] = f"{row['seconds']} s, {row['figures']} figures, {_change(row)}"
+    _keep(record, command, row)
+    return row
+
+
+def compared(name: str, command: str) -> dict[str, Any]:
+    """How many figures of a command's results are in both trees, and which differs most."""
+    worst, where, count = 0.0, None, 0
+    for file in sorted((ROOT / "experiments" / name).glob("*.json")):
+        old, path = json.loads(file.read_text()), TREE / "experiments" / name / file.name
+        if old["command"] != command:
+            continue
+        new = json.loads(path.read_text()) if path.exists() else {}
+        for place, before, after in figures(old, new, file.name):
+            count += 1
+            change = abs(after - before) / max(abs(before), 1e-12)
+            # A figure that is no number any more is the largest change there is.
+            change = change if math.isfinite(change) else math.inf
+            if change > worst:
+                worst, where = change, place
+    return {"figures": count, "largest_change": worst, "where": where}
+
+
+def figures(old: Any, new: Any, place: str) -> Iterator[tuple[str, float, float]]:
+    """Place, committed and new value of every number that is measured in both."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old.keys() & new.keys():
+            if not any(part in key for part in NO_FIGURES):
+                yield from figures(old[key], new[key], f"{place} {key}")
+    elif isinstance(old, list) and isinstance(new, list):
+        for number, (one, other) in enumerate(zip(old, new, strict=False)):
+            yield from figures(one, other, f"{place} {number}")
+    elif all(isinstance(v, int | float) and not isinstance(v, bool) for v in (old, new)):
+        yield place, float(old), float(new)
+
+
+def _change(row: dict[str, Any]) -> str:
+    if not row["largest_change"]:
+        return "all equal"
+    return f"the largest change {row['largest_change']:.2%} ({row['where']})"
+
+
+def _forget(name: str, command: str) -> None:
+    """Remove what a command would take as measured: its results, and cells of a comparison."""
+    folder = TREE / "experiments" / name
+    for file in folder.glob("*.json"):
+        if json.loads(file.read_text()).get("command") == command:
+            file.unlink()
+    for cells in folder.glob("cells"):
+        shutil.rmtree(cells)
+
+
+def _keep(record: dict[str, Any], command: str, row: dict[str, Any]) -> None:
+    record[command] = row
+    RECORD.parent.mkdir(exist_ok=True)
+    partial = RECORD.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.replace(RECORD)
+
+
+def _git(*arguments: str, folder: Path | None = None) -> str:
+    where = folder or ROOT
+    ran = subprocess.run(["git", *arguments], cwd=where, check=True, stdout=subprocess.PIPE)
+    return ran.stdout.decode().strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
