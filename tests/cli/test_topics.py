@@ -131,7 +131,7 @@ def test_next_steps_are_three_commands():
     assert judge.endswith("rap evaluate fidelity out --dense bundled")
     assert "rap recover out --teacher bundled --preset fit -o out-recovered" in recover
     assert serve.endswith("rap serve out")
-    assert "--preset fast" in next_steps("m", Path("o"), pruned, served, "fit", None)[1]
+    assert "--preset full" in next_steps("m", Path("o"), pruned, served, "fit", None)[1]
     assert "rap export gguf" in next_steps("m", Path("o"), pruned, served, "none", "llamacpp")[2]
     assert "no engine" in next_steps("m", Path("o"), pruned, [], "none", None)[2]
 

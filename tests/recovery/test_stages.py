@@ -15,6 +15,7 @@ from cases.plans import random_plan
 from rap import RapError, assets
 from rap.calibration.text import evaluation_tokens
 from rap.checkpoint.load import load, load_config, load_dense
+from rap.cli import recover as recover_command
 from rap.evaluation.quality.fidelity import fidelity
 from rap.model.fingerprint import fingerprint_model
 from rap.pipeline import compress, save
@@ -125,6 +126,22 @@ def test_what_the_fit_holds_out_no_later_stage_trains_on(models, tokenizer, tmp_
     assert second["distillation"].pop("seconds", 0) != report["distillation"].pop("seconds", 1)
     assert fingerprint_model(again) == fingerprint_model(both)
     assert {**second, "distillation": 0} == {**report, "distillation": 0}
+    # A checkpoint that says it was fitted is not refitted either.
+    told = recover_command._fitted({"recovery": first}, "fast", asked["texts"])
+    third, said = recover_stage(fitted, dense, tokenizer, "fast", fitted=told, **asked)
+    assert "perplexity_refitted" not in said
+    assert fingerprint_model(third) == fingerprint_model(both)
+
+
+def test_a_fit_is_gone_on_from_where_it_read_the_same_texts(models):
+    fit = {"recovery": {"texts": ["a"], "fit": {}}}
+    assert recover_command._fitted(fit, "full", ["a"]) == fit["recovery"]
+    assert recover_command._fitted(fit, "full", ["a", "b"]) is None
+    assert recover_command._fitted(fit, "fit", ["a"]) is None
+    assert recover_command._fitted({"recovery": {"texts": ["a"]}}, "full", ["a"]) is None
+    assert recover_command._fitted({}, "full", ["a"]) is None
+    fit["recovery"]["distillation"] = {}
+    assert recover_command._fitted(fit, "full", ["a"]) is None
 
 
 def test_windows_end_where_the_positions_of_the_model_do(tokenizer):

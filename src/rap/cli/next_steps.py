@@ -14,7 +14,7 @@ def next_steps(
 ) -> list[str]:
     """Three commands, in the order in which they make sense; the last is of its `target`."""
     better = output.with_name(f"{output.name}-recovered")
-    preset = "fit" if recover in ("none", "closed-form") else "fast"
+    preset = "fit" if recover in ("none", "closed-form") else "full"
     return [
         f"judge:   rap evaluate fidelity {output} --dense {model}",
         f"recover: rap recover {output} --teacher {model} --preset {preset} -o {better}",

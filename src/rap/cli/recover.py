@@ -20,7 +20,7 @@ from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..pipeline import measure, measure_against, save
 from ..planning.plan import Plan
-from ..recovery.config import RecoveryConfig, preset
+from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import clear_work, processes
 from ..recovery.stages import RECOVERIES, recover_stage, work_folder
@@ -106,13 +106,15 @@ def recover_command(
     dense = _teacher(teacher, loaded.teacher_dtype, loaded.device_map)
     shown = None if evaluate == "none" else evaluate
     held_out = evaluation_tokens(shown, tokenizer) if shown is not None else None
+    texts = train.text or ["bundled"]
     recovered, recovery = recover_stage(
         small,
         dense,
         tokenizer,
         train.recipe,
-        texts=train.text or ["bundled"],
+        texts=texts,
         config=chosen,
+        fitted=_fitted(old_report, train.recipe, texts),
         seed=seed,
         output=output,
         bos=bos,
@@ -235,6 +237,13 @@ def _read(pruned: Path) -> tuple[Plan | Replacement, dict[str, Any]]:
     report = pruned / REPORT_FILE
     stored = read_json(report, "remove it, or compress again") if report.is_file() else {}
     return load_plan(pruned / PLAN_FILE), stored
+
+
+def _fitted(report: dict[str, Any], recipe: str, texts: list[str]) -> dict[str, Any] | None:
+    """The report of the fit that a checkpoint ended with, where distilling is to follow it."""
+    recovery = report.get("recovery") or {}
+    last = "fit" in recovery and "distillation" not in recovery
+    return recovery if last and recovery["texts"] == texts and recipe in PRESETS else None
 
 
 def _described(plan: Plan | Replacement, teacher: str) -> dict[str, Any]:

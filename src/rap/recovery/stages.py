@@ -85,7 +85,8 @@ def recover_stage(
     layers (see `fit.fit_layers`), `projections` trains the bases of a model of method
     matryoshka, which alone has some; a preset refits and distils by it, and after `fit+` fits and
     distils. `config` replaces the settings of the last of these. With the report `fitted` of the
-    `fit` on these texts that `small` came out of, only what follows it is done. Better means a
+    `fit` on these texts that `small` came out of, only what follows it is done, and nothing is
+    refitted. Better means a
     lower perplexity on held-out windows of `texts`, which begin with `bos`, see
     `data.recovery_windows`; no stage trains on them. `small` and `dense` are left untouched. The
     report has the perplexity after each step and what distillation reports; it is empty for `none`.
@@ -103,7 +104,8 @@ def recover_stage(
         run.fit(config if isinstance(config, FitConfig) else None)
     changed = config if isinstance(config, RecoveryConfig) else None
     if last in PRESETS:
-        run.distil(changed or preset(last, seed=seed), fitted=first == "fit")
+        begun = fitted is not None or first == "fit"
+        run.distil(changed or preset(last, seed=seed), fitted=begun)
     elif last == "projections":
         run.train_bases(changed or replace(SETTINGS, seed=seed))
     elif last == "closed-form":
