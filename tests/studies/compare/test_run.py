@@ -144,6 +144,42 @@ def test_fidelity_can_be_left_out_and_changes_no_perplexity(grid, tiny, tmp_path
     assert (shown["KL"], shown["top-1"]) == ("", "")
 
 
+def test_other_texts_are_measured_as_the_first_is(grid, tiny, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(assets.reference_text("validation")[:8_000], encoding="utf-8")
+    plain = replace(tiny, recall_documents=0, decode_steps=0)
+    asked = {"methods": ["rap"], "retain": (0.5,), **SMALL}
+    both = replace(plain, other_texts=f"{other}, ")
+    found = rap.compare(output=tmp_path / "both", measures=both, **asked)
+    alone = replace(plain, text=str(other))
+    apart = rap.compare(output=tmp_path / "apart", measures=alone, **asked)
+    known = {cell["method"]: cell for cell in grid[1]["cells"]}
+    for cell, one in zip(found["cells"], apart["cells"], strict=True):
+        assert cell["perplexity"] == known[cell["method"]]["perplexity"]
+        figures = cell["other_texts"][str(other)]
+        assert figures["perplexity"] != cell["perplexity"]
+        assert figures == {name: one[name] for name in figures}
+    assert {"kl", "top1", "perplexity", "evaluation"} <= figures.keys()
+    table = next(one for one in found["tables"] if one["title"].startswith("On texts of other"))
+    dense, cut = table["rows"]
+    assert table["header"] == ["method", "other.txt PPL", "other.txt KL"]
+    lost = figures["perplexity"] / float(apart["cells"][0]["perplexity"]) - 1
+    assert (dense[0], dense[2]) == ("dense", "0")
+    assert cut == [
+        "rap",
+        f"{figures['perplexity']:.2f} ({lost:+.0%})",
+        f"{figures['kl']['value']:.3g}",
+    ]
+    assert not any(one["title"].startswith("On texts of other") for one in apart["tables"])
+    command = shlex.split(found["cells"][1]["command"])
+    assert f"other_texts={other}, " in command
+
+
+def test_a_text_is_not_measured_twice():
+    with pytest.raises(RapError, match=r"names a text twice: bundled, a\.txt, bundled"):
+        Measures(other_texts="a.txt,bundled")
+
+
 def test_the_dense_model_reads_the_text_once_for_all_cells(tiny, tmp_path, monkeypatch):
     made: list[int] = []
 
@@ -248,7 +284,8 @@ def test_a_changed_setting_is_another_cell(reference_model, monkeypatch):
 
 def test_the_plain_wording_leaves_cells_their_names():
     """They are those of the time when there was no other."""
-    assert "recall_wording" not in Measures().settings()
+    assert not {"recall_wording", "other_texts"} & Measures().settings().keys()
+    assert Measures(other_texts="a.txt").settings()["other_texts"] == "a.txt"
     assert Measures(recall_wording="natural").settings()["recall_wording"] == "natural"
     with pytest.raises(RapError, match="use plain, natural"):
         Measures(recall_wording="odd")

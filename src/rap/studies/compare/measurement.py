@@ -1,6 +1,6 @@
 """What is measured of every model of a comparison, dense or cut, by whatever method."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ class Measures:
     text: held-out text, `bundled` or what `calibration.text` reads. Perplexity over `num_windows`
         (None: all) windows of `window` tokens of it.
     fidelity: divergence from the dense model and agreement with it, on the same windows.
+    other_texts: a comma list of texts of other kinds; perplexity and fidelity over as many windows
+        of each. A cut that was calibrated on one kind of text may cost another far more.
     recall: share of numbers given back, at each distance (tokens) among `recall_facts` facts, over
         `recall_documents` questions; 0 skips recall and copying. Asked in `recall_wording`, one of
         documents.WORDINGS.
@@ -40,6 +42,7 @@ class Measures:
     window: int = 512
     num_windows: int | None = 48
     fidelity: bool = True
+    other_texts: str = ""
     recall_distances: tuple[int, ...] = (256, 1000)
     recall_facts: int = 4
     recall_documents: int = 32
@@ -54,7 +57,8 @@ class Measures:
             if isinstance(field.default, bool):
                 good, remedy = type(value) is bool, "give true or false"
             elif isinstance(field.default, str):
-                good, remedy = isinstance(value, str) and bool(value), "give a name"
+                empty = field.name == "other_texts"
+                good, remedy = isinstance(value, str) and (bool(value) or empty), "give a name"
             elif isinstance(field.default, tuple):
                 good, remedy = _counts(value), "give whole numbers, such as 256,1000"
             elif value is None:
@@ -65,16 +69,26 @@ class Measures:
             if not good:
                 raise RapError(f"measure {field.name} cannot be {value!r}: {remedy}")
         check_wording(self.recall_wording)
+        self.texts()
 
     def settings(self) -> dict[str, Any]:
-        """All fields as plain data; the plain wording is left out, which once was the only one.
+        """All fields as plain data, but the plain wording and no other texts, once the only choice.
 
-        So cells that were measured before there was a choice are still known as theirs.
+        So cells that were measured before there was one are still known as theirs.
         """
         kept = asdict(self)
         if self.recall_wording == "plain":
             del kept["recall_wording"]
+        if not self.other_texts:
+            del kept["other_texts"]
         return kept
+
+    def texts(self) -> list[str]:
+        """All texts, the first of which most figures are of; RapError if one is named twice."""
+        named = [self.text, *(name.strip() for name in self.other_texts.split(",") if name.strip())]
+        if len(set(named)) < len(named):
+            raise RapError(f"measure other_texts names a text twice: {', '.join(named)}")
+        return named
 
 
 # The dense model against itself.
@@ -104,24 +118,35 @@ def changed_measures(measures: Measures, changes: Sequence[str]) -> Measures:
     return replace(measures, **given)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """A text to measure on: its `tokens` [N], and the dense model's `states` on its windows.
+
+    `states` (`dense_states`) are what a model other than the dense one is compared with.
+    """
+
+    tokens: Tensor
+    states: DenseStates | None = None
+
+
 def measure(
     model: PreTrainedModel,
     dense: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tokens: Tensor,
+    texts: Mapping[str, HeldOut],
     measures: Measures,
     *,
     seed: int = 0,
     bos: int | None = None,
-    states: DenseStates | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Cost and quality of `model` as JSON-able data; `tokens` [N] are those of the held-out text.
+    """Cost and quality of `model` as JSON-able data, on the `texts` that `measures` names.
 
-    Windows and documents of it begin with the token `bos`, if any. `states` are `dense_states`,
-    which a model other than the dense one is compared with. The dense model is
+    Windows and documents of them begin with the token `bos`, if any. The dense model is
     timed in turn with it, so that a busy machine slows both alike.
     """
+    first, *others = measures.texts()
+    tokens = texts[first].tokens
     cost = footprint(model)
     result: dict[str, Any] = {
         **asdict(cost),
@@ -132,8 +157,12 @@ def measure(
         "prefill_kv_bytes_per_token": prefill_bytes(model),
         "reconstructs": reconstructs(model),
         "fingerprint": fingerprint_model(model),
-        **_quality(model, dense, tokens, measures, bos, states, progress),
+        **_quality(model, dense, texts[first], measures, bos, progress),
     }
+    if others:
+        result["other_texts"] = {
+            name: _quality(model, dense, texts[name], measures, bos, progress) for name in others
+        }
     if measures.recall_documents:
         result |= _context_use(model, tokenizer, tokens, measures, seed, bos)
     if measures.decode_steps:
@@ -161,20 +190,19 @@ def _sizes(measures: Measures) -> dict[str, Any]:
 def _quality(
     model: PreTrainedModel,
     dense: PreTrainedModel,
-    tokens: Tensor,
+    text: HeldOut,
     measures: Measures,
     bos: int | None,
-    states: DenseStates | None,
     progress: bool,
 ) -> dict[str, Any]:
     """Perplexity, and what tells how near the dense model is, of one pass over the text."""
     figures: dict[str, Any] = {}
-    if states is None or model is dense:
-        scored = perplexity(model, tokens, **_sizes(measures), bos=bos, progress=progress)
+    if text.states is None or model is dense:
+        scored = perplexity(model, text.tokens, **_sizes(measures), bos=bos, progress=progress)
         if measures.fidelity and model is dense:
             figures = ITSELF
     else:
-        compared = states.compare(model, progress=progress)
+        compared = text.states.compare(model, progress=progress)
         scored, figures = compared.perplexity, compared.figures()
     return {"perplexity": scored.value, "evaluation": asdict(scored), **figures}
 

@@ -8,14 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.statistics import Statistics
 from ...calibration.workbench import CalibrationText, Workbench
 from ...checkpoint.files import check_output, write_json
 from ...checkpoint.provenance import provenance
-from ...evaluation.quality.fidelity import DenseStates
 from ...methods import Method
 from ...model.errors import RapError
 from ...recovery.runs import clear_work
@@ -25,7 +23,7 @@ from .cells import Cell
 from .command import cell_command
 from .grid import Grid
 from .kept import KeptModels, Made
-from .measurement import Measures, dense_states, measure
+from .measurement import HeldOut, Measures, dense_states, measure
 from .summary import summarize
 from .variants import all_variants
 
@@ -121,7 +119,7 @@ class Bench:
             kept_in=output,
             progress=progress,
         )
-        self.tokens: Tensor = self.dense.held_out(grid.measures.text)
+        self.tokens = {name: self.dense.held_out(name) for name in grid.measures.texts()}
         dtype = str(self.dense.model.dtype).removeprefix("torch.")
         self.cells = grid.cells(self.dense.fingerprint, dtype, self.dense.bos)
 
@@ -161,12 +159,10 @@ class Bench:
             model, made = self.models.find(cell) or self._make(cell, cell.method)
         asked: dict[str, Any] = {"seed": self.grid.seed, "bos": self.dense.bos}
         asked["progress"] = self.progress
-        if cell.method is not None:
-            asked["states"] = self.states
+        texts = {name: HeldOut(tokens) for name, tokens in self.tokens.items()}
+        texts = texts if cell.method is None else self.texts
         measures = self.grid.measures
-        figures = measure(
-            model, self.dense.model, self.dense.tokenizer, self.tokens, measures, **asked
-        )
+        figures = measure(model, self.dense.model, self.dense.tokenizer, texts, measures, **asked)
         return {**made, **figures, "provenance": provenance(**cell.config)}
 
     def _make(self, cell: Cell, method: Method) -> Made:
@@ -197,10 +193,13 @@ class Bench:
         return made
 
     @cached_property
-    def states(self) -> DenseStates | None:
-        """What all cut cells are compared with, computed once."""
+    def texts(self) -> dict[str, HeldOut]:
+        """What all cut cells are measured on and compared with, computed once."""
         asked = self.grid.measures, self.dense.bos, self.progress
-        return dense_states(self.dense.model, self.tokens, *asked)
+        return {
+            name: HeldOut(tokens, dense_states(self.dense.model, tokens, *asked))
+            for name, tokens in self.tokens.items()
+        }
 
     def statistics(self) -> Statistics:
         """What all methods of the grid need, collected once and kept beside the cells."""

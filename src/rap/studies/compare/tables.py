@@ -6,6 +6,7 @@ from typing import Any
 from .capability import capability
 from .closeness import closeness
 from .matched import matched
+from .other_texts import other_texts
 from .variants import DENSE
 
 Record = dict[str, Any]
@@ -37,6 +38,7 @@ def tables(name: str, records: Sequence[Record], failed: Sequence[Record]) -> li
     for retain in retains:
         made.append(_main(name, retain, dense, cut, failed))
         made.append(closeness(name, retain, dense, cut, RECOVERED))
+        made.append(other_texts(name, retain, dense, cut, RECOVERED))
     # Once is enough: it holds for all of them.
     made[0]["note"] = f"{_note(dense)} {made[0]['note']}".strip()
     made.append(capability(name, dense, cut, RECOVERED))

@@ -1,0 +1,53 @@
+"""How the cuts do on texts of other kinds than the first: a table a retain ratio."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .variants import DENSE
+
+Record = dict[str, Any]
+Table = dict[str, Any]
+
+
+def other_texts(
+    name: str, retain: float, dense: Record, cut: Sequence[Record], recovered: dict[str, str]
+) -> Table:
+    """A row a cell of one retain ratio, the dense one first; no rows if one text was measured.
+
+    `recovered` maps the recoveries to what they are called.
+    """
+    here = [record for record in cut if record["retain"] == retain]
+    several = len({record["recover"] for record in here}) > 1
+    texts = list(dense.get("other_texts") or {})
+    rows = [_row(DENSE, dense, dense, texts)]
+    for record in here:
+        after = f", {recovered.get(record['recover'], record['recover'])}" if several else ""
+        rows.append(_row(f"{record['method']}{after}", record, dense, texts))
+    scored = dense["evaluation"]
+    return {
+        "title": f"On texts of other kinds at retain {retain:g}, {name}",
+        "note": (
+            "Perplexity, in brackets what it lost over dense, and KL divergence from the dense "
+            f"model in nats a token; {scored['num_windows']} windows of {scored['window']:,} "
+            "tokens of each text."
+        ),
+        "header": ["method", *(f"{Path(t).name} {what}" for t in texts for what in ("PPL", "KL"))],
+        "rows": rows if texts else [],
+    }
+
+
+def _row(name: str, record: Record, dense: Record, texts: Sequence[str]) -> list[str]:
+    row = [name]
+    for text in texts:
+        figures = (record.get("other_texts") or {}).get(text)
+        row += _figures(figures, dense["other_texts"][text]) if figures else ["", ""]
+    return row
+
+
+def _figures(figures: Record, dense: Record) -> list[str]:
+    value = figures["perplexity"]
+    shown = f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+    if figures is not dense:
+        shown = f"{shown} ({value / dense['perplexity'] - 1:+.0%})"
+    return [shown, f"{figures['kl']['value']:.3g}" if "kl" in figures else ""]
