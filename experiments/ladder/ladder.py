@@ -27,6 +27,8 @@ from rap.evaluation.quality.recall import copy_loss, recall_grid
 from rap.recovery.closed_form import refit_outputs
 from rap.recovery.config import PRESETS
 from rap.recovery.distillation import distill
+from rap.recovery.fit import fit_layers
+from rap.recovery.layer_fit import FitConfig
 from rap.studies.analyses.channels import best_channels, index_aware
 
 RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -57,6 +59,9 @@ COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "default + refit": ("rap", ("refit",)),
     "paper + KD fast": ("paper", ("fast",)),
     "default + refit + KD fast": ("rap", ("refit", "fast")),
+    "default + fit": ("rap", ("fit",)),
+    "default, one list for all heads, + fit": ("stock", ("fit",)),
+    "default + fit + KD full": ("rap", ("fit", "full")),
     f"default + refit + KD, paper's recipe, {PAPER_STEPS} steps": ("rap", ("refit", "paper")),
 }
 
@@ -117,6 +122,15 @@ def refit(bench: Bench, small: Any) -> tuple[Any, Any]:
     return small, [asdict(layer) for layer in refit_outputs(small, dense.model, dense.windows)]
 
 
+def fit(bench: Bench, small: Any) -> tuple[Any, Any]:
+    """The fit of every layer, on the calibration novels."""
+    config, dense = FitConfig(), bench.dense
+    windows = rap.load_windows(
+        "bundled", dense.tokenizer, num_windows=config.num_windows, window=config.window, seed=1
+    )
+    return small, [asdict(layer) for layer in fit_layers(small, dense.model, windows, config)]
+
+
 def knowledge(preset: str, **changes: Any) -> Callable[[Bench, Any], tuple[Any, Any]]:
     """Distillation with a preset, on the calibration novels; validation windows are theirs too."""
 
@@ -135,6 +149,8 @@ def knowledge(preset: str, **changes: Any) -> Callable[[Bench, Any], tuple[Any, 
 
 RECOVERIES: dict[str, Callable[[Bench, Any], tuple[Any, Any]]] = {
     "refit": refit,
+    "fit": fit,
+    "full": knowledge("full"),
     "fast": knowledge("fast"),
     "paper": knowledge("paper", steps=PAPER_STEPS, evaluate_every=PAPER_STEPS // 2),
 }
@@ -198,7 +214,7 @@ def collect(
             f"Perplexity over {EVALUATION_WINDOWS} windows of {WINDOW} tokens of the test novels; "
             f"recall of one of {RECALL_FACTS[0]} facts at {RECALL_DISTANCES} tokens' distance; "
             "copying is the loss saved, in nats per token, on a passage read a second time 512 "
-            "tokens later. Widths in single pairs; no training except in the KD columns."
+            "tokens later. Widths in single pairs; no training except in the columns of fit and KD."
         ),
     }
     return {
