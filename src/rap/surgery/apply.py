@@ -131,6 +131,7 @@ def cut_layer(
         norm=layer.norm,
         norm_mode=plan.qk_norm,
         per_head=spec.per_head,
+        value_norm=spec.value_norm is not None,
     )
 
 
@@ -153,6 +154,8 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
             ratios = (planned.query_ratio_H, planned.key_ratio_G)
             counts = (layer.shape.num_heads, layer.shape.num_kv_heads)
             for name, ratio, count in zip(names, ratios, counts, strict=True):
+                if name == names[1] and layer.shape.source is not None:
+                    continue
                 added[f"{name}.ratio"] = torch.ones(count) if ratio is None else ratio.float()
         by_path[layer.path] = added
     return by_path
