@@ -80,7 +80,9 @@ def estimate_layers(
 def _inner(config: Any, layers: Sequence[WatchedLayer]) -> int:
     """Numbers that one layer computes of a token."""
     heads = max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
-    return int(6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 0) + heads)
+    inside = getattr(config, "intermediate_size", 0)
+    inside = max(inside) if isinstance(inside, (list, tuple)) else inside  # one for each layer
+    return int(6 * config.hidden_size + 3 * inside + heads)
 
 
 def must_recompute(model: Any, windows: Tensor, needs: Collection[str]) -> bool:
