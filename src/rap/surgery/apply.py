@@ -146,7 +146,8 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
         if planned is None:
             continue
         assert layer.shape is not None
-        added = {"frequency_index": planned.frequency_GM.to(torch.int32).contiguous()}
+        index = planned.frequency_GM.to(torch.int32, copy=True)  # readers share their source's
+        added = {"frequency_index": index.contiguous()}
         if layer.norm is not None and plan.qk_norm == "exact":
             added["kept_channels"] = planned.kept_channels(layer.shape).to(torch.int32)
         elif layer.norm is not None:
