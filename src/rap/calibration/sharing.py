@@ -72,7 +72,9 @@ def join_statistics(
             if name in found:
                 parts = [own[name], *(one[name] for i in readers if (one := layers[i]) is not None)]
                 by_head = name in BY_HEAD
-                found[name] = join_heads(parts, shape.num_kv_heads) if by_head else sum(parts)
+                found[name] = (
+                    join_heads(parts, shape.num_kv_heads) if by_head else torch.stack(parts).sum(0)
+                )
         joined[source] = found
         for index in readers:
             joined[index] = None

@@ -139,8 +139,7 @@ def _describe(
     )
     num_kv_heads, source = num_heads, None
     if spec.of(attention).reads:
-        source = _source(attention, before)
-        num_kv_heads = before[source].shape.num_kv_heads
+        source, num_kv_heads = _source(attention, before)
     elif spec.fused != "heads":
         key = getattr(attention, spec.projections[1]).out_features // head_dim
         num_kv_heads = key if spec.fused is None else (key - num_heads) // 2
@@ -155,11 +154,18 @@ def _describe(
     return AttentionLayer(index, path, attention, shape, norm=norm)
 
 
-def _source(reader: nn.Module, before: list[AttentionLayer]) -> int:
-    """The layer whose keys and values a reader attends to: the last of its type with its own."""
+def _source(reader: nn.Module, before: list[AttentionLayer]) -> tuple[int, int]:
+    """The layer whose keys and values a reader attends to, and its number of KV heads.
+
+    It is the last one of the reader's type with keys and values of its own.
+    """
     kind = getattr(reader, "layer_type", None)
-    owners = (x.index for x in before if x.shape is not None and x.shape.source is None)
-    return max(i for i in owners if getattr(before[i].module, "layer_type", None) == kind)
+    return max(
+        (x.index, x.shape.num_kv_heads)
+        for x in before
+        if x.shape is not None and x.shape.source is None
+        if getattr(x.module, "layer_type", None) == kind
+    )
 
 
 def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
@@ -209,7 +215,7 @@ def norm_weights(layer: AttentionLayer) -> tuple[Tensor, ...]:
         return ()
     weights = []
     for name, heads in zip(norm.names, (shape.num_heads, shape.num_kv_heads), strict=True):
-        module = getattr(layer.module, name, None)
+        module: Any = getattr(layer.module, name, None)
         parts = [module] if not norm.one_module_per_head else module.norms
         stored = [part.weight for part in parts if getattr(part, "weight", None) is not None]
         factors = torch.cat(

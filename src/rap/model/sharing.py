@@ -87,6 +87,6 @@ class SharingAttention(RapAttention):
         return k, v
 
 
-def plain_attention(spec: AttentionSpec) -> type[RapAttention]:
-    """The attention that pair pruning gives a family's layers."""
+def plain_attention(spec: AttentionSpec) -> Any:
+    """The class of attention that pair pruning gives a family's layers."""
     return RapAttention if spec.value_norm is None else SharingAttention

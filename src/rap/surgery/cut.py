@@ -66,12 +66,10 @@ def cut(
     if role == "gate":
         return _cut_gate(tensor, layer, shape)
     assert role == "o", role
-    if tensor.ndim == 1:
-        return tensor.clone()
     up = layer.value_up_GDC
     if up is not None and value_norm:
         up = up.double() @ value_rotation(layer, shape)[1]
-    return _cut_output(tensor, layer, shape, up)
+    return tensor.clone() if tensor.ndim == 1 else _cut_output(tensor, layer, shape, up)
 
 
 def split_roles(
