@@ -206,8 +206,7 @@ def __getattr__(name: str) -> type:
         # Unpickling a model asks for the class of its attention by name.
         for base_type in filter(FAMILIES.get, _present()):
             family = sys.modules[model_class(base_type).__mro__[2].__module__]
-            dense = getattr(family, name.removeprefix("Rap"), None)
-            if dense is not None:
+            if dense := getattr(family, name.removeprefix("Rap"), None):
                 return attention_class(dense, plain_attention(FAMILIES[base_type]))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
