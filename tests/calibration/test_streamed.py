@@ -18,7 +18,7 @@ from rap.calibration.streamed import calibrate_layers
 from rap.calibration.streams import Stream, new_stream
 from rap.checkpoint.load import load_dense
 from rap.checkpoint.stored import StoredModel
-from rap.model.errors import CalibrationError
+from rap.model.errors import CalibrationError, RapError
 from rap.model.fingerprint import fingerprint_model
 
 FORWARD = {*STATISTICS} - {*backward_needs(STATISTICS)}
@@ -34,7 +34,17 @@ def _saved(case: Case, folder: Path, **fields: Any) -> Any:
     return load_dense(folder)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+WALKED = [case for case in CASES if not case.value_norm]
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "gemma4_text:tied"])
+def test_layers_that_read_others_are_not_walked_one_by_one(name: str) -> None:
+    model = next(case for case in CASES if case.name == name).model(dtype=torch.float32)
+    with pytest.raises(RapError, match="hand keys and values, or inputs of each layer, past it"):
+        Stream(LoadedLayers(model), WINDOWS, 2)
+
+
+@pytest.mark.parametrize("case", WALKED, ids=lambda case: case.name)
 def test_layers_from_files_are_the_loaded_model_in_every_family(case: Case, tmp_path: Path) -> None:
     model = _saved(case, tmp_path)
     stored = StoredModel(tmp_path)

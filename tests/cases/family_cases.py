@@ -31,7 +31,9 @@ class Case:
     have no attention. `in_float32` says that the family computes in float32 inside. `fused` says
     how a single linear lists them: `q, k, v` or `q, k, v of every head`. `norms` name the modules
     whose output, shaped `normed`, is what attention sees (rotated or not). `around` are the fields
-    of a multimodal config whose text model has all the others.
+    of a multimodal config whose text model has all the others. `wide` are layers with heads of
+    another size, which rotate as a whole. `sources` are layers that read the keys and values of
+    another, by that one. `value_norm` names a module whose output, [B, T, G, D], are the values.
     """
 
     name: str
@@ -46,6 +48,15 @@ class Case:
     norms: tuple[str, ...] = ()
     normed: str = "BTHD"
     around: dict[str, Any] = field(default_factory=dict)
+    wide: dict[int, int] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)
+    value_norm: str = ""
+
+    def sizes(self, index: int) -> tuple[int, int]:
+        """Channels of a head of a layer, and those of them that rotate."""
+        size = self.wide.get(index, HEAD_DIM)
+        rotated = size if index in self.wide else self.rotated
+        return size, 0 if index in self.still else rotated
 
     @property
     def model_type(self) -> str:
@@ -99,6 +110,28 @@ _LOCAL = {
     }
 }
 _GEMMA3 = WINDOW | _TYPES | _LOCAL | {"query_pre_attn_scalar": 24}
+_SHARING = {
+    "layers": 5,
+    "layer_types": [
+        *("sliding_attention", "sliding_attention", "full_attention"),
+        *("sliding_attention", "full_attention"),
+    ],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 128,
+}
+_GEMMA4_ROPE = {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e5,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+}
+# Their norms work in float32, of values in another order of channels.
+_SHARED: dict[str, Any] = {"norms": _QK, "value_norm": "v_norm", "in_float32": True}
 _LLAMA4 = {
     "no_rope_layers": [1, 0, 1],
     "attention_chunk_size": 4,
@@ -221,6 +254,33 @@ CASES = [
         _GEMMA3,
         norms=_QK,
         normed="BHTD",
+    ),
+    Case(
+        "gemma3n_text",
+        WINDOW
+        | _SHARING
+        | {"rope_parameters": _LOCAL["rope_parameters"], "intermediate_size": [72] * 5}
+        | {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0]}
+        | {"laurel_rank": 8, "altup_num_inputs": 2},
+        sources={3: 1, 4: 2},
+        **_SHARED,
+    ),
+    Case(
+        "gemma4_text",
+        WINDOW | _SHARING | _GEMMA4_ROPE | {"global_head_dim": 24, "attention_bias": True},
+        wide={2: 24, 4: 24},
+        sources={3: 1, 4: 2},
+        **_SHARED,
+    ),
+    Case(
+        "gemma4_text:tied",
+        WINDOW
+        | _GEMMA4_ROPE
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        | {"hidden_size_per_layer_input": 0},
+        wide={1: 24, 2: 24},
+        **_SHARED,
     ),
     Case(
         "llama4_text",
@@ -371,13 +431,16 @@ def random_case_plan(model: Any, case: Case, *, seed: int = 0) -> Plan:
         if index in case.absent or (index == 0 and not case.absent):
             layers.append(None)
             continue
-        rotated = 0 if index in case.still else case.rotated
+        if index in case.sources:
+            layers.append(layers[case.sources[index]])
+            continue
+        size, rotated = case.sizes(index)
         kept = [
             [_choose(size, count, generator) for _ in range(layer.shape.num_kv_heads)]
             for size, count in (
                 (rotated // 2, rotated // 4 + rotated // 8),
-                (HEAD_DIM, 7 if index == 1 else 11),
-                (HEAD_DIM - rotated, (HEAD_DIM - rotated) // 2),
+                (size, 7 if index == 1 else 11),
+                (size - rotated, (size - rotated) // 2),
             )
         ]
         layers.append(LayerPlan.of_indices(*kept))
@@ -390,21 +453,23 @@ def masked_by_hooks(model: Any, plan: Plan, case: Case) -> Any:
     layers = getattr(model.get_decoder(), "model", model.get_decoder()).layers
     for index, (layer, planned) in enumerate(zip(layers, plan.layers, strict=True)):
         if planned is not None:
-            rotated = 0 if index in case.still else case.rotated
+            size, rotated = case.sizes(index)
             heads = range(planned.frequency_GM.shape[0])
-            keys = torch.tensor([_kept_keys(planned, g, rotated, case) for g in heads])
+            keys = torch.tensor([_kept_keys(planned, g, size, rotated, case) for g in heads])
             kept = [set(planned.channels_GC[g].tolist()) for g in heads]
-            values = torch.tensor([[c in kept[g] for c in range(HEAD_DIM)] for g in heads])
+            values = torch.tensor([[c in kept[g] for c in range(size)] for g in heads])
             _hook(getattr(layer, case.attention), keys, values, case)
     return model
 
 
 def _hook(attention: Any, keys_GD: Tensor, values_GD: Tensor, case: Case) -> None:
-    repeats = 1 if case.fused == "q, k, v of every head" else 3
+    repeats = 1 if case.fused == "q, k, v of every head" else 6 // len(keys_GD)
     queries_HD = keys_GD.repeat_interleave(repeats, 0)
     if case.norms and hasattr(attention, case.norms[0]):
         masks = (queries_HD, keys_GD)
         for position, name in enumerate(case.norms):
+            if not hasattr(attention, name):  # keys of a layer that reads another's
+                continue
             both = masks if len(case.norms) == 1 else masks[position : position + 1]
             getattr(attention, name).register_forward_hook(_multiply_heads(both, case.normed))
         queries_HD, keys_GD = torch.ones_like(queries_HD), torch.ones_like(keys_GD)
@@ -415,6 +480,11 @@ def _hook(attention: Any, keys_GD: Tensor, values_GD: Tensor, case: Case) -> Non
             attention.qkv_proj.register_forward_hook(_multiply(mask))
         else:
             attention.query_key_value.register_forward_hook(_multiply(torch.cat(masks, 1)))
+        return
+    if case.value_norm:
+        if hasattr(attention, case.value_norm):
+            norm = getattr(attention, case.value_norm)
+            norm.register_forward_hook(_multiply_heads((values_GD,), "BTHD"))
         return
     if not keys_GD.all():
         attention.q_proj.register_forward_hook(_multiply(queries_HD))
@@ -435,13 +505,13 @@ def _multiply_heads(masks: tuple[Tensor, ...], layout: str) -> Callable[..., Ten
     return hook
 
 
-def _kept_keys(planned: LayerPlan, head: int, rotated: int, case: Case) -> list[bool]:
+def _kept_keys(planned: LayerPlan, head: int, size: int, rotated: int, case: Case) -> list[bool]:
     kept = set()
     for pair in planned.frequency_GM[head].tolist():
         first = 2 * pair if case.interleaved else pair
         kept |= {first, first + 1 if case.interleaved else first + rotated // 2}
     kept |= {rotated + free for free in planned.free_GN[head].tolist()}
-    return [channel in kept for channel in range(HEAD_DIM)]
+    return [channel in kept for channel in range(size)]
 
 
 def _multiply(mask_HD: Tensor) -> Callable[..., Tensor]:

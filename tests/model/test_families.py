@@ -168,11 +168,14 @@ def test_everything_kept_in_another_order_is_the_dense_model(case: Case):
         if index in case.absent:
             layers.append(None)
             continue
-        rotated = 0 if index in case.still else case.rotated
+        if index in case.sources:
+            layers.append(layers[case.sources[index]])
+            continue
+        size, rotated = case.sizes(index)
         heads = range(layer.shape.num_kv_heads)
         orders = [
-            [torch.randperm(size, generator=generator).tolist() for _ in heads]
-            for size in (rotated // 2, HEAD_DIM, HEAD_DIM - rotated)
+            [torch.randperm(count, generator=generator).tolist() for _ in heads]
+            for count in (rotated // 2, size, size - rotated)
         ]
         layers.append(LayerPlan.of_indices(*orders))
     # a plan keeps its indices in ascending order

@@ -30,8 +30,8 @@ REFUSED = {
     "mpt": "ALiBi",
     "deepseek_v3": "one latent for all heads",
     "qwen3_vl": "multimodal model around qwen3_vl_text",
-    "gemma3n": "read the keys and values of earlier layers",
-    "gemma4_text": "read the keys and values of earlier layers",
+    "gemma3n": "multimodal model around gemma3n_text",
+    "gemma4": "multimodal model around gemma4_text",
     "t5": "encoder-decoder",
     "rwkv": "no row for it among the",
 }

@@ -18,6 +18,7 @@ from rap.surgery.stream import apply_streamed
 # Fused linears, norms, shared weights, older names, experts stored one by one, multimodal models.
 NAMES = ["phi3", "persimmon:norm", "gemma3_text", "olmo2", "smollm3", "qwen3_5_text"]
 NAMES += ["gpt_neox", "mixtral", "qwen3_moe", "minimax_m2", "hy_v3", "qwen3_5_moe_text", "gpt_oss"]
+NAMES += ["gemma3n_text", "gemma4_text", "gemma4_text:tied"]
 NAMES += [case.name for case in CASES if case.around]
 
 

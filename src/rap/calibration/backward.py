@@ -110,6 +110,7 @@ def watch_gradients(
         linear_of(layer, role)[0].register_forward_hook(partial(attach, layer, statistic, role))
         for layer, statistic in moments
         for role in statistic.roles
+        if role in layer.linears
     ]
 
 

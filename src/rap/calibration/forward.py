@@ -177,6 +177,7 @@ def watch_activations(
         layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
         for layer, statistic in statistics
         for role in statistic.roles
+        if role in layer.linears
     ]
 
 

@@ -11,6 +11,7 @@ from ..model.layers import attention_layers, text_config, text_decoder
 from .logits import CHUNK_LOGITS
 from .observers import FLOAT, ForwardStatistic, WatchedLayer
 from .registry import STATISTICS, WINDOWS, check_needs, watched_layer, watched_layers
+from .sharing import has_part
 
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 
@@ -28,7 +29,7 @@ def estimate_memory(
     needs = check_needs(needs)
     layers = watched_layers(model)
     config, (_, tokens) = text_config(model.config), windows.shape
-    weights = [layer.linears[role].weight for layer in layers for role in "kv"]
+    weights = [x.linears[role].weight for x in layers for role in "kv" if role in x.linears]
     size = weights[0].element_size() if weights else 0
     wanted = [STATISTICS[need] for need in needs - {WINDOWS}]
     forward = any(issubclass(statistic, ForwardStatistic) for statistic in wanted)
@@ -39,7 +40,9 @@ def estimate_memory(
     activations = [tokens * size * (kept * len(layers) + inner)] if backward else [0]
     logits = min(tokens * config.vocab_size, CHUNK_LOGITS)
     estimate = {
-        "accumulators": sum(one.num_bytes(i, len(windows)) for i in layers for one in wanted),
+        "accumulators": sum(
+            one.num_bytes(i, len(windows)) for i in layers for one in wanted if has_part(one, i)
+        ),
         "gradients": max((w.numel() * size for w in weights), default=0) if backward else 0,
         "logits": logits * (12 + 2 * size) if backward else 0,
         "activations": max(*activations, batch * tokens * size * inner),
@@ -77,7 +80,9 @@ def estimate_layers(
 def _inner(config: Any, layers: Sequence[WatchedLayer]) -> int:
     """Numbers that one layer computes of a token."""
     heads = max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
-    return int(6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 0) + heads)
+    inside = getattr(config, "intermediate_size", 0)
+    inside = max(inside) if isinstance(inside, (list, tuple)) else inside  # one for each layer
+    return int(6 * config.hidden_size + 3 * inside + heads)
 
 
 def must_recompute(model: Any, windows: Tensor, needs: Collection[str]) -> bool:

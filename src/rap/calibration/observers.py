@@ -23,7 +23,8 @@ class WatchedLayer:
 
     `norm` is how it normalises queries and keys, if it does, and `norm_weights` the weights of the
     norms of q [H, D] and k [G, D].
-    `frequencies` float64 [P] are those of its pairs, per position.
+    `frequencies` float64 [P] are those of its pairs, per position. `value_norm` is how it
+    normalises values, if it does.
     """
 
     index: int
@@ -32,10 +33,13 @@ class WatchedLayer:
     norm_weights: tuple[Tensor, ...] = ()
     frequencies: Tensor | None = None
     norm: QKNorm | None = None
+    value_norm: QKNorm | None = None
 
     def zeros(self, role: str, *shape: int) -> Tensor:
         """A float32 accumulator on the device of a projection."""
-        return torch.zeros(shape, device=self.linears[role].weight.device)
+        # A layer that reads another's keys has none.
+        linear = self.linears.get(role, self.linears["q"])
+        return torch.zeros(shape, device=linear.weight.device)
 
     def canonical(self, x_HD: Tensor) -> Tensor:
         """Channels in canonical order: first of every pair, second of every pair, the rest."""

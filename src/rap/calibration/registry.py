@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.errors import CalibrationError
+from ..model.families import QKNorm
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -43,7 +44,7 @@ class Energy(ForwardStatistic):
     """Mean square of every channel of q, k (before rotation, which keeps pair norms) and v.
 
     With QK-norm, `energy` is that of normalised q and k, and `raw_energy` that of what the norm
-    divides.
+    divides; so are values' energies where they are normalised.
     """
 
     need = "energy"
@@ -68,7 +69,7 @@ class Energy(ForwardStatistic):
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = split_heads(outputs.float(), self.layer.shape.head_dim)
-        norm = self.layer.norm if role in self.raw else None
+        norm = self.layer.value_norm if role == "v" else self.layer.norm
         self.sums[role] += shares(states_BTHD, norm).sum((0, 1))
         if role in self.raw:
             self.raw[role] += centred(states_BTHD, norm).square().sum((0, 1))
@@ -273,8 +274,7 @@ def watched_layers(model: PreTrainedModel) -> list[WatchedLayer]:
 def watched_layer(model: PreTrainedModel, layer: AttentionLayer) -> WatchedLayer:
     """A layer of the model as statistics see it; its weights may be those of a copy."""
     assert layer.shape is not None
-    linears = projections(layer, attention_spec(model.config))
-    frequencies = layer_frequencies(model, layer)
-    return WatchedLayer(
-        layer.index, layer.shape, linears, norm_weights(layer), frequencies, layer.norm
-    )
+    spec, frequencies = attention_spec(model.config), layer_frequencies(model, layer)
+    linears, values = projections(layer, spec), None if spec.value_norm is None else QKNorm()
+    weights = norm_weights(layer)
+    return WatchedLayer(layer.index, layer.shape, linears, weights, frequencies, layer.norm, values)

@@ -29,6 +29,7 @@ from .observers import (
 )
 from .progress import Progress
 from .registry import STATISTICS, WINDOWS, check_needs, watched_layers
+from .sharing import has_part, join_statistics, values_apart
 from .state import removed, restored
 from .statistics import Statistics
 
@@ -61,8 +62,30 @@ def calibrate(
     refuse_pruned(model.config)
     needs = check_needs(needs)
     check_windows(model, windows)
-    layers = watched_layers(model)
-    watched = [(layer, STATISTICS[n](layer)) for layer in layers for n in sorted(needs - {WINDOWS})]
+    shapes = [layer.shape for layer in attention_layers(model)]
+    with values_apart(model):
+        found = _found(model, windows, needs, batch_size, checkpointing, progress)
+    return Statistics(
+        layers=join_statistics([found.get(index) for index in range(len(shapes))], shapes),
+        num_windows=windows.shape[0],
+        window=windows.shape[1],
+        needs=needs,
+        fingerprint=fingerprint_model(model),
+        windows=windows[:KEPT_WINDOWS].cpu().clone() if WINDOWS in needs else None,
+    )
+
+
+def _found(
+    model: Any,
+    windows: Tensor,
+    needs: frozenset[str],
+    batch_size: int,
+    checkpointing: bool | None,
+    progress: bool,
+) -> dict[int, dict[str, Tensor]]:
+    """What is found of every layer by itself, by its index."""
+    layers, wanted = watched_layers(model), [STATISTICS[n] for n in sorted(needs - {WINDOWS})]
+    watched = [(layer, one(layer)) for layer in layers for one in wanted if has_part(one, layer)]
     forward = [(layer, one) for layer, one in watched if isinstance(one, ForwardStatistic)]
     backward = [(layer, one) for layer, one in watched if isinstance(one, BackwardStatistic)]
     gradient = [(layer, one) for layer, one in watched if isinstance(one, GradientStatistic)]
@@ -79,14 +102,7 @@ def calibrate(
         for layer, statistic in statistics:
             reduced = statistic.result(count)
             found[layer.index].update({name: x.contiguous().cpu() for name, x in reduced.items()})
-    return Statistics(
-        layers=tuple(found.get(index) for index in range(len(attention_layers(model)))),
-        num_windows=windows.shape[0],
-        window=windows.shape[1],
-        needs=needs,
-        fingerprint=fingerprint_model(model),
-        windows=windows[:KEPT_WINDOWS].cpu().clone() if WINDOWS in needs else None,
-    )
+    return found
 
 
 def check_windows(model: Any, windows: Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.errors import RapError
-from ..model.layers import text_decoder
+from ..model.layers import attention_spec, text_decoder
 from .memory import free_memory
 from .progress import track
 from .sources import LayerSource
@@ -49,6 +49,12 @@ class Stream:
         self.source, self.batch_size = source, min(batch_size, len(windows))
         self.folder, self.windows = folder, windows
         self.num_layers = len(text_decoder(source.model).layers)
+        if attention_spec(source.model.config).value_norm is not None:
+            raise RapError(
+                f"models of type {source.model.config.model_type} hand keys and values, or inputs "
+                "of each layer, past it: their layers cannot be worked on one by one, so neither "
+                "streamed calibration nor a refit or fit of layers"
+            )
         model = source.outside(head=False)
         with evaluating(model):
             self.arguments = _layer_arguments(model, windows[: self.batch_size])

@@ -105,7 +105,7 @@ def unmeasured(
 ) -> dict[str, Any]:
     """What a card says by plan and sizes alone; both models may be on the meta device."""
     shapes = [shape for shape in plan.shapes if shape is not None]
-    elements = sum(2 * shape.num_kv_heads * shape.head_dim for shape in shapes)
+    elements = sum(2 * shape.num_cached_heads * shape.head_dim for shape in shapes)
     return {
         "source": source,
         "model_type": plan.model_type,

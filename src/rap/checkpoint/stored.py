@@ -170,10 +170,12 @@ def untie(config: PreTrainedConfig) -> None:
 def without_weights(config: PreTrainedConfig) -> Any:
     """The model of a config in evaluation mode, on the meta device but for what is computed."""
     model = without_tensors(config)
+    owners: dict[nn.Module, PreTrainedModel] = {}
     for owner in model.modules():
         if isinstance(owner, PreTrainedModel):  # the innermost one, which comes last, decides
-            for module in owner.modules():
-                _compute_buffers(owner, module)
+            owners |= dict.fromkeys(owner.modules(), owner)
+    for module, owner in owners.items():
+        _compute_buffers(owner, module)
     return model.eval()
 
 

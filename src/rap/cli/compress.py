@@ -1,7 +1,6 @@
 """`rap compress`, and its stages alone: `rap plan` and `rap apply`."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from ..methods import Method, apply_plan, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, refuse_pruned
 from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
-from ..planning.plan import Plan
+from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
 from ..serving.layout import dense_head_dim
@@ -262,7 +261,7 @@ def _say_plan(
         "retain": plan.retain,
         "kept_fraction": plan.kept_fraction,
         "method": plan.method,
-        "shapes": [asdict(shape) if shape else None for shape in plan.shapes],
+        "shapes": write_shapes(plan.shapes),
         "dense_fingerprint": plan.dense_fingerprint,
         "provenance": provenance(**settings),
     }

@@ -7,6 +7,7 @@ import torch
 import typer
 from transformers import PreTrainedConfig
 
+from ..calibration.sharing import joined_shapes
 from ..checkpoint.files import PLAN_FILE
 from ..checkpoint.load import is_pruned, load_config, without_tensors
 from ..checkpoint.source import resolve_source
@@ -78,7 +79,8 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     model = without_tensors(config)
     attentions = attention_layers(model)
     layers = [_describe_layer(layer, config, element) for layer in attentions]
-    shapes = [layer.shape for layer in attentions if layer.shape is not None]
+    every = [layer.shape for layer in attentions]
+    shapes = [shape for shape in joined_shapes(every) if shape is not None]
     total = sum(layer["kv_bytes_per_token"] for layer in layers)
     dense = sum(layer["dense_kv_bytes_per_token"] for layer in layers)
     state = f"pruned to {total / dense:.1%}" if is_pruned(config) else "dense"
@@ -90,8 +92,8 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
         "rope": ", ".join(dict.fromkeys(_rope(text, layer) for layer in attentions if layer.shape)),
         "num_pairs": max((shape.geometry.num_pairs for shape in shapes), default=0),
         "num_layers": len(layers),
-        "attention_layers": len(shapes),
-        "rope_layers": len(rotating),
+        "attention_layers": sum(shape is not None for shape in every),
+        "rope_layers": sum(shape is not None and shape.geometry.num_pairs > 0 for shape in every),
         "rotated_dims_per_head": ", ".join(rotated),
         "kv_bytes_per_token": total,
         "dense_kv_bytes_per_token": dense,
@@ -225,6 +227,7 @@ def _describe_layer(
         }
     keys, values = key_limit(layer, config), value_limit(config)
     rope = _rope(text_config(config), layer)
+    eligible = "yes" if shape.source is None else f"with layer {shape.source}"
     key = getattr(module, "key_width", shape.head_dim)
     value = getattr(module, "value_width", shape.head_dim)
     return {
@@ -236,9 +239,9 @@ def _describe_layer(
         "qk_norm": _norm(layer),
         "key_limit": keys and f"keys keep plain pairs and channels: {keys}",
         "value_limit": values and f"values keep plain channels: {values}",
-        "eligible": "yes" if not hasattr(module, "key_width") else "pruned",
-        "kv_bytes_per_token": shape.num_kv_heads * (key + value) * element,
-        "dense_kv_bytes_per_token": 2 * shape.num_kv_heads * shape.head_dim * element,
+        "eligible": eligible if not hasattr(module, "key_width") else "pruned",
+        "kv_bytes_per_token": shape.num_cached_heads * (key + value) * element,
+        "dense_kv_bytes_per_token": 2 * shape.num_cached_heads * shape.head_dim * element,
     }
 
 

@@ -17,6 +17,7 @@ from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv
 from ..planning.norms import NORM_ROWS, with_denominators
 from ..planning.plan import LayerPlan, Plan
 from ..planning.scores import LayerScores, Named, score_layers
+from ..planning.sharing import divide
 from ..surgery.apply import apply
 from .dense import DenseLayers, dense_layers
 from .settings import check_fields
@@ -163,19 +164,20 @@ class PairPruning(Method):
         """As `plan`, for layers whose weights need not all be in memory."""
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
         rows = self.norm_rows if self.qk_norm == "rows" else 0
+        cut = [
+            with_denominators(layer, shape, layer_statistics, rows)
+            if layer is not None and shape is not None
+            else None
+            for layer, shape, layer_statistics in zip(
+                self.cut_layers(scores, statistics, dense),
+                dense.shapes,
+                statistics.layers,
+                strict=True,
+            )
+        ]
         return Plan(
-            layers=tuple(
-                with_denominators(layer, shape, layer_statistics, rows)
-                if layer is not None and shape is not None
-                else None
-                for layer, shape, layer_statistics in zip(
-                    self.cut_layers(scores, statistics, dense),
-                    dense.shapes,
-                    statistics.layers,
-                    strict=True,
-                )
-            ),
-            shapes=tuple(dense.shapes),
+            layers=divide(cut, dense.every_shape),
+            shapes=tuple(dense.every_shape),
             model_type=model_type,
             retain=self.retain,
             dense_fingerprint=fingerprint,

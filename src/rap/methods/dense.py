@@ -20,6 +20,7 @@ from ..model.rope import AttentionShape
 from ..planning.mixing import key_limit, value_limit
 from ..planning.norms import row_sizes
 from ..planning.scores import Named
+from ..planning.sharing import joined
 
 UNKNOWN_CONTEXT = 8192
 
@@ -31,6 +32,8 @@ class DenseLayers:
     `weights` maps the roles q, k, v, o to matrices as in nn.Linear, and where keys are normalised
     `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64 [P],
     a layer's own: local and global layers may rotate differently.
+    Layers that read the keys and values of another are part of that one (calibration.sharing);
+    `every_shape` has them by themselves.
     `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing).
     """
 
@@ -40,6 +43,7 @@ class DenseLayers:
     mixes_keys: Sequence[bool]
     context: int
     mixes_values: Sequence[bool]
+    every_shape: Sequence[AttentionShape | None] = ()
 
     def normalises_keys(self, index: int) -> bool:
         """Whether something divides a layer's keys by their size."""
@@ -56,15 +60,19 @@ def dense_layers(
     spec, layers = attention_spec(model.config), attention_layers(model)
     if weights is None:
         weights = [layer_weights(x, spec) if x.shape is not None else None for x in layers]
+    every_shape = [layer.shape for layer in layers]
+    shapes, weights = joined(every_shape, weights)
     return DenseLayers(
-        shapes=[layer.shape for layer in layers],
+        shapes=shapes,
         weights=weights,
         frequencies=[
-            layer_frequencies(model, layer) if layer.shape is not None else None for layer in layers
+            layer_frequencies(model, layer) if shape is not None else None
+            for layer, shape in zip(layers, shapes, strict=True)
         ],
         mixes_keys=[not key_limit(layer, model.config) for layer in layers],
         context=trained_length(model.config) or UNKNOWN_CONTEXT,
         mixes_values=[not value_limit(model.config) for _ in layers],
+        every_shape=every_shape,
     )
 
 
@@ -72,7 +80,7 @@ def layer_weights(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Tenso
     """Weights of one layer's attention, as `DenseLayers` has them."""
     assert layer.shape is not None
     weights = {role: linear.weight for role, linear in projections(layer, spec).items()}
-    if layer.norm is not None:
+    if layer.norm is not None and layer.shape.source is None:
         weight = norm_weights(layer)[1].to(weights["k"].device)
         weights["key_sizes"] = row_sizes(weights["k"], layer.shape, layer.norm, weight)
     return weights

@@ -7,7 +7,7 @@ width, P dense pairs.
 """
 
 import sys
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .families import AttentionSpec, QKNorm
 from .layers import sliding_window
 from .norms import norm_names, normalise_dense, pruned_norms, select_channels
+from .roles import PairWidths as PairWidths
 from .rope import AttentionShape, Tables, gather_pairs, pair_tables, rotate_pairs, rotate_step
 
 # What some families, in some releases of transformers, call the cache.
 _CACHE_ARGUMENTS = ("layer_past", "past_key_value")
-
-
-class PairWidths(TypedDict):
-    """A layer's entry in the `rap` section: pairs M, free channels N and values C of every head."""
-
-    pairs: int
-    free: int
-    values: int
-    norm_rows: NotRequired[int]
 
 
 class StateCache(Protocol):
@@ -74,6 +66,7 @@ class RapAttention(nn.Module):
                 setattr(self, name, value)
         for name, parameter in dense.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
+        spec = spec.of(dense)
         self.dense_shape, self.spec, self.norm = dense_shape, spec, norm
         self.sliding_window = sliding_window(spec, dense)
         self.eager_attention = sys.modules[type(dense).__module__].eager_attention_forward
@@ -90,6 +83,8 @@ class RapAttention(nn.Module):
             **dict.fromkeys("qk", projected),
             **dict.fromkeys(("v", "o", "gate"), self.value_width),
         }
+        if spec.value_norm is not None:  # which sees all rows: `sharing` says why
+            self.role_widths["v"] = dense_shape.head_dim
         for name, roles in spec.linears().items():
             setattr(self, name, _narrowed(self, getattr(dense, name), roles))
         # Kept here, because a decode step feels what is looked up in every layer.
@@ -133,8 +128,7 @@ class RapAttention(nn.Module):
             q, k = self.position(q, k, tables)
             if self.spec.query_scale is not None:
                 q = self.spec.query_scale(self, q, self.num_cached(cache), kwargs)
-            if cache is not None:
-                k, v = cache.update(k, v, self.layer_idx)
+            k, v = self.cached(k, v, cache, kwargs)
             if self.sliding_window is not None:
                 kwargs["sliding_window"] = self.sliding_window
             output, weights = attend(
@@ -180,6 +174,12 @@ class RapAttention(nn.Module):
     ) -> tuple[Tables | None, StateCache | None]:
         """What this layer rotates by and caches in: the model's cos and sin, and its cache."""
         return tables, cache
+
+    def cached(
+        self, k: Tensor, v: Tensor, cache: StateCache | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """What is attended to: the new keys and values, behind those the cache has."""
+        return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
     def num_cached(self, cache: StateCache | None) -> int:
         """The tokens that this layer's part of a cache holds."""

@@ -88,6 +88,10 @@ class AttentionSpec:
     v after each other (`heads`). `gate` multiplies the attention output by the sigmoid of a
     projection: its own linear, or the second half of every head of q_proj (`query`). `needs_bos`
     says that the family goes wrong on a text that does not begin with BOS.
+
+    `value_norm` names a norm of values over each head, without weights, before they are cached.
+    What `of` tells of one layer: it `reads` the keys and values of an earlier one and has q and o
+    alone, or it `ties_values`, whose projection is that of the keys (module `sharing`).
     """
 
     model_type: str
@@ -103,6 +107,9 @@ class AttentionSpec:
     fused: Literal["blocks", "heads"] | None = None
     gate: str | None = None
     needs_bos: bool = False
+    value_norm: str | None = None
+    reads: bool = False
+    ties_values: bool = False
     attention: str = "self_attn"
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -110,10 +117,22 @@ class AttentionSpec:
         """Role (q, k, v, o) to the name of its linear layer."""
         return dict(zip(ROLES, self.projections, strict=True))
 
+    def of(self, attention: nn.Module | None) -> "AttentionSpec":
+        """The row of one layer, dense or pruned, of a family whose layers differ in projections."""
+        if self.value_norm is None:
+            return self
+        q, k, v, o = self.projections
+        reads = bool(getattr(attention, "is_kv_shared_layer", False))
+        ties = not reads and getattr(attention, v, None) is None
+        names = (q, k, k if ties else v, o)
+        return replace(self, reads=reads, ties_values=ties, projections=names)
+
     def linears(self) -> dict[str, tuple[str, ...]]:
         """Every linear layer of the attention by name, and the roles its rows have, in order."""
         linears: dict[str, tuple[str, ...]] = {}
         for role, name in self.projection_names().items():
+            if self.reads and role in "kv":
+                continue
             linears[name] = (*linears.get(name, ()), role)
         if self.gate == "query":
             linears[self.projections[0]] += ("gate",)
@@ -132,6 +151,7 @@ _FUSED_DENSE = ("query_key_value", "query_key_value", "query_key_value", "dense"
 _LAYER_NORM = QKNorm(("q_layernorm", "k_layernorm"), centred=True)
 _ZERO_CENTRED = QKNorm(weight_offset=1.0)
 _ALL_HEADS = QKNorm(over="all")
+_SHARING: dict[str, Any] = {"norm": QKNorm(), "value_norm": "v_norm"}
 _HUNYUAN = QKNorm(("query_layernorm", "key_layernorm"), after_rotation=True)
 
 FAMILIES: dict[str, AttentionSpec] = {
@@ -159,6 +179,8 @@ FAMILIES: dict[str, AttentionSpec] = {
         AttentionSpec(
             "gemma3_text", needs_bos=True, norm=_ZERO_CENTRED, sliding_window_from="module"
         ),
+        AttentionSpec("gemma3n_text", needs_bos=True, sliding_window_from="module", **_SHARING),
+        AttentionSpec("gemma4_text", needs_bos=True, sliding_window_from="module", **_SHARING),
         AttentionSpec(
             "gpt_oss", table="half", sliding_window_from="module", arguments=(("s_aux", "sinks"),)
         ),
@@ -247,12 +269,7 @@ WRAPPERS = ("gemma3", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 
 LEARNED = "it adds learned absolute positions, there is no rotation to prune in pairs"
 ALIBI = "it biases attention by distance (ALiBi) and rotates nothing"
-SHARED = (
-    "its last layers read the keys and values of earlier layers, so that one choice of pairs would "
-    "have to serve the queries of several, and its values are normalised over whole heads"
-)
 REASONS = {
-    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), SHARED),
     **dict.fromkeys(("gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"), LEARNED),
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
 }

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import CheckpointError, UnsupportedModelError
 from .families import ALIBI, FAMILIES, REASONS, ROLES, WRAPPERS, AttentionSpec, QKNorm
+from .roles import ProjectionPart, role_rows
 from .rope import AttentionShape, HeadGeometry
 
 PREFIX = "rap_"
@@ -111,14 +111,19 @@ def rotary_module(model: nn.Module) -> nn.Module:
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """Every decoder layer of a live model (the meta device will do), in order."""
     spec, rotary = attention_spec(model.config), rotary_module(model)
-    return [
-        _describe(index, f"{prefix}.{spec.attention}", layer, spec, rotary)
-        for index, (prefix, layer) in enumerate(decoder_layers(model))
-    ]
+    found: list[AttentionLayer] = []
+    for index, (prefix, layer) in enumerate(decoder_layers(model)):
+        found.append(_describe(index, f"{prefix}.{spec.attention}", layer, spec, rotary, found))
+    return found
 
 
 def _describe(
-    index: int, path: str, layer: nn.Module, spec: AttentionSpec, rotary: nn.Module
+    index: int,
+    path: str,
+    layer: nn.Module,
+    spec: AttentionSpec,
+    rotary: nn.Module,
+    before: list[AttentionLayer],
 ) -> AttentionLayer:
     attention = getattr(layer, spec.attention, None)
     if attention is None:
@@ -132,8 +137,10 @@ def _describe(
     rotary_dim = (
         2 * frequency_buffer(rotary, attention).shape[-1] if rotates(spec, attention) else 0
     )
-    num_kv_heads = num_heads
-    if spec.fused != "heads":
+    num_kv_heads, source = num_heads, None
+    if spec.of(attention).reads:
+        source, num_kv_heads = _source(attention, before)
+    elif spec.fused != "heads":
         key = getattr(attention, spec.projections[1]).out_features // head_dim
         num_kv_heads = key if spec.fused is None else (key - num_heads) // 2
     shape = AttentionShape(
@@ -141,9 +148,24 @@ def _describe(
         num_kv_heads=num_kv_heads,
         hidden_size=output.out_features,
         geometry=HeadGeometry(head_dim, rotary_dim, spec.pairing),
+        source=source,
     )
     norm = spec.norm if spec.norm and hasattr(attention, spec.norm.names[0]) else None
     return AttentionLayer(index, path, attention, shape, norm=norm)
+
+
+def _source(reader: nn.Module, before: list[AttentionLayer]) -> tuple[int, int]:
+    """The layer whose keys and values a reader attends to, and its number of KV heads.
+
+    It is the last one of the reader's type with keys and values of its own.
+    """
+    kind = getattr(reader, "layer_type", None)
+    return max(
+        (x.index, x.shape.num_kv_heads)
+        for x in before
+        if x.shape is not None and x.shape.source is None
+        if getattr(x.module, "layer_type", None) == kind
+    )
 
 
 def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
@@ -184,13 +206,16 @@ def sliding_window(spec: AttentionSpec, attention: nn.Module) -> int | None:
 
 
 def norm_weights(layer: AttentionLayer) -> tuple[Tensor, ...]:
-    """The factors [H, D] and [G, D] by which normalised q and k are multiplied; () without norm."""
+    """The factors [H, D] and [G, D] by which normalised q and k are multiplied; () without norm.
+
+    Those of keys are 1 in a layer that reads another's.
+    """
     norm, shape = layer.norm, layer.shape
     if norm is None or shape is None:
         return ()
     weights = []
     for name, heads in zip(norm.names, (shape.num_heads, shape.num_kv_heads), strict=True):
-        module = getattr(layer.module, name)
+        module: Any = getattr(layer.module, name, None)
         parts = [module] if not norm.one_module_per_head else module.norms
         stored = [part.weight for part in parts if getattr(part, "weight", None) is not None]
         factors = torch.cat(
@@ -201,61 +226,23 @@ def norm_weights(layer: AttentionLayer) -> tuple[Tensor, ...]:
     return tuple(weights)
 
 
-class ProjectionPart:
-    """The rows of a linear layer that play one role, where several roles share the layer."""
-
-    def __init__(self, linear: nn.Linear, rows: Tensor):
-        self.linear, self.rows = linear, rows
-
-    @property
-    def weight(self) -> Tensor:
-        """These rows of the weight, a copy."""
-        return self.linear.weight[self.rows.to(self.linear.weight.device)]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """These entries of the bias, a copy."""
-        bias = self.linear.bias
-        return None if bias is None else bias[self.rows.to(bias.device)]
-
-    def register_forward_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """As for the linear layer itself, with these columns of its output."""
-        return self.linear.register_forward_hook(
-            lambda module, inputs, output: hook(module, inputs, output[..., self.rows])
-        )
-
-
 def projections(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Any]:
-    """The q, k, v and o of a layer by role: linear layers, or parts of shared ones."""
+    """The q, k, v and o of a layer by role: linear layers, or parts of shared ones.
+
+    q and o alone of a layer that reads another's keys and values.
+    """
     assert layer.shape is not None
+    spec = spec.of(layer.module)
     by_role: dict[str, Any] = {}
     for name, roles in spec.linears().items():
         linear = getattr(layer.module, name)
         widths = getattr(layer.module, "role_widths", dict.fromkeys(roles, layer.shape.head_dim))
         pruned = hasattr(layer.module, "role_widths")
         rows = role_rows(roles, widths, layer.shape, per_head=spec.per_head and not pruned)
+        whole = len(roles) == 1 or (spec.ties_values and not pruned)
         for role in set(roles) & set(ROLES):
-            by_role[role] = linear if len(roles) == 1 else ProjectionPart(linear, rows[role])
-    return {role: by_role[role] for role in ROLES}
-
-
-def role_rows(
-    roles: tuple[str, ...], widths: dict[str, int], shape: AttentionShape, *, per_head: bool
-) -> dict[str, Tensor]:
-    """Which rows of a linear shared by `roles` each has: head by head, or one role after another.
-
-    `widths` are the rows of one head of each role.
-    """
-    heads = {role: shape.num_kv_heads if role in "kv" else shape.num_heads for role in roles}
-    by_role, start = {}, 0
-    for role in roles:
-        rows = torch.arange(heads[role] * widths[role])
-        if per_head:
-            step = sum(widths[other] for other in roles)
-            rows = rows % widths[role] + rows // widths[role] * step
-        by_role[role] = rows + start
-        start += widths[role] if per_head else len(rows)
-    return by_role
+            by_role[role] = linear if whole else ProjectionPart(linear, rows[role])
+    return {role: by_role[role] for role in ROLES if role in by_role}
 
 
 def projection_tensors(
@@ -263,15 +250,19 @@ def projection_tensors(
 ) -> dict[str, tuple[AttentionLayer, str]]:
     """Checkpoint name of every attention tensor that is cut, to its layer and role.
 
-    A linear of several roles has them joined by "+"; norms are "q_norm.weight" and the like.
+    A linear of several roles has them joined by "+", or by "=" where they are of the same rows;
+    norms are "q_norm.weight" and the like.
     """
     names = {}
     for layer in layers:
         if layer.shape is None:
             continue
-        modules = {name: "+".join(roles) for name, roles in spec.linears().items()}
+        own = spec.of(layer.module)
+        joint = "=" if own.ties_values else "+"
+        modules = {name: joint.join(roles) for name, roles in own.linears().items()}
         if layer.norm is not None and not layer.norm.one_module_per_head:
-            modules |= dict(zip(layer.norm.names, ("q_norm", "k_norm"), strict=True))
+            norms = zip(layer.norm.names, ("q_norm", "k_norm"), strict=True)
+            modules |= {name: role for name, role in norms if hasattr(layer.module, name)}
         for name, role in modules.items():
             for leaf, _ in getattr(layer.module, name).named_parameters(recurse=False):
                 full_role = f"{role}.{leaf}" if "norm" in role else role

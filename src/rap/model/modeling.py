@@ -3,9 +3,9 @@
 Every class is derived from the family's own, so generation, tensor-parallel plans, gradient
 checkpointing and output capture are inherited. The `rap` section of the config holds the widths,
 the frequency index of every layer is a persistent buffer. This file and the siblings it imports
-(`attention`, `norms`, `layers`, `families`, `fingerprint`, `rope`, `errors`) are also copied into
-checkpoints, where they load as remote code: they may import torch, transformers and each other,
-nothing else.
+(`attention`, `sharing`, `norms`, `layers`, `roles`, `families`, `fingerprint`, `rope`, `errors`)
+are also copied into checkpoints, where they load as remote code: they may import torch,
+transformers and each other, nothing else.
 """
 
 import functools
@@ -42,6 +42,7 @@ from .layers import (
     base_model_type,
     rotary_module,
 )
+from .sharing import SharingAttention, plain_attention
 
 # Version 1 stored the weight of a cut norm with the family's offset added, and so rounded.
 CONFIG_VERSION = 2
@@ -106,7 +107,7 @@ def build_attention(
     `norm` are a QKNorm and its mode, where queries and keys are normalised.
     """
     dense_class: Any = type(layer.module)
-    kind: Any = KINDS[widths["kind"]] if "kind" in widths else RapAttention
+    kind: Any = KINDS[widths["kind"]] if "kind" in widths else plain_attention(spec)
     build: Any = attention_class(dense_class, kind)
     built: RapAttention = build(layer.module, spec, layer.shape, widths, *norm)
     if "kind" in widths:
@@ -118,7 +119,8 @@ def build_attention(
 @functools.cache
 def attention_class(base: type[nn.Module], kind: type[RapAttention]) -> type[RapAttention]:
     """A kind of attention as a subclass of the family's own, so that isinstance checks hold."""
-    name = kind.__name__.removesuffix("Attention") + base.__name__
+    plain = issubclass(SharingAttention, kind)
+    name = ("Rap" if plain else kind.__name__.removesuffix("Attention")) + base.__name__
     return type(name, (kind, base), {"__module__": __name__})
 
 
@@ -202,10 +204,10 @@ def __getattr__(name: str) -> type:
             return model_class(base_type)
     if name.startswith("Rap") and name.endswith("Attention"):
         # Unpickling a model asks for the class of its attention by name.
-        for base_type in _present():
+        for base_type in filter(FAMILIES.get, _present()):
             family = sys.modules[model_class(base_type).__mro__[2].__module__]
-            if hasattr(family, name.removeprefix("Rap")):
-                return attention_class(getattr(family, name.removeprefix("Rap")), RapAttention)
+            if dense := getattr(family, name.removeprefix("Rap"), None):
+                return attention_class(dense, plain_attention(FAMILIES[base_type]))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -100,7 +100,9 @@ def pruned_norms(
     norms = {}
     heads = (shape.num_heads, shape.num_kv_heads)
     for name, old, count in zip(norm_names(norm, exact=exact), norm.names, heads, strict=True):
-        module = getattr(dense, old)
+        module = getattr(dense, old, None)
+        if module is None:  # keys of a layer that reads another's
+            continue
         norms[name] = module if exact else KeptNorm(norm, module, count, key_width, shape.head_dim)
     return norms
 

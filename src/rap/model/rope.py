@@ -70,12 +70,21 @@ class HeadGeometry:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of one attention layer: H query heads, G KV heads, model dim E, the head's geometry."""
+    """Sizes of one attention layer: H query heads, G KV heads, model dim E, the head's geometry.
+
+    `source` is the earlier layer whose keys and values it attends to, where it has none of its own.
+    """
 
     num_heads: int
     num_kv_heads: int
     hidden_size: int
     geometry: HeadGeometry
+    source: int | None = None
+
+    @property
+    def num_cached_heads(self) -> int:
+        """KV heads of which the layer itself caches anything: none where it reads another's."""
+        return self.num_kv_heads if self.source is None else 0
 
     @property
     def group_size(self) -> int:

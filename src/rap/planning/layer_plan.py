@@ -89,7 +89,8 @@ class LayerPlan:
     @property
     def norm_rows(self) -> int:
         """S: rows of every head that only the norm sees."""
-        return 0 if self.key_sketch_GSD is None else self.key_sketch_GSD.shape[1]
+        # Queries and keys have as many; a layer that reads another's keys has queries alone.
+        return 0 if self.query_sketch_HSD is None else self.query_sketch_HSD.shape[1]
 
     def kept_channels(self, shape: AttentionShape) -> Tensor:
         """Dense head channels a plain cut keeps, LongTensor [G, W] in canonical order."""

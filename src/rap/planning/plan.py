@@ -12,6 +12,7 @@ from ..model.errors import PlanError
 from ..model.families import NORM_MODES
 from ..model.rope import AttentionShape, HeadGeometry
 from .layer_plan import LayerPlan as LayerPlan
+from .sharing import check_reader
 
 FILE = TensorFile("plan", 1, "a plan", PlanError, "write one with `rap plan`")
 
@@ -28,7 +29,7 @@ class PlanHeader:
     def header(self) -> dict[str, Any]:
         """These, as JSON-able data for a file."""
         return {
-            "shapes": [asdict(shape) if shape else None for shape in self.shapes],
+            "shapes": write_shapes(self.shapes),
             "model_type": self.model_type,
             "retain": self.retain,
             "dense_fingerprint": self.dense_fingerprint,
@@ -89,6 +90,8 @@ class Plan(PlanHeader):
                 if shape is None:
                     raise PlanError(f"layer {index} has no attention to prune")
                 layer.check(index, shape)
+            if shape is not None and shape.source is not None:
+                check_reader(index, layer, shape.source, self.layers[shape.source])
 
     @property
     def kept_fraction(self) -> float:
@@ -97,10 +100,10 @@ class Plan(PlanHeader):
         for layer, shape in zip(self.layers, self.shapes, strict=True):
             if shape is not None:
                 width = 2 * shape.head_dim
-                kept += shape.num_kv_heads * (
+                kept += shape.num_cached_heads * (
                     layer.key_width + layer.value_width if layer else width
                 )
-                dense += shape.num_kv_heads * width
+                dense += shape.num_cached_heads * width
         return kept / dense
 
     def __eq__(self, other: object) -> bool:
@@ -135,10 +138,16 @@ class Plan(PlanHeader):
         return cls(layers=tuple(layers), qk_norm=mode, **cls.read_header(about))
 
 
+def write_shapes(shapes: Sequence[AttentionShape | None]) -> list[dict[str, Any] | None]:
+    """Shapes as JSON-able data; a layer with its own keys and values names no source."""
+    entries = [asdict(shape) if shape else None for shape in shapes]
+    return [e and {k: x for k, x in e.items() if (k, x) != ("source", None)} for e in entries]
+
+
 def read_shapes(
     entries: Sequence[dict[str, Any] | None],
 ) -> tuple[AttentionShape | None, ...]:
-    """Shapes as `dataclasses.asdict` wrote them into a file."""
+    """What `write_shapes` wrote into a file."""
     return tuple(
         AttentionShape(**{**entry, "geometry": HeadGeometry(**entry["geometry"])})
         if entry

@@ -106,7 +106,10 @@ def _targets(student: PreTrainedModel) -> list[str]:
         for layer in attention_layers(student)
         if layer.shape is not None
         for name in (
-            *(spec.projection_names()[role] for role in projections(layer, spec)),
+            # Values may be of the linear of keys.
+            *dict.fromkeys(
+                spec.of(layer.module).projection_names()[role] for role in projections(layer, spec)
+            ),
             *getattr(layer.module, "reconstruction", ()),
         )
     ]

@@ -37,6 +37,15 @@ docs/results/quality.md):
 | `rows` | 8 more rows a head (`norm_rows`), for the norm alone | all but these | what they miss |
 | `exact` | all rows of W_q and W_k | cache and attention, not W_q and W_k | none beside the cut |
 
+Where values are normalised too (gemma3n, gemma4), by a norm without weights, W_v keeps all its rows
+in every mode, rotated so that what is kept comes first: their norm sees the whole head, and cache,
+attention and W_o are cut with no error beside the cut. Where layers read the keys and values of an
+earlier one, that layer and its readers keep the same pairs and values, chosen by the queries and
+outputs of all of them; readers cache nothing, so nothing of them counts in a retain ratio. Such
+models cannot be worked on layer by layer: no streamed calibration, no closed-form refit, no fit;
+`rap apply --stream` and distillation work. A linear that is keys and values in one
+(`attention_k_eq_v`) has rows of both after the cut, so that W_k itself becomes no smaller there.
+
 The last column is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this
 package (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were
 compared with transformers in vLLM on a CPU (`make test-families`), but those marked *unverified*,
@@ -121,6 +130,8 @@ def _features(spec: AttentionSpec) -> str:
     features = [
         ("fused q, k, v", spec.fused),
         ("gated output", spec.gate),
+        ("normalised values", spec.value_norm),
+        ("layers that read others' keys and values", spec.value_norm),
         ("clockwise rotation", spec.clockwise),
         ("rotation in float32", spec.rope_in_float32),
         (f"{spec.table} cos/sin", spec.table != "repeated"),

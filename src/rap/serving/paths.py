@@ -33,9 +33,14 @@ IMAGES = "the text model of a multimodal one is not served by itself yet"
 # Their routers take a sigmoid, vLLM's on CPUs a softmax alone: they are for GPUs, and nothing was
 # run there. All other families were compared with transformers in the engine.
 NOT_ON_CPUS = ("hy_v3", "minimax_m2")
+SHARED = (
+    "some of its layers attend to the cache of another, and all normalise values, which vLLM's "
+    "transformers backend knows nothing of"
+)
 REFUSED = {
     **dict.fromkeys(("lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), STATES),
     "llama4_text": SLOTS,
+    **dict.fromkeys(("gemma3n_text", "gemma4_text"), SHARED),
     **dict.fromkeys(("gpt_neox", "persimmon"), HEAP),
     **dict.fromkeys(WRAPPERS, IMAGES),
 }

@@ -131,6 +131,7 @@ def cut_layer(
         norm=layer.norm,
         norm_mode=plan.qk_norm,
         per_head=spec.per_head,
+        value_norm=spec.value_norm is not None,
     )
 
 
@@ -145,7 +146,8 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
         if planned is None:
             continue
         assert layer.shape is not None
-        added = {"frequency_index": planned.frequency_GM.to(torch.int32).contiguous()}
+        index = planned.frequency_GM.to(torch.int32, copy=True)  # readers share their source's
+        added = {"frequency_index": index.contiguous()}
         if layer.norm is not None and plan.qk_norm == "exact":
             added["kept_channels"] = planned.kept_channels(layer.shape).to(torch.int32)
         elif layer.norm is not None:
@@ -153,6 +155,8 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
             ratios = (planned.query_ratio_H, planned.key_ratio_G)
             counts = (layer.shape.num_heads, layer.shape.num_kv_heads)
             for name, ratio, count in zip(names, ratios, counts, strict=True):
+                if name == names[1] and layer.shape.source is not None:
+                    continue
                 added[f"{name}.ratio"] = torch.ones(count) if ratio is None else ratio.float()
         by_path[layer.path] = added
     return by_path

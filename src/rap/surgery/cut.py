@@ -7,12 +7,14 @@ Shapes: H query heads, G KV heads, R = H/G, D dense head dim, P pairs, M slots, 
 channels, C kept value channels, E model dim (absent for a bias).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..model.errors import PlanError
 from ..model.families import QKNorm
-from ..model.layers import role_rows
+from ..model.roles import role_rows
 from ..model.rope import AttentionShape
 from ..planning.plan import LayerPlan
 
@@ -26,25 +28,24 @@ def cut(
     norm: QKNorm | None = None,
     norm_mode: str = "constant",
     per_head: bool = False,
+    value_norm: bool = False,
 ) -> Tensor:
     """The pruned weight or bias of a projection or norm, contiguous, same dtype.
 
     `role` is q, k, v, o or gate, several of them joined by "+" for a linear they share (head by
-    head if `per_head`; the pruned one lists one role after another), or a norm's tensor, such as
-    "q_norm.weight". The output projection's bias is per model channel and stays as it is.
+    head if `per_head`; the pruned one lists one role after another) or by "=" for one whose rows
+    are all of them, or a norm's tensor, such as "q_norm.weight". With a `value_norm` all rows of v
+    stay, rotated so that the kept ones come first. The output projection's bias is per model
+    channel and stays as it is.
     Raises PlanError for a mixed plan of a layer whose norm or gate works on single channels.
     """
     exact = norm is not None and norm_mode == "exact"
     if norm is not None and layer.mixes_keys:
         raise PlanError("keys of a layer with QK-norm cannot be folded: prune whole pairs")
-    if "+" in role:
+    if "+" in role or "=" in role:
         parts = split_roles(role, tensor, shape, per_head=per_head)
-        return torch.cat(
-            [
-                cut(part, rows, layer, shape, norm=norm, norm_mode=norm_mode)
-                for part, rows in parts.items()
-            ]
-        )
+        how: dict[str, Any] = {"norm": norm, "norm_mode": norm_mode, "value_norm": value_norm}
+        return torch.cat([cut(part, rows, layer, shape, **how) for part, rows in parts.items()])
     if "norm" in role:
         return tensor.clone() if exact else _cut_norm(role, tensor, layer, shape)
     if role in "qk":
@@ -61,17 +62,22 @@ def cut(
         kept = _cut_keys(tensor, layer, shape, heads, mixes)
         return kept if sketch is None or norm_mode != "rows" else _add_rows(kept, tensor, sketch)
     if role == "v":
-        return _cut_value(tensor, layer, shape)
+        return (_rotate_value if value_norm else _cut_value)(tensor, layer, shape)
     if role == "gate":
         return _cut_gate(tensor, layer, shape)
     assert role == "o", role
-    return tensor.clone() if tensor.ndim == 1 else _cut_output(tensor, layer, shape)
+    up = layer.value_up_GDC
+    if up is not None and value_norm:
+        up = up.double() @ value_rotation(layer, shape)[1]
+    return tensor.clone() if tensor.ndim == 1 else _cut_output(tensor, layer, shape, up)
 
 
 def split_roles(
     role: str, tensor: Tensor, shape: AttentionShape, *, per_head: bool
 ) -> dict[str, Tensor]:
     """The rows of every role of a dense linear that several share."""
+    if "=" in role:
+        return dict.fromkeys(role.split("="), tensor)
     roles = tuple(role.split("+"))
     widths = dict.fromkeys(roles, shape.head_dim)
     rows = role_rows(roles, widths, shape, per_head=per_head)
@@ -169,10 +175,36 @@ def _cut_value(tensor: Tensor, layer: LayerPlan, shape: AttentionShape) -> Tenso
     return rows_GDE[head, layer.channels_GC.long().to(tensor.device)].flatten(0, 1)
 
 
-def _cut_output(tensor: Tensor, layer: LayerPlan, shape: AttentionShape) -> Tensor:
+def value_rotation(layer: LayerPlan, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+    """Rotations [G, D, D] whose first C rows span the kept values, and what makes these of them.
+
+    The second, [G, C, C], times the first C rows is `value_down`; 1 for kept channels, which a
+    permutation brings to the front. Float64, on the CPU, so that every device gets the same.
+    """
+    if layer.value_down_GCD is not None:
+        turn_GDD, factor_GDC = torch.linalg.qr(layer.value_down_GCD.double().cpu().mT, "complete")
+        return turn_GDD.mT, factor_GDC[:, : layer.value_width].mT
+    assert layer.channels_GC is not None
+    orders = []
+    for kept in layer.channels_GC.tolist():
+        # In the order in which the output projection has them.
+        orders.append([*kept, *sorted(set(range(shape.head_dim)) - set(kept))])
+    every_DD = torch.eye(shape.head_dim, dtype=torch.float64)
+    return every_DD[torch.tensor(orders)], torch.eye(layer.value_width, dtype=torch.float64)
+
+
+def _rotate_value(tensor: Tensor, layer: LayerPlan, shape: AttentionShape) -> Tensor:
+    rows_GDE = tensor.unflatten(0, (shape.num_kv_heads, shape.head_dim))
+    turn_GDD = value_rotation(layer, shape)[0].to(tensor.device)
+    return torch.einsum("gcd,gd...->gc...", turn_GDD, rows_GDE.double()).flatten(0, 1).to(tensor)
+
+
+def _cut_output(
+    tensor: Tensor, layer: LayerPlan, shape: AttentionShape, up: Tensor | None
+) -> Tensor:
     columns_EHD = tensor.unflatten(1, (shape.num_heads, shape.head_dim))
-    if layer.value_up_GDC is not None:
-        up = layer.value_up_GDC.to(device=tensor.device, dtype=torch.float64)
+    if up is not None:
+        up = up.to(device=tensor.device, dtype=torch.float64)
         up_HDC = up.repeat_interleave(shape.group_size, 0)
         mixed = torch.einsum("ehd,hdc->ehc", columns_EHD.double(), up_HDC)
         return mixed.flatten(1, 2).to(tensor.dtype)

@@ -69,7 +69,7 @@ class Replacement(PlanHeader):
         kept = dense = 0
         for layer, shape in zip(self.layers, self.shapes, strict=True):
             if shape is not None:
-                width = 2 * shape.num_kv_heads * shape.head_dim
+                width = 2 * shape.num_cached_heads * shape.head_dim
                 kept += width if layer is None else layer.cached
                 dense += width
         return kept / dense

@@ -5,6 +5,7 @@ written first and every tensor follows as soon as it is cut: one tensor is in me
 Experts that the model joins are copied one by one, and joined once more for the fingerprint alone.
 """
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -115,7 +116,8 @@ class _Rewriter:
             return
         small = tuple(self._cut(torch.empty(shape, dtype=dtype, device="meta"), layer, role).shape)
         yield _Entry(name, dtype, small, layer, role, source=source, target=target)
-        if "k" in role.split("+") and target.endswith(".weight"):
+        first = "k" if layer.shape is not None and layer.shape.source is None else "q"
+        if first in re.split("[+=]", role) and target.endswith(".weight"):
             added = {f"{layer.path}.{name}": x for name, x in self.added[layer.path].items()}
             names = self.conversions.stored_names(added)
             for target, value in added.items():

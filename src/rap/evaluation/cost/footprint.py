@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from ...calibration.state import evaluating
 from ...model.families import ROLES, AttentionSpec
-from ...model.layers import AttentionLayer, attention_layers, attention_spec, role_rows
+from ...model.layers import AttentionLayer, attention_layers, attention_spec
+from ...model.roles import role_rows
 
 PREFILL = 3  # tokens read before the decode step that is measured
 
@@ -139,7 +140,7 @@ def _shares(layer: AttentionLayer, spec: AttentionSpec) -> list[tuple[str, str, 
     """Role, name and share of the linear's rows: one linear may be q, k and v, or q and a gate."""
     shape, shares = layer.shape, []
     assert shape is not None
-    for name, roles in spec.linears().items():
+    for name, roles in spec.of(layer.module).linears().items():
         widths = getattr(layer.module, "role_widths", dict.fromkeys(roles, shape.head_dim))
         rows = role_rows(roles, widths, shape, per_head=False)
         total = sum(len(own) for own in rows.values())
