@@ -36,7 +36,8 @@ ORDER = [
 ]
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
 SHIPPED_FROM = "model"
-SHIPPED = {"errors", "fingerprint", "rope", "families", "layers", "norms", "attention", "modeling"}
+SHIPPED = {"errors", "fingerprint", "rope", "families", "refusals", "layers", "norms"}
+SHIPPED |= {"attention", "modeling"}
 PURE = {"planning"}
 IN_OUT = ("In: ", "Out: ")
 

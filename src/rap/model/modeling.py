@@ -3,9 +3,9 @@
 Every class is derived from the family's own, so generation, tensor-parallel plans, gradient
 checkpointing and output capture are inherited. The `rap` section of the config holds the widths,
 the frequency index of every layer is a persistent buffer. This file and the siblings it imports
-(`attention`, `norms`, `layers`, `families`, `fingerprint`, `rope`, `errors`) are also copied into
-checkpoints, where they load as remote code: they may import torch, transformers and each other,
-nothing else.
+(`attention`, `norms`, `layers`, `families`, `refusals`, `fingerprint`, `rope`, `errors`) are also
+copied into checkpoints, where they load as remote code: they may import torch, transformers and
+each other, nothing else.
 """
 
 import functools
@@ -189,8 +189,9 @@ def register() -> None:
 
 
 def _present() -> list[str]:
-    """Families that the installed transformers has; a row may be newer than it."""
-    return [name for name in (*FAMILIES, *WRAPPERS) if name in CONFIG_MAPPING_NAMES]
+    """Models that the installed transformers has by themselves; a row may be newer than it."""
+    names: Any = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    return [name for name in (*FAMILIES, *WRAPPERS) if name in names]
 
 
 def __getattr__(name: str) -> type:
