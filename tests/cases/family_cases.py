@@ -145,11 +145,6 @@ CASES = [
     Case("jais2", {"attention_bias": True}),
     Case("phimoe", _MOE | {"attention_bias": True}),
     Case(
-        "minimax",
-        _MOE | _TURNS | {"block_size": 4},
-        absent=(0,),
-    ),
-    Case(
         "vaultgemma", WINDOW | _TYPES | {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24}
     ),
     Case("hyperclovax", {"attention_multiplier": 0.2, "attention_bias": True}),
@@ -161,12 +156,6 @@ CASES = [
         | _MAMBA
         | _TURNS
         | {"position_embedding_type": "rope", "shared_intermediate_size": 48, "mamba_n_heads": 12},
-        absent=(0,),
-    ),
-    Case(
-        "bamba",
-        _MAMBA | {"attn_layer_indices": [1, 2], "hidden": 96, "mamba_n_heads": 12},
-        rotated=8,
         absent=(0,),
     ),
     Case("falcon_h1", _MAMBA | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "key_multiplier": 0.4}),

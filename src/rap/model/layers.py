@@ -104,8 +104,7 @@ def _describe(
     index: int, path: str, layer: nn.Module, spec: AttentionSpec, rotary: nn.Module
 ) -> AttentionLayer:
     attention = getattr(layer, spec.attention, None)
-    # Some give the name to linear attention as well, in layers that take turns with softmax.
-    if not hasattr(attention, spec.projections[3]):
+    if attention is None:
         return AttentionLayer(index, path, None, None, "no attention in this layer")
     pruned = getattr(attention, "dense_shape", None)
     if pruned is not None:

@@ -78,6 +78,10 @@ class RapModelMixin(_Model):
             parent, _, name = layer.path.rpartition(".")
             setattr(self.get_submodule(parent), name, pruned)
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # Models of the family fill in what checkpoints do not store; those of custom code may not.
+        super()._initialize_weights(module)
+
     # The base's other arguments pass through unnamed.
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As the base class; the config records the fingerprint of exactly these weights."""
@@ -184,37 +188,32 @@ def _register_conversions(base_type: str, base: type, made: type) -> None:
 
 def register() -> None:
     """Make AutoConfig and AutoModelForCausalLM know every supported rap_<family>."""
-    for base_type in _present():
+    for base_type in _model_names():
         AutoConfig.register(PREFIX + base_type, config_class(base_type), exist_ok=True)
 
 
-def _present() -> list[str]:
-    """Models that the installed transformers has by themselves; a row may be newer than it."""
-    names: Any = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    return [name for name in (*FAMILIES, *WRAPPERS) if name in names]
+def _model_names() -> dict[str, str]:
+    """Class of the model by type, where the installed transformers has one for it alone."""
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    wholes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    names = {name: causal[name] for name in FAMILIES if name in causal}
+    return names | {name: wholes[name] for name in WRAPPERS if name in wholes}
 
 
 def __getattr__(name: str) -> type:
     """RapLlamaConfig, RapLlamaForCausalLM, ... made on first use (also by remote-code loading)."""
-    for base_type in _present():
+    for base_type, model_name in _model_names().items():
         if name == f"Rap{CONFIG_MAPPING_NAMES[base_type]}":
             return config_class(base_type)
-        if name == f"Rap{_model_name(base_type)}":
+        if name == f"Rap{model_name}":
             return model_class(base_type)
     if name.startswith("Rap") and name.endswith("Attention"):
         # Unpickling a model asks for the class of its attention by name.
-        for base_type in _present():
+        for base_type in _model_names():
             family = sys.modules[model_class(base_type).__mro__[2].__module__]
             if hasattr(family, name.removeprefix("Rap")):
                 return attention_class(getattr(family, name.removeprefix("Rap")), RapAttention)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _model_name(base_type: str) -> str:
-    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if base_type in WRAPPERS else names)[
-        base_type
-    ]
 
 
 def _registering_init(base_type: str) -> Callable[..., None]:

@@ -34,6 +34,10 @@ REASONS = {
         ("granite_swa", "granitemoe_swa"),
         ("its layers rotate at bases of their own (layer_rope_theta), each by a module of its own"),
     ),
+    **dict.fromkeys(
+        ("bamba", "minimax"),
+        "its cached steps differ from its whole pass in transformers, before any cut",
+    ),
     "bitnet": "it normalises the output of all heads at once, so values cannot lose channels",
     "diffllama": "it subtracts two attentions, whose output it normalises over pairs of heads",
     "doge": "its attention mask is computed from the values of all channels",
@@ -47,6 +51,11 @@ REASONS = {
     "recurrent_gemma": "every attention layer makes its own cos and sin instead of the model",
     "cohere_compass_text": "its frequencies stand in another order, by section of positions",
     "modernbert-decoder": "no test has compared its cut attention with its own",
+    "deepseek_v4": "all heads share one key, which is the value as well",
+    "phi4_multimodal": "its images and speech come with adapters on the linears that a cut narrows",
+    "roformer": "its attention, of an older form, looks up the sines of positions by itself",
+    "musicgen": "its decoder makes sound by positions that are added, and rotates nothing",
+    "musicgen_melody": "its decoder makes sound by positions that are added, and rotates nothing",
     "moshi": "it generates speech and text by two decoders at once, and only some layers' linears "
     "are plain ones",
     "blt": "it reads bytes by three models, the patches of one being the tokens of the next",
