@@ -16,6 +16,7 @@ from rap.model.attention import RapAttention
 from rap.model.errors import UnsupportedModelError
 from rap.model.families import FAMILIES, AttentionSpec
 from rap.model.layers import attention_layers, rotary_module
+from rap.model.rope import pair_tables
 from rap.planning.mixing import key_limit
 from rap.surgery.apply import apply
 from rap.surgery.replace import check_plain
@@ -119,6 +120,21 @@ def test_another_axis_than_that_of_the_kept_pair_is_seen(case: Case):
     assert _error(_logits_rotated_by(small, case, _of_the_pair), expected) < BOUND
     assert _error(_logits_rotated_by(small, case, _of_the_slot), expected) > VISIBLE
     assert _error(_logits_rotated_by(small, case, _of_time), expected) > VISIBLE
+
+
+@pytest.mark.parametrize("case", BY_AXIS[:2], ids=lambda case: case.name)
+def test_tables_of_all_axes_give_every_pair_its_own(case: Case):
+    """As older releases of transformers hand them to every layer."""
+    model, positions = case.model(dtype=torch.float32), _positions()
+    rotary, axes_P = rotary_module(model), torch.tensor(AXES[case.name])
+    angle = positions[..., None] * rotary.inv_freq
+    tables = tuple(torch.cat([t, t], -1) for t in (angle.cos(), angle.sin()))
+    cos, sin = pair_tables(tables, len(axes_P), "repeated", [4, 2, 2])
+    pairs = torch.arange(len(axes_P))
+    torch.testing.assert_close(cos, angle[axes_P, ..., pairs].permute(1, 2, 0).cos())
+    torch.testing.assert_close(sin, angle[axes_P, ..., pairs].permute(1, 2, 0).sin())
+    layer = next(module for module in _both(case)[0].modules() if isinstance(module, RapAttention))
+    assert torch.equal(layer._pair_tables(tables)[0], cos)
 
 
 def _row(case: Case) -> AttentionSpec:

@@ -280,11 +280,11 @@ class RapAttention(nn.Module):
     def _pair_tables(self, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """cos and sin [1|B, T, P] of the dense pairs, views of the model's own."""
         assert tables is not None
-        return pair_tables(tables, self.dense_shape.geometry.num_pairs, self.spec.table)
+        sections = self.config.rope_parameters.get("mrope_section") if self.spec.by_axis else None
+        return pair_tables(tables, self.dense_shape.geometry.num_pairs, self.spec.table, sections)
 
     def _clip(self, x: Tensor) -> Tensor:
-        bound = self.clip_bound
-        return x if bound is None else x.clamp(-bound, bound)
+        return x if self.clip_bound is None else x.clamp(-self.clip_bound, self.clip_bound)
 
 
 def _num_rows(attention: RapAttention, role: str) -> int:

@@ -136,8 +136,8 @@ def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
     """
     kinds = ("layer_type", "attention_type")
     kind = next((getattr(attention, name) for name in kinds if hasattr(attention, name)), None)
-    if kind is None and not hasattr(rotary, "inv_freq"):
-        layer_types = getattr(getattr(attention, "config", None), "layer_types", None)
+    if kind is None and attention is not None and not hasattr(rotary, "inv_freq"):
+        layer_types = getattr(attention.config, "layer_types", None)
         kind = layer_types and layer_types[attention.layer_idx]
     buffer = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
     if not isinstance(buffer, Tensor):

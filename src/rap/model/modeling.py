@@ -78,9 +78,10 @@ class RapModelMixin(_Model):
             parent, _, name = layer.path.rpartition(".")
             setattr(self.get_submodule(parent), name, pruned)
 
-    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # Models of the family fill in what checkpoints do not store; those of custom code may not.
-        super()._initialize_weights(module)
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: custom code may not fill in what checkpoints do not store, as families do."""
+        return False
 
     # The base's other arguments pass through unnamed.
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -49,15 +49,16 @@ REASONS = {
     "dbrx": "its attention lies two modules deep in a layer, where none is looked for",
     "zamba2": "one block of attention serves several layers, each with adapters of its own",
     "recurrent_gemma": "every attention layer makes its own cos and sin instead of the model",
-    "cohere_compass_text": "its frequencies stand in another order, by section of positions",
-    "modernbert-decoder": "no test has compared its cut attention with its own",
+    **dict.fromkeys(
+        ("cohere_compass_text", "modernbert-decoder"),
+        "no test has compared its attention after a cut with its own",
+    ),
     "deepseek_v4": "all heads share one key, which is the value as well",
     "phi4_multimodal": "its images and speech come with adapters on the linears that a cut narrows",
     "roformer": "its attention, of an older form, looks up the sines of positions by itself",
     "musicgen": "its decoder makes sound by positions that are added, and rotates nothing",
     "musicgen_melody": "its decoder makes sound by positions that are added, and rotates nothing",
-    "moshi": "it generates speech and text by two decoders at once, and only some layers' linears "
-    "are plain ones",
+    "moshi": "it generates speech and text by two decoders at once",
     "blt": "it reads bytes by three models, the patches of one being the tokens of the next",
 }
 
