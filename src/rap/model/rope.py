@@ -116,7 +116,9 @@ def pair_tables(
         # Since 5.19 at the latest, transformers does this once for all layers.
         cos, sin = (
             torch.cat([x[axis % 3] for axis, x in enumerate(blocks)], -1)
-            for blocks in (table[..., :num_pairs].split(sections, -1) for table in (cos, sin))
+            for blocks in (
+                x[..., :num_pairs].split_with_sizes(list(sections), -1) for x in (cos, sin)
+            )
         )
     if kind == "interleaved":
         return cos[..., : 2 * num_pairs : 2], sin[..., : 2 * num_pairs : 2]
