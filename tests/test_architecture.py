@@ -36,8 +36,8 @@ ORDER = [
 ]
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
 SHIPPED_FROM = "model"
-SHIPPED = {"errors", "fingerprint", "rope", "roles", "families", "layers", "norms", "attention"}
-SHIPPED |= {"sharing", "modeling"}
+SHIPPED = {"errors", "fingerprint", "rope", "roles", "families", "refusals", "layers", "norms"}
+SHIPPED |= {"attention", "sharing", "modeling"}
 PURE = {"planning"}
 IN_OUT = ("In: ", "Out: ")
 

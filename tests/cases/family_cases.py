@@ -162,8 +162,42 @@ _QWEN_IDS = {"image_token_id": 127, "video_token_id": 126, "vision_start_token_i
     "vision_end_token_id": 124
 }
 
+_MAMBA = {"mamba_d_head": 8, "mamba_expand": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_TURNS = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+_GRANITE = _MOE | {"attention_multiplier": 0.2, "hidden": 96}
+# Four of eight pairs take the time's position, and two each the height's and the width's.
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e2, "mrope_section": [4, 2, 2]}
+_CLIP_EYES = {"model_type": "clip_vision_model", **_EYES, "patch_size": 8}
+_QWEN2_EYES = {"depth": 1, "patch_size": 4, "num_heads": 2}
+_QWEN3_EYES = _QWEN_EYES | {"deepstack_visual_indexes": [0]}
+
 CASES = [
     Case("llama", {"attention_bias": True}),
+    Case("aria_text", {"moe_num_experts": 4, "moe_topk": 2}),
+    Case("cwm", WINDOW | _TYPES | {"bos_token_id": 0}),
+    Case("jais2", {"attention_bias": True}),
+    Case("phimoe", _MOE | {"attention_bias": True}),
+    Case(
+        "vaultgemma", WINDOW | _TYPES | {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24}
+    ),
+    Case("hyperclovax", {"attention_multiplier": 0.2, "attention_bias": True}),
+    Case("granitemoe", _GRANITE),
+    Case("granitemoeshared", _GRANITE | {"shared_intermediate_size": 48}),
+    Case(
+        "granitemoehybrid",
+        _GRANITE
+        | _MAMBA
+        | _TURNS
+        | {"position_embedding_type": "rope", "shared_intermediate_size": 48, "mamba_n_heads": 12},
+        absent=(0,),
+    ),
+    Case("falcon_h1", _MAMBA | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "key_multiplier": 0.4}),
+    Case(
+        "ernie4_5_moe",
+        {"use_bias": True, "moe_num_experts": 4, "moe_k": 2} | {"moe_intermediate_size": 24},
+        interleaved=True,
+        in_float32=True,
+    ),
     Case("mistral", WINDOW),
     Case("ministral", WINDOW | _TYPES),
     Case(
@@ -207,6 +241,16 @@ CASES = [
     ),
     Case("cohere", {"attention_bias": True, "hidden": 96}, interleaved=True, in_float32=True),
     Case("cohere2", WINDOW | _TYPES, interleaved=True, still=(1,), in_float32=True),
+    Case(
+        "cohere2_moe",
+        WINDOW
+        | _MOE
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_experts": 4},
+        interleaved=True,
+        still=(2,),
+        in_float32=True,
+    ),
     Case("arcee", {"attention_bias": True}),
     Case("granite", {"attention_multiplier": 0.2, "hidden": 96}),
     Case("starcoder2", WINDOW | {"hidden": 96}),
@@ -244,6 +288,22 @@ CASES = [
     Case(
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        norms=_QK,
+    ),
+    Case(
+        "dots1",
+        WINDOW
+        | _TYPES
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "first_k_dense_replace": 1},
+        norms=_QK,
+    ),
+    Case(
+        "mellum",
+        WINDOW
+        | _TYPES
+        | _LOCAL
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         norms=_QK,
     ),
     Case("qwen3_next", _LINEAR, rotated=4, absent=(0, 1, 2), norms=_QK),
@@ -300,6 +360,21 @@ CASES = [
     Case("olmo2", {"attention_bias": True}, norms=_QK, normed="flat"),
     Case("olmo3", WINDOW | _TYPES, norms=_QK, normed="flat"),
     Case(
+        "flex_olmo",
+        {"num_experts": 4, "num_experts_per_tok": 2},
+        norms=_QK,
+        normed="flat",
+    ),
+    Case(
+        "olmo_hybrid",
+        _TURNS
+        | {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        absent=(0,),
+        norms=_QK,
+        normed="flat",
+    ),
+    Case(
         "olmoe",
         {"clip_qkv": 1.0, "num_experts": 4, "num_experts_per_tok": 2, "hidden": 96},
         norms=_QK,
@@ -334,6 +409,23 @@ CASES = [
         normed="BHTD",
     ),
     Case(
+        "exaone_moe",
+        WINDOW
+        | _TYPES
+        | {"sliding_window_pattern": 2, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        still=(1,),
+        norms=_QK,
+        normed="BHTD",
+    ),
+    Case(
+        "hunyuan_v1_moe",
+        {"num_experts": 4, "moe_topk": 2},
+        norms=("query_layernorm", "key_layernorm"),
+        normed="BHTD",
+        in_float32=True,
+    ),
+    Case(
         "hunyuan_v1_dense",
         {"attention_bias": True},
         norms=("query_layernorm", "key_layernorm"),
@@ -351,6 +443,14 @@ CASES = [
     Case(
         "lfm2",
         {"layer_types": ["conv", "full_attention", "full_attention"], "hidden": 96},
+        absent=(0,),
+        norms=("q_layernorm", "k_layernorm"),
+    ),
+    Case(
+        "lfm2_moe",
+        {"layer_types": ["conv", "full_attention", "full_attention"], "hidden": 96}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"num_dense_layers": 1},
         absent=(0,),
         norms=("q_layernorm", "k_layernorm"),
     ),
@@ -380,6 +480,64 @@ CASES = [
         | {"vision_config": {"model_type": "siglip_vision_model", **_EYES}}
         | {"mm_tokens_per_image": 4, "image_token_index": 127}
         | {"boi_token_index": 125, "eoi_token_index": 126},
+    ),
+    Case(
+        "llava",
+        {"attention_bias": True},
+        around=_inner("llama") | {"vision_config": _CLIP_EYES, "image_token_index": 127},
+    ),
+    Case(
+        "llava_next",
+        WINDOW,
+        around=_inner("mistral")
+        | {"vision_config": _CLIP_EYES, "image_token_index": 127}
+        | {"image_grid_pinpoints": [[16, 16]]},
+    ),
+    Case(
+        "llava_onevision",
+        WINDOW,
+        around=_inner("qwen2")
+        | {"vision_config": {"model_type": "siglip_vision_model", **_EYES, "patch_size": 8}}
+        | {"image_token_index": 127, "image_grid_pinpoints": [[16, 16]]}
+        | {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+    ),
+    Case(
+        "internvl",
+        norms=_QK,
+        around=_inner("qwen3")
+        | {"vision_config": _EYES | {"image_size": [16, 16], "patch_size": [4, 4]}}
+        | {"image_token_id": 127, "downsample_ratio": 0.5},
+    ),
+    Case(
+        "qwen2_vl",
+        {"rope_parameters": _SECTIONS, "hidden": 96},
+        around=_inner("qwen2_vl_text")
+        | {"vision_config": _QWEN2_EYES | {"embed_dim": 32, "hidden_size": 96}}
+        | _QWEN_IDS,
+    ),
+    Case(
+        "qwen2_5_vl",
+        {"rope_parameters": _SECTIONS, "hidden": 96},
+        around=_inner("qwen2_5_vl_text")
+        | {
+            "vision_config": _QWEN2_EYES
+            | {"hidden_size": 32, "out_hidden_size": 96}
+            | {"intermediate_size": 48, "window_size": 8, "fullatt_block_indexes": [0]}
+        }
+        | _QWEN_IDS,
+    ),
+    Case(
+        "qwen3_vl",
+        {"rope_parameters": _SECTIONS},
+        norms=_QK,
+        around=_inner("qwen3_vl_text") | {"vision_config": _QWEN3_EYES} | _QWEN_IDS,
+    ),
+    Case(
+        "qwen3_vl_moe",
+        {"rope_parameters": _SECTIONS, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24},
+        norms=_QK,
+        around=_inner("qwen3_vl_moe_text") | {"vision_config": _QWEN3_EYES} | _QWEN_IDS,
     ),
     Case(
         "mistral3",

@@ -11,12 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cases.family_cases import CASES, HEAD_DIM, Case, masked_by_hooks, random_case_plan
 from cases.models import random_tokens
 from cases.plans import plan_of
 from rap.model import modeling
-from rap.model.families import FAMILIES, NORM_MODES, WRAPPERS
+from rap.model.families import FAMILIES, INNER, NORM_MODES, WRAPPERS
 from rap.model.layers import attention_layers
 from rap.planning.plan import LayerPlan
 from rap.surgery.apply import apply
@@ -39,7 +40,14 @@ def _close(found: Tensor, expected: Tensor, bound: float) -> bool:
 
 
 def test_every_family_has_a_case():
-    assert {case.model_type for case in CASES} == {*FAMILIES, *WRAPPERS}
+    inside = {case.around["text_config"]["model_type"] for case in CASES if case.around}
+    alone = {case.model_type for case in CASES}
+    assert alone == {*FAMILIES, *WRAPPERS} - {*INNER}
+    assert {*INNER} <= inside
+
+
+def test_text_models_that_come_inside_others_alone_are_named_so():
+    assert {*FAMILIES} - {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} == {*INNER}
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

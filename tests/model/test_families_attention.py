@@ -21,7 +21,7 @@ TOKENS, PROMPT = 7, 4
 LOGIT_BOUND = 1e-5
 NEVER_REFUSED = ("eager", "rap")
 # They know no dropout of attention.
-WITHOUT_DROPOUT = ("ernie4_5", "lfm2")
+WITHOUT_DROPOUT = ("ernie4_5", "ernie4_5_moe", "lfm2", "lfm2_moe")
 IMPLEMENTATIONS = (*NEVER_REFUSED, "sdpa", "flex_attention")
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

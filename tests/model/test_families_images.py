@@ -26,23 +26,31 @@ MULTIMODAL = [case for case in CASES if case.around]
 every_case = pytest.mark.parametrize("case", MULTIMODAL, ids=lambda case: case.name)
 
 
+# Cut into tiles: one of the whole image and one of its only part, with the ends of two lines.
+TILED = ("llava_next", "llava_onevision")
+
+
 def _picture(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """One image of 4 x 4 patches, which every case here turns into four tokens."""
+    """One image, which the cases turn into four tokens, or in tiles into ten."""
     pixels = torch.randn(1, 3, 16, 16, dtype=dtype, generator=torch.Generator().manual_seed(3))
     if case.name.startswith("qwen"):
         frames = pixels[:, :, None].expand(-1, -1, 2, -1, -1)
         grid = torch.tensor([[1, 4, 4]])
         return {"pixel_values": frames.reshape(16, -1), "image_grid_thw": grid}
-    sizes = {"image_sizes": torch.tensor([[16, 16]])} if case.name == "mistral3" else {}
+    sized = (*TILED, "mistral3")
+    sizes = {"image_sizes": torch.tensor([[16, 16]])} if case.name in sized else {}
+    if case.name in TILED:
+        pixels = torch.stack([pixels, pixels.flip(-1)], dim=1)
     return {"pixel_values": pixels, **sizes}
 
 
 def _prompt(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    tokens = random_tokens(1, 12).clamp(max=100)
-    tokens[:, 3:7] = IMAGE_TOKEN
+    tokens = random_tokens(1, 18).clamp(max=100)
+    tokens[:, 3 : 13 if case.name in TILED else 7] = IMAGE_TOKEN
     kinds = (tokens == IMAGE_TOKEN).long()
-    name = "mm_token_type_ids" if case.name.startswith("qwen") else "token_type_ids"
-    named = {name: kinds} if case.name != "mistral3" and case.name != "llama4" else {}
+    named = {"mm_token_type_ids": kinds} if case.name.startswith("qwen") else {}
+    if case.name == "gemma3":
+        named = {"token_type_ids": kinds}
     return {"input_ids": tokens, **named, **_picture(case, dtype)}
 
 

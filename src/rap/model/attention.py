@@ -67,6 +67,8 @@ class RapAttention(nn.Module):
         for name, parameter in dense.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         spec = spec.of(dense)
+        # A factor on keys is one on scores; taken once, should this be cut again.
+        self.scaling *= vars(self).pop("key_multiplier", 1.0)
         self.dense_shape, self.spec, self.norm = dense_shape, spec, norm
         self.sliding_window = sliding_window(spec, dense)
         self.eager_attention = sys.modules[type(dense).__module__].eager_attention_forward
@@ -76,8 +78,7 @@ class RapAttention(nn.Module):
         self.key_width = 2 * widths["pairs"] + widths["free"]
         self.exact_norm = norm is not None and norm_mode == "exact"
         self.norm_rows = widths.get("norm_rows", 0)
-        unchanged = norm is None and spec.query_scale is None
-        self.fusable = self.fusable and unchanged and self.num_slots > 0
+        self.fusable &= norm is None and spec.query_scale is None and self.num_slots > 0
         projected = dense_shape.head_dim if self.exact_norm else self.key_width + self.norm_rows
         self.role_widths = {
             **dict.fromkeys("qk", projected),
@@ -97,11 +98,10 @@ class RapAttention(nn.Module):
         device = getattr(dense, spec.projections[3]).weight.device
         slots = torch.arange(self.num_slots, dtype=torch.int32, device=device)
         # Persistent: from_pretrained refills non-persistent buffers with uninitialised memory.
-        groups = dense_shape.num_kv_heads
-        self.register_buffer("frequency_index", slots.expand(groups, -1).clone())
+        self.register_buffer("frequency_index", slots.expand(dense_shape.num_kv_heads, -1).clone())
         if self.exact_norm:
             kept = torch.arange(self.key_width, dtype=torch.int32, device=device)
-            self.register_buffer("kept_channels", kept.expand(groups, -1).clone())
+            self.register_buffer("kept_channels", kept.expand(dense_shape.num_kv_heads, -1).clone())
 
     def forward(
         self,
@@ -280,11 +280,11 @@ class RapAttention(nn.Module):
     def _pair_tables(self, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """cos and sin [1|B, T, P] of the dense pairs, views of the model's own."""
         assert tables is not None
-        return pair_tables(tables, self.dense_shape.geometry.num_pairs, self.spec.table)
+        sections = self.config.rope_parameters.get("mrope_section") if self.spec.by_axis else None
+        return pair_tables(tables, self.dense_shape.geometry.num_pairs, self.spec.table, sections)
 
     def _clip(self, x: Tensor) -> Tensor:
-        bound = self.clip_bound
-        return x if bound is None else x.clamp(-bound, bound)
+        return x if self.clip_bound is None else x.clamp(-self.clip_bound, self.clip_bound)
 
 
 def _num_rows(attention: RapAttention, role: str) -> int:

@@ -32,6 +32,11 @@ def rotates_under_a_window(attention: nn.Module) -> bool:
     return attention.sliding_window is not None
 
 
+def rotates_under_a_window_or_forced(attention: nn.Module) -> bool:
+    """the layers with a sliding window, and the dense ones that a config forces to"""
+    return attention.sliding_window is not None or bool(attention.force_rope)
+
+
 def rotates_unless_global(attention: nn.Module) -> bool:
     """the layers with a sliding window, or all if the model has none"""
     return attention.sliding_window is None or bool(attention.is_sliding)
@@ -77,12 +82,13 @@ class AttentionSpec:
     """How one family writes its attention.
 
     `pairing` and `table` are the layouts of rotated channels and of cos/sin; `clockwise` rotates by
-    the negative angle. `rope_in_float32` says that the family casts queries and keys to float32
-    for the rotation. `rotates` tells from the attention module whether the layer rotates (None:
-    every layer does). `sliding_window_from` tells where the window handed to the attention function
-    lives: an attribute of the module (`module`), the config read at call time (`config`), or
-    nowhere. `arguments` are further arguments of the attention function, each with the module's
-    attribute that holds it. `query_scale` multiplies rotated queries.
+    the negative angle. `rope_in_float32` says that the family casts queries and keys to float32 for
+    the rotation. `rotates` tells from the attention module whether the layer rotates (None: every
+    layer does). `by_axis` says that the pairs of a head take their positions from several axes
+    (time, height and width of an image). `sliding_window_from` tells where the window handed to the
+    attention function lives: an attribute of the module (`module`), the config read at call time
+    (`config`), or nowhere. `arguments` are further arguments of the attention function, each with
+    the module's attribute that holds it. `query_scale` multiplies rotated queries.
 
     `fused` is one linear for q, k and v: all of q, then k, then v (`blocks`), or a head's q, k and
     v after each other (`heads`). `gate` multiplies the attention output by the sigmoid of a
@@ -100,6 +106,7 @@ class AttentionSpec:
     clockwise: bool = False
     rope_in_float32: bool = False
     rotates: Callable[[nn.Module], bool] | None = None
+    by_axis: bool = False
     sliding_window_from: Literal["module", "config"] | None = None
     arguments: tuple[tuple[str, str], ...] = ()
     query_scale: Callable[[Any, Tensor, int, Kwargs], Tensor] | None = None
@@ -152,23 +159,35 @@ _LAYER_NORM = QKNorm(("q_layernorm", "k_layernorm"), centred=True)
 _ZERO_CENTRED = QKNorm(weight_offset=1.0)
 _ALL_HEADS = QKNorm(over="all")
 _SHARING: dict[str, Any] = {"norm": QKNorm(), "value_norm": "v_norm"}
+_LFM2 = QKNorm(("q_layernorm", "k_layernorm"))
+_OUT = ("q_proj", "k_proj", "v_proj", "out_proj")
 _HUNYUAN = QKNorm(("query_layernorm", "key_layernorm"), after_rotation=True)
 
 FAMILIES: dict[str, AttentionSpec] = {
     spec.model_type: spec
     for spec in (
         AttentionSpec("llama"),
+        AttentionSpec("aria_text"),
+        AttentionSpec("cwm", sliding_window_from="module"),
+        AttentionSpec("jais2"),
         AttentionSpec("mistral", sliding_window_from="config"),
         AttentionSpec("ministral", sliding_window_from="module"),
         AttentionSpec("ministral3", sliding_window_from="config", query_scale=scale_by_position),
         AttentionSpec("mixtral", sliding_window_from="config"),
+        AttentionSpec("phimoe"),
         AttentionSpec("qwen2", sliding_window_from="module"),
         AttentionSpec("qwen2_moe", sliding_window_from="module"),
         AttentionSpec("qwen3", norm=QKNorm(), sliding_window_from="module"),
         AttentionSpec("qwen3_moe", norm=QKNorm(), sliding_window_from="module"),
         AttentionSpec("qwen3_next", norm=_ZERO_CENTRED, gate="query"),
-        AttentionSpec("qwen3_5_text", norm=_ZERO_CENTRED, gate="query"),
-        AttentionSpec("qwen3_5_moe_text", norm=_ZERO_CENTRED, gate="query"),
+        AttentionSpec("qwen3_5_text", by_axis=True, norm=_ZERO_CENTRED, gate="query"),
+        AttentionSpec("qwen3_5_moe_text", by_axis=True, norm=_ZERO_CENTRED, gate="query"),
+        AttentionSpec("qwen2_vl_text", by_axis=True, sliding_window_from="module"),
+        AttentionSpec("qwen2_5_vl_text", by_axis=True, sliding_window_from="module"),
+        AttentionSpec("qwen3_vl_text", by_axis=True, norm=QKNorm()),
+        AttentionSpec("qwen3_vl_moe_text", by_axis=True, norm=QKNorm()),
+        AttentionSpec("dots1", norm=QKNorm(), sliding_window_from="module"),
+        AttentionSpec("mellum", norm=QKNorm(), sliding_window_from="module"),
         AttentionSpec("gemma", needs_bos=True),
         AttentionSpec(
             "gemma2",
@@ -181,6 +200,12 @@ FAMILIES: dict[str, AttentionSpec] = {
         ),
         AttentionSpec("gemma3n_text", needs_bos=True, sliding_window_from="module", **_SHARING),
         AttentionSpec("gemma4_text", needs_bos=True, sliding_window_from="module", **_SHARING),
+        AttentionSpec(
+            "vaultgemma",
+            needs_bos=True,
+            sliding_window_from="module",
+            arguments=(("softcap", "attn_logit_softcapping"),),
+        ),
         AttentionSpec(
             "gpt_oss", table="half", sliding_window_from="module", arguments=(("s_aux", "sinks"),)
         ),
@@ -206,6 +231,8 @@ FAMILIES: dict[str, AttentionSpec] = {
         AttentionSpec("olmo"),
         AttentionSpec("olmo2", norm=_ALL_HEADS),
         AttentionSpec("olmo3", norm=_ALL_HEADS, sliding_window_from="module"),
+        AttentionSpec("flex_olmo", norm=_ALL_HEADS),
+        AttentionSpec("olmo_hybrid", norm=_ALL_HEADS),
         AttentionSpec("olmoe", norm=_ALL_HEADS, sliding_window_from="config"),
         AttentionSpec("smollm3", rotates=rotates_where_listed, sliding_window_from="module"),
         AttentionSpec(
@@ -223,7 +250,20 @@ FAMILIES: dict[str, AttentionSpec] = {
             rotates=rotates_under_a_window,
             sliding_window_from="module",
         ),
+        AttentionSpec(
+            "cohere2_moe",
+            pairing="interleaved",
+            table="interleaved",
+            rope_in_float32=True,
+            rotates=rotates_under_a_window_or_forced,
+            sliding_window_from="module",
+        ),
         AttentionSpec("granite"),
+        AttentionSpec("granitemoe"),
+        AttentionSpec("granitemoehybrid"),
+        AttentionSpec("granitemoeshared"),
+        AttentionSpec("hyperclovax"),
+        AttentionSpec("falcon_h1"),
         AttentionSpec("arcee"),
         AttentionSpec("starcoder2", sliding_window_from="config"),
         AttentionSpec(
@@ -239,19 +279,21 @@ FAMILIES: dict[str, AttentionSpec] = {
         AttentionSpec("seed_oss"),
         AttentionSpec("solar_open"),
         AttentionSpec("ernie4_5", pairing="interleaved", rope_in_float32=True),
+        AttentionSpec("ernie4_5_moe", pairing="interleaved", rope_in_float32=True),
         AttentionSpec("nemotron"),
         AttentionSpec("helium", pairing="interleaved"),
         AttentionSpec(
             "exaone4", norm=QKNorm(), rotates=rotates_unless_global, sliding_window_from="module"
         ),
+        AttentionSpec(
+            "exaone_moe", norm=QKNorm(), rotates=rotates_unless_global, sliding_window_from="module"
+        ),
         AttentionSpec("hunyuan_v1_dense", norm=_HUNYUAN),
+        AttentionSpec("hunyuan_v1_moe", norm=_HUNYUAN),
         AttentionSpec("minimax_m2", norm=_ALL_HEADS),
         AttentionSpec("apertus", norm=QKNorm()),
-        AttentionSpec(
-            "lfm2",
-            norm=QKNorm(("q_layernorm", "k_layernorm")),
-            projections=("q_proj", "k_proj", "v_proj", "out_proj"),
-        ),
+        AttentionSpec("lfm2", norm=_LFM2, projections=_OUT),
+        AttentionSpec("lfm2_moe", norm=_LFM2, projections=_OUT),
         AttentionSpec(
             "afmoe",
             norm=QKNorm(),
@@ -264,12 +306,10 @@ FAMILIES: dict[str, AttentionSpec] = {
     )
 }
 
+# Text models that transformers has inside multimodal ones alone.
+INNER = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 # Multimodal models whose text model, one of the families, is compressed; all else passes through.
-WRAPPERS = ("gemma3", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
-
-LEARNED = "it adds learned absolute positions, there is no rotation to prune in pairs"
-ALIBI = "it biases attention by distance (ALiBi) and rotates nothing"
-REASONS = {
-    **dict.fromkeys(("gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"), LEARNED),
-    **dict.fromkeys(("bloom", "mpt"), ALIBI),
-}
+WRAPPERS = (
+    *("gemma3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+)

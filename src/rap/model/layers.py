@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import CheckpointError, UnsupportedModelError
-from .families import ALIBI, FAMILIES, REASONS, ROLES, WRAPPERS, AttentionSpec, QKNorm
+from .families import FAMILIES, ROLES, WRAPPERS, AttentionSpec, QKNorm
+from .refusals import refusal
 from .roles import ProjectionPart, role_rows
 from .rope import AttentionShape, HeadGeometry
 
@@ -62,29 +63,9 @@ def attention_spec(config: PreTrainedConfig) -> AttentionSpec:
     text = text_config(config)
     spec = FAMILIES.get(base_model_type(text))
     if spec is None or getattr(text, "kv_lora_rank", None):
-        reason = _refusal(config, model_type)
+        reason = refusal(config, text, model_type)
         raise UnsupportedModelError(f"model type {model_type!r} is not supported: {reason}")
     return spec
-
-
-def _refusal(config: PreTrainedConfig, model_type: str) -> str:
-    if model_type in REASONS:
-        return REASONS[model_type]
-    if getattr(text_config(config), "kv_lora_rank", None):
-        return (
-            "it caches one latent for all heads (MLA), so cutting head channels would save nothing"
-        )
-    if getattr(config, "alibi", False):
-        return ALIBI
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder: cross-attention has no rotary positions"
-    text = getattr(config, "text_config", None)
-    if text is not None:
-        return (
-            f"it is a multimodal model around {text.model_type}; those that are taken are "
-            f"{', '.join(WRAPPERS)}, around a text model of docs/models.md"
-        )
-    return f"no row for it among the {len(FAMILIES)} families that docs/models.md lists"
 
 
 def refuse_pruned(config: PreTrainedConfig) -> None:
@@ -100,7 +81,9 @@ def rotary_module(model: nn.Module) -> nn.Module:
 
     Raises UnsupportedModelError if there is none.
     """
-    rotary = getattr(text_decoder(model), "rotary_emb", None)
+    decoder = text_decoder(model)
+    names = ("rotary_emb", "pos_emb")
+    rotary = next((getattr(decoder, name) for name in names if hasattr(decoder, name)), None)
     if not isinstance(rotary, nn.Module):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no rotary_emb module: it has no RoPE to prune"
@@ -175,6 +158,9 @@ def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
     """
     kinds = ("layer_type", "attention_type")
     kind = next((getattr(attention, name) for name in kinds if hasattr(attention, name)), None)
+    if kind is None and attention is not None and not hasattr(rotary, "inv_freq"):
+        layer_types = getattr(attention.config, "layer_types", None)
+        kind = layer_types and layer_types[attention.layer_idx]
     buffer = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
     if not isinstance(buffer, Tensor):
         raise UnsupportedModelError(

@@ -3,8 +3,8 @@
 Every class is derived from the family's own, so generation, tensor-parallel plans, gradient
 checkpointing and output capture are inherited. The `rap` section of the config holds the widths,
 the frequency index of every layer is a persistent buffer. This file and the siblings it imports
-(`attention`, `sharing`, `norms`, `layers`, `roles`, `families`, `fingerprint`, `rope`, `errors`)
-are also copied into checkpoints, where they load as remote code: they may import torch,
+(`attention`, `sharing`, `norms`, `layers`, `roles`, `families`, `refusals`, `fingerprint`, `rope`,
+`errors`) are also copied into checkpoints, where they load as remote code: they may import torch,
 transformers and each other, nothing else.
 """
 
@@ -78,6 +78,11 @@ class RapModelMixin(_Model):
                 pruned.apply(self._init_weights)
             parent, _, name = layer.path.rpartition(".")
             setattr(self.get_submodule(parent), name, pruned)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: custom code may not fill in what checkpoints do not store, as families do."""
+        return False
 
     # The base's other arguments pass through unnamed.
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -186,36 +191,33 @@ def _register_conversions(base_type: str, base: type, made: type) -> None:
 
 def register() -> None:
     """Make AutoConfig and AutoModelForCausalLM know every supported rap_<family>."""
-    for base_type in _present():
+    for base_type in _model_names():
         AutoConfig.register(PREFIX + base_type, config_class(base_type), exist_ok=True)
 
 
-def _present() -> list[str]:
-    """Families that the installed transformers has; a row may be newer than it."""
-    return [name for name in (*FAMILIES, *WRAPPERS) if name in CONFIG_MAPPING_NAMES]
+def _model_names() -> dict[str, str]:
+    """Class of the model by type, where the installed transformers has one for it alone."""
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    wholes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    names = {name: causal[name] for name in FAMILIES if name in causal}
+    return names | {name: wholes[name] for name in WRAPPERS if name in wholes}
 
 
 def __getattr__(name: str) -> type:
     """RapLlamaConfig, RapLlamaForCausalLM, ... made on first use (also by remote-code loading)."""
-    for base_type in _present():
+    for base_type, model_name in _model_names().items():
         if name == f"Rap{CONFIG_MAPPING_NAMES[base_type]}":
             return config_class(base_type)
-        if name == f"Rap{_model_name(base_type)}":
+        if name == f"Rap{model_name}":
             return model_class(base_type)
     if name.startswith("Rap") and name.endswith("Attention"):
         # Unpickling a model asks for the class of its attention by name.
-        for base_type in filter(FAMILIES.get, _present()):
+        for base_type in _model_names():
             family = sys.modules[model_class(base_type).__mro__[2].__module__]
             if dense := getattr(family, name.removeprefix("Rap"), None):
-                return attention_class(dense, plain_attention(FAMILIES[base_type]))
+                spec = FAMILIES.get(base_type)  # None of a multimodal whole
+                return attention_class(dense, plain_attention(spec) if spec else RapAttention)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _model_name(base_type: str) -> str:
-    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if base_type in WRAPPERS else names)[
-        base_type
-    ]
 
 
 def _registering_init(base_type: str) -> Callable[..., None]:

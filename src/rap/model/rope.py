@@ -7,6 +7,7 @@ The canonical order of a head's channels is [first of every pair | second of eve
 Everything past the conversion of weights works in it, so only this file knows a dense layout.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,9 +112,23 @@ def read_frequencies(rotary: nn.Module) -> Tensor:
     return frequencies.detach().double().cpu()
 
 
-def pair_tables(tables: Tables, num_pairs: int, kind: TableKind) -> tuple[Tensor, Tensor]:
-    """cos and sin with one column per pair, views [1|B, T, P] of model-level ones in any layout."""
+def pair_tables(
+    tables: Tables, num_pairs: int, kind: TableKind, sections: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin with one column per pair, views [1|B, T, P] of model-level ones in any layout.
+
+    Tables [3, B, T, .] of all axes of positions give every pair that of its own: the axes take
+    turns in the blocks of pairs that `sections` counts.
+    """
     cos, sin = (tables.real, tables.imag) if isinstance(tables, Tensor) else tables
+    if sections is not None and cos.dim() == 4:
+        # Since 5.19 at the latest, transformers does this once for all layers.
+        cos, sin = (
+            torch.cat([x[axis % 3] for axis, x in enumerate(blocks)], -1)
+            for blocks in (
+                x[..., :num_pairs].split_with_sizes(list(sections), -1) for x in (cos, sin)
+            )
+        )
     if kind == "interleaved":
         return cos[..., : 2 * num_pairs : 2], sin[..., : 2 * num_pairs : 2]
     return cos[..., :num_pairs], sin[..., :num_pairs]

@@ -5,12 +5,15 @@ from typing import Any
 from ..model.layers import AttentionLayer, attention_spec, text_config
 
 _CLIPPED = "clip_qkv clamps single channels"
+_BY_AXIS = "pairs of a head take positions of different axes"
 
 
 def key_limit(layer: AttentionLayer, config: Any) -> str:
-    """What stands between key projection and rotation and works on single channels, or ""."""
+    """What works on single channels or pairs of keys before or in their rotation, or ""."""
     if layer.norm is not None:
         return "QK-norm weighs single channels"
+    if attention_spec(config).by_axis:
+        return _BY_AXIS
     return _CLIPPED if _clips(config) else ""
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
 
-from ..model.families import FAMILIES, NORM_MODES, REASONS, WRAPPERS, AttentionSpec
+from ..model.families import FAMILIES, NORM_MODES, WRAPPERS, AttentionSpec
+from ..model.refusals import REASONS
 from .paths import REFUSED, family_path, is_compared
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
@@ -49,8 +50,8 @@ models cannot be worked on layer by layer: no streamed calibration, no closed-fo
 The last column is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this
 package (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were
 compared with transformers in vLLM on a CPU (`make test-families`), but those marked *unverified*,
-whose routers vLLM's CPU backend does not have. `rap verify OUT --engine vllm` compares a
-checkpoint.
+whose routers vLLM's CPU backend does not have or which came later.
+`rap verify OUT --engine vllm` compares a checkpoint.
 
 | model type | pairs | layers that rotate | QK-norm | other features | vLLM |
 |---|---|---|---|---|---|
@@ -65,9 +66,13 @@ softmax scales, grouped queries and mixtures of experts need no row: they are re
 
 ## Multimodal
 
-Taken whole: {wrappers}. The text model is compressed as
-its family says; what looks at images or video, and the way it enters the text, pass through
-unchanged. The result loads with `AutoModelForImageTextToText`, and as a causal LM.
+{wrappers}
+The text model, of a family above, is compressed as its family says; what looks at images or video,
+and the way it enters the text, pass through unchanged. The result loads with
+`AutoModelForImageTextToText`, and as a causal LM.
+
+Where the pairs of a head take their positions from several axes (time, height and width of an
+image), every kept pair keeps its own axis, and pairs are kept whole, not folded.
 
 ## Not served by vLLM
 
@@ -76,10 +81,11 @@ unchanged. The result loads with `AutoModelForImageTextToText`, and as a causal 
 ## Refused
 
 * Multimodal models other than those above.
+* Models whose config has no `rope_parameters`: nothing in them rotates.
 * MLA (deepseek_v2, deepseek_v3, glm4_moe_lite, ...): it caches one latent for all heads, so that
   cutting channels of heads would save nothing.
 {refused}
-* Encoder-decoders, and any model type without a row.
+* Encoder-decoders, and model types newer than this release.
 * Checkpoints quantized already: compress first, then quantize.
 
 Every family's checkpoint, experts stored one by one and older names included, is also cut without
@@ -91,7 +97,9 @@ def models_page() -> str:
     """The text of docs/models.md."""
     rows = [_row(spec) for _, spec in sorted(FAMILIES.items())]
     footer = _FOOTER.format(
-        wrappers=", ".join(WRAPPERS), refused=_reasons(REASONS), unserved=_reasons(REFUSED)
+        wrappers=fill(f"Taken whole: {', '.join(WRAPPERS)}.", 100),
+        refused=_reasons(REASONS),
+        unserved=_reasons(REFUSED),
     )
     return _HEADER + "\n".join(rows) + "\n" + footer
 
@@ -132,6 +140,7 @@ def _features(spec: AttentionSpec) -> str:
         ("gated output", spec.gate),
         ("normalised values", spec.value_norm),
         ("layers that read others' keys and values", spec.value_norm),
+        ("positions of several axes (M-RoPE)", spec.by_axis),
         ("clockwise rotation", spec.clockwise),
         ("rotation in float32", spec.rope_in_float32),
         (f"{spec.table} cos/sin", spec.table != "repeated"),

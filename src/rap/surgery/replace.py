@@ -22,6 +22,7 @@ from ..model.layers import (
     base_model_type,
     projection_tensors,
     refuse_pruned,
+    rotary_module,
 )
 from ..model.modeling import CONFIG_VERSION
 from ..model.rope import AttentionShape
@@ -162,10 +163,8 @@ def check_plain(model: PreTrainedModel, layers: Sequence[AttentionLayer], what: 
         (any(layer.norm is not None for layer in layers), "norms of queries and keys"),
         (any(name == "s_aux" for name, _ in spec.arguments), "attention sinks"),
         (getattr(model.config, "clip_qkv", None) is not None, "clipped queries and keys"),
-        (
-            not hasattr(model.get_decoder().rotary_emb, "inv_freq"),
-            "several sets of rotary frequencies",
-        ),
+        (not hasattr(rotary_module(model), "inv_freq"), "several sets of rotary frequencies"),
+        (spec.by_axis, "positions of several axes"),
     ]
     reasons = [reason for present, reason in missing if present]
     if reasons:

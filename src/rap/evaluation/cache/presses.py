@@ -26,7 +26,7 @@ from ...calibration.state import removed
 from ...model.attention import RapAttention
 from ...model.errors import RapError
 from ...model.kinds.single_channels import ReindexedAttention
-from ...model.layers import attention_layers, attention_spec, sliding_window, text_decoder
+from ...model.layers import attention_layers, attention_spec, rotary_module, sliding_window
 
 # Name: class in kvpress, and whether it needs queries.
 PRESSES: dict[str, tuple[str, bool]] = {
@@ -84,7 +84,7 @@ def pressed(model: PreTrainedModel, press: Press) -> Iterator[None]:
         layer.module for layer in attention_layers(model) if layer.shape is not None
     ]
     hook = partial(_press_layer, scorer)
-    rotary = getattr(text_decoder(model), "rotary_emb", None)
+    rotary = rotary_module(model)
     for module in modules:
         vars(module)["rotary_emb"] = rotary  # past nn.Module: it shall not become a submodule
     try:

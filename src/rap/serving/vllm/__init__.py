@@ -6,7 +6,6 @@ process, before it reads a config; the model classes are imported only when one 
 
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...model import modeling
@@ -40,7 +39,7 @@ def architectures() -> dict[str, str]:
     names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     places = {}
     for family in FAMILIES:
-        if family not in CONFIG_MAPPING_NAMES:
+        if family not in names:
             continue
         name = f"Rap{names[family]}"
         backbone = "RapMoEForCausalLM" if _has_experts(family) else "RapForCausalLM"
