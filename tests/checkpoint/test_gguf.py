@@ -70,6 +70,12 @@ def test_bad_files_end_in_one_line(tmp_path, content, message):
     assert not list((tmp_path / "home").rglob("config.json"))
 
 
+def test_a_file_that_is_no_model_says_what_one_is(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"weights.bin is a file: a model is the directory"):
+        resolve_source(tmp_path / "weights.bin")
+
+
 def test_a_header_of_another_model_is_refused(tmp_path):
     """Without the width of its MLP transformers takes its own default, and another shape."""
     file = tmp_path / "tiny.gguf"
