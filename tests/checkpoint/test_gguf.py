@@ -81,7 +81,7 @@ def test_a_header_of_another_model_is_refused(tmp_path):
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny_llama())
     file.write_bytes(file.read_bytes().replace(b"feed_forward_length", b"feed_forward_lengti"))
-    with pytest.raises(CheckpointError, match=r"cannot read .*: its header and") as caught:
+    with pytest.raises(CheckpointError, match=r"read .*tiny.gguf: .*: its header and") as caught:
         resolve_source(file)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "home").rglob("config.json"))
