@@ -57,6 +57,23 @@ FOUND = (
         "(`checkpoint.load.reading`)",
     ),
     Found(
+        "damaged file",
+        "`--stream` copied a generation config that nothing can load into a checkpoint that then "
+        "did not load either",
+        "refused before anything is written",
+    ),
+    Found(
+        "damaged file",
+        "a type that safetensors does not know, an index of endless brackets, and a GGUF file "
+        "whose header and tensors disagree ended in tracebacks",
+        "one line that names the file, and says to download it again",
+    ),
+    Found(
+        "full disk",
+        "`rap export gguf` said `262144 requested and 197152 written`, in the words of numpy",
+        "the line of every other full disk",
+    ),
+    Found(
         "odd config",
         "numbers of heads, layers or channels that make no model ended in tracebacks from inside "
         "transformers",

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from rap.cli import main
 
 Fault = Callable[[], None]
 _CRASHED = 70
+# The library prints this of a damaged file by itself, past Python's standard output.
+_SAID_BY_TOKENIZERS = "Ignored unknown kwarg option "
 _CLONE_NEWNS = 0x20000
 _CAPABILITIES_3 = 0x20080522
 # Reading, writing and searching what the modes forbid: what makes root ignore them.
@@ -54,14 +57,22 @@ def ended(arguments: Sequence[Any], *faults: Fault, place: Path) -> Ended:
 
     `faults` are called in the process before the command. A traceback is exit code 70.
     """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = os.fork()
-        if not process:
-            _child(arguments, faults, place, out.fileno(), err.fileno())
-        _, status = os.waitpid(process, 0)
-        for file in (out, err):
-            file.seek(0)
-        return Ended(os.waitstatus_to_exitcode(status), out.read(), err.read())
+    # Pipes: a file could not take what a process says that may write no file.
+    (read_out, out), (read_err, err) = os.pipe(), os.pipe()
+    process = os.fork()
+    if not process:
+        _child(arguments, faults, place, out, err)
+    os.close(out)
+    os.close(err)
+    with ThreadPoolExecutor(2) as readers:
+        said = list(readers.map(_all_of, (read_out, read_err)))
+    _, status = os.waitpid(process, 0)
+    return Ended(os.waitstatus_to_exitcode(status), *said)
+
+
+def _all_of(pipe: int) -> str:
+    with open(pipe, encoding="utf-8", errors="replace") as file:
+        return file.read()
 
 
 def _child(
@@ -72,6 +83,8 @@ def _child(
     try:
         os.dup2(out, 1)
         os.dup2(err, 2)
+        for copied in (out, err):  # else a process that outlives this one holds the pipe
+            os.close(copied)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         torch.set_num_threads(1)  # threads of the parent are not here
         os.chdir(place)
@@ -96,7 +109,7 @@ def refusal_violations(end: Ended) -> list[str]:
     """
     lines = end.err.splitlines()
     found = [] if end.code == 2 else [f"exit code {end.code}"]
-    if end.out:
+    if any(not line.startswith(_SAID_BY_TOKENIZERS) for line in end.out.splitlines()):
         found.append(f"standard output {end.out!r}")
     errors = [line for line in lines if line.startswith("error: ")]
     if len(errors) != 1 or lines[-1] != errors[0]:

@@ -68,3 +68,20 @@ def test_bad_files_end_in_one_line(tmp_path, content, message):
         resolve_source(tmp_path / "bad.gguf")
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "home").rglob("config.json"))
+
+
+def test_a_file_that_is_no_model_says_what_one_is(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"weights.bin is a file: a model is the directory"):
+        resolve_source(tmp_path / "weights.bin")
+
+
+def test_a_header_of_another_model_is_refused(tmp_path):
+    """Without the width of its MLP transformers takes its own default, and another shape."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny_llama())
+    file.write_bytes(file.read_bytes().replace(b"feed_forward_length", b"feed_forward_lengti"))
+    with pytest.raises(CheckpointError, match=r"read .*tiny.gguf: .*: its header and") as caught:
+        resolve_source(file)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "home").rglob("config.json"))

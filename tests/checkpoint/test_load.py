@@ -71,6 +71,25 @@ def test_a_tensor_that_is_gone_is_named(checkpoint):
         load(checkpoint)
 
 
+@pytest.mark.parametrize("content", ["null", "[]", "{", "[" * 100_000])
+def test_a_generation_config_that_nothing_loads_is_refused(checkpoint, content):
+    """Streamed surgery carries it along: what it writes has to load."""
+    StoredModel(checkpoint)
+    (checkpoint / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"cannot read .*generation_config.json.* or remove"):
+        StoredModel(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "content", ["null", "{}", "[" * 100_000, '{"weight_map": []}', '{"weight_map": {"a": 5}}']
+)
+def test_an_index_of_another_kind_is_refused(checkpoint, content):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"index.json is damaged \(.*\): download it again"):
+        StoredModel(checkpoint)
+
+
 @pytest.mark.parametrize("content", ["null", "[]", "{}", "{"])
 def test_a_tokenizer_of_another_kind_is_refused(checkpoint, content):
     (checkpoint / "tokenizer.json").write_text(content)

@@ -33,7 +33,7 @@ FILES: dict[str, tuple[Command, ...]] = {
     "dense/tokenizer.json": (TOKENS,),
     "dense/tokenizer_config.json": (TOKENS,),
     "sharded/model.safetensors.index.json": (SHARDED, (*SHARDED, "--stream")),
-    "sharded/model-00002-of-00005.safetensors": (SHARDED, (*SHARDED, "--stream")),
+    "sharded/model-00002-of-*.safetensors": (SHARDED, (*SHARDED, "--stream")),
     "plan.rap": (STREAM, ("inspect", "plan", "plan.rap")),
     "small/config.json": (JUDGE, ("inspect", "small")),
     "small/model.safetensors": (JUDGE, ("export", "stock", "small", "-o", "out")),
@@ -74,7 +74,8 @@ def test_the_part_that_runs_often_is_of_the_table():
 def test_a_damaged_file_is_refused_or_does_no_harm(
     origin, place, judged, record, file, damage, command
 ):
-    damage(place / file)
+    [path] = place.glob(file)
+    damage(path)
     before = contents(place)
     end = ended(command, place=place)
     writes = "-o" in command and "--dry-run" not in command

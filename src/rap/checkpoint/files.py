@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ..model.errors import CheckpointError, RapError
 
 PLAN_FILE = "plan.rap"
@@ -23,6 +25,12 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_ROOM_WORDS = (
     *("no space left", "quota exceeded", "file too large"),
     *("pytorchstreamwriter", "inline_container", "iostream error"),
+    "requested and",  # numpy: 262144 requested and 197152 written
+)
+# Whatever is no header of safetensors: not JSON, no object, entries that lack something.
+_NO_HEADER = (
+    *(ValueError, AttributeError, LookupError, TypeError, RecursionError),
+    SafetensorError,
 )
 _SYSTEM_ERROR = re.compile(r"\(os error \d+\)")  # an OSError, as a library in Rust words it
 
@@ -164,7 +172,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise CheckpointError if a safetensors file is shorter than its header says."""
+    """Raise CheckpointError if a safetensors file has no header, or not its length."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -173,8 +181,9 @@ def check_safetensors(path: Path) -> None:
             header = json.loads(file.read(length) if length < size else b"")
             ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
             whole = 8 + length + max(ends, default=0) == size
-        # Whatever is no header of that form: not JSON, no object, entries that lack something.
-        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
+            with safe_open(path, "pt"):  # it reads the header, and knows types and shapes
+                pass
+        except _NO_HEADER:
             whole = False
     if not whole:
         raise CheckpointError(f"{path} is truncated or damaged ({size} bytes): download it again")

@@ -72,8 +72,10 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
         "types": ", ".join(f"{count} {name}" for name, count in types.most_common()),
         "dtype": str(dtype).removeprefix("torch."),
     }
+    with reading(f"read {file}", "its header and its tensors disagree, download it again"):
+        plain = _plain(packed, dtype)
     with whole_directory(folder, force=True) as partial:
-        _plain(packed, dtype).save_pretrained(partial)
+        plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_json(partial / SOURCE_FILE, stored)
     return stored

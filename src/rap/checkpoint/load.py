@@ -7,8 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from ..model.errors import CheckpointError, RapError
 from ..model.fingerprint import fingerprint_model
@@ -83,6 +89,17 @@ def load_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a checkpoint; CheckpointError if there is none."""
     with reading(f"load a tokenizer from {source}"):
         return AutoTokenizer.from_pretrained(source)
+
+
+def check_generation_config(folder: Path) -> None:
+    """Raise CheckpointError for a generation config, where there is one, that nothing can load.
+
+    What is copied unread would make a checkpoint that does not load either.
+    """
+    path = folder / GENERATION_CONFIG_NAME
+    if path.is_file():
+        with reading(f"read {path}", "download it again, or remove it"):
+            GenerationConfig.from_pretrained(folder)
 
 
 def copy_processor(source: str | Path, folder: Path) -> None:

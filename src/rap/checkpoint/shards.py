@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from ..model.errors import CheckpointError
-from .files import check_safetensors
+from .files import check_safetensors, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 # In the order in which safetensors lays types out in a file, wide ones first for alignment.
@@ -31,10 +31,10 @@ def find_shards(folder: Path) -> list[Path]:
     """The files that hold the weights, each whole; CheckpointError if one is missing or damaged."""
     shards = [folder / "model.safetensors"]
     if not shards[0].is_file() and (folder / INDEX_FILE).is_file():
+        index = read_json(folder / INDEX_FILE, "download it again")
         try:
-            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
             shards = [folder / name for name in sorted(set(index["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder / INDEX_FILE} is damaged ({error}): download it again"
             ) from error

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from .. import assets
+from ..model.errors import CheckpointError
 from .fetch import FETCHED, fetched_path
 from .gguf import checkpoint_of, is_gguf
 
@@ -16,7 +17,7 @@ def resolve_source(source: str | Path) -> str:
 
     `bundled` is the model in the package, a name of `fetch.FETCHED` one that `rap fetch` brought,
     a .gguf file is dequantized once (with a line on standard error that says so). Raises
-    CheckpointError for a model that was not fetched, or a file that cannot be read.
+    CheckpointError for a model that was not fetched, or a file that cannot be read or is no GGUF.
     """
     name = str(source)
     if name == BUNDLED:
@@ -25,6 +26,10 @@ def resolve_source(source: str | Path) -> str:
         return str(fetched_path(name))
     if is_gguf(name):
         return _dequantized(name)
+    if Path(name).is_file():
+        raise CheckpointError(
+            f"{name} is a file: a model is the directory it lies in, a hub name or a .gguf file"
+        )
     return name
 
 

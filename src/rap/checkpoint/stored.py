@@ -17,7 +17,7 @@ from ..model.errors import CheckpointError
 from ..model.fingerprint import Fingerprint, tied_names
 from ..model.layers import attention_spec, refuse_pruned, text_config
 from .conversions import Conversions
-from .load import load_config, without_tensors
+from .load import check_generation_config, load_config, without_tensors
 from .shards import DTYPES, find_shards, same_values
 
 
@@ -55,6 +55,7 @@ class StoredModel:
         refuse_pruned(config)
         attention_spec(config)
         self.folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(self.name))
+        check_generation_config(self.folder)
         self.shards, self.model = find_shards(self.folder), without_weights(config)
         self._find()
         if self._unties():

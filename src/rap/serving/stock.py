@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..checkpoint.files import check_output, whole_directory, write_json
-from ..checkpoint.load import load, load_tokenizer
+from ..checkpoint.load import is_pruned, load, load_tokenizer
 from ..model.errors import CheckpointError, UnsupportedModelError
 from ..model.layers import base_model_type, rotary_module
 from ..model.modeling import configured_widths
@@ -81,6 +81,10 @@ def slots_of_all_heads(small: PreTrainedModel) -> list[int]:
     Raises CheckpointError, naming the layer and head that differ, and UnsupportedModelError for a
     family that has no stock form.
     """
+    if not is_pruned(small):
+        raise CheckpointError(
+            "this model is dense: cut it first, by `rap compress MODEL --profile stock -o out`"
+        )
     family = base_model_type(small.config)
     if family not in STOCK_FAMILIES:
         raise UnsupportedModelError(

@@ -112,6 +112,16 @@ def test_the_page_is_whole_and_needs_nothing_else(folder):
     assert not re.search(r"https?:|url\(|@import|<script", page)
 
 
+def test_results_of_one_title_are_told_apart(folder):
+    again = json.loads((folder / "plain.json").read_text("utf-8"))
+    (folder / "other.json").write_text(json.dumps(again), encoding="utf-8")
+    names = re.findall(r'<li><a href="#r\d">(.*)</a></li>', html_report([folder]))
+    assert names == [
+        "Side by &lt;side&gt;",
+        *(f"Plain ({folder.name}/{file}.json)" for file in ("other", "plain")),
+    ]
+
+
 def test_the_page_says_what_the_files_say(folder):
     page = html_report([folder])
     parsed = _Balance()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rap.model.errors import RapError
-from rap.studies.report.report import markdown_report
+from rap.studies.report.report import markdown_report, tables_of
 
 
 def test_a_table_becomes_markdown(tmp_path: Path) -> None:
@@ -59,3 +59,11 @@ def test_broken_result_file(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{", encoding="utf-8")
     with pytest.raises(RapError, match="not JSON"):
         markdown_report([tmp_path])
+
+
+def test_a_column_that_says_nothing_is_left_out() -> None:
+    table = {"header": ["method", "PPL", "recall"], "rows": [["a", 0, ""], ["b", "", ""]]}
+    [found] = tables_of({"table": table})
+    assert found == {"header": ["method", "PPL"], "rows": [["a", 0], ["b", ""]]}
+    [found] = tables_of({"table": table | {"rows": []}})
+    assert found["header"] == ["method", "PPL", "recall"]

@@ -16,7 +16,7 @@ from ...model.errors import RapError
 from ..analyses.registry import ANALYSES
 from ..analyses.study import figure_of
 from .comparison import DENSE, comparison_of
-from .report import PICTURES, SHORT, read_results, source_parts, tables_of
+from .report import PICTURES, SHORT, read_results, source_parts, tables_of, title_of
 
 Record = dict[str, Any]
 
@@ -33,13 +33,27 @@ def html_report(sources: Sequence[Path], title: str = "Results") -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    sections = [_section(f"r{number}", one) for number, one in enumerate(read_results(sources))]
+    results = read_results(sources)
+    names = _names(results)
+    sections = [
+        _section(f"r{number}", name, one)
+        for number, (name, one) in enumerate(zip(names, results, strict=True))
+    ]
     return environment.get_template(TEMPLATE).render(title=title, sections=sections)
 
 
-def _section(anchor: str, result: Record) -> Record:
+def _names(results: Sequence[Record]) -> list[str]:
+    """What each section is called: its title, with the file where several have one title."""
+    titles = [title_of(one) for one in results]
+    files = [f"{one['path'].parent.name}/{one['path'].name}" for one in results]
+    return [
+        f"{title} ({file})" if titles.count(title) > 1 else title
+        for title, file in zip(titles, files, strict=True)
+    ]
+
+
+def _section(anchor: str, name: str, result: Record) -> Record:
     tables = tables_of(result)
-    name = str(result.get("title") or tables[0]["title"])
     cells, failed = result.get("cells") or [], result.get("failed") or []
     return {
         "id": anchor,

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ...model.errors import RapError
-from .report import commit_of, markdown_page, markdown_table, read_results, tables_of
+from .report import commit_of, markdown_page, markdown_table, read_results, title_of
 
 TOPICS, INDEX = "topics.yaml", "README.md"
 
@@ -87,7 +87,7 @@ def _folder(result: dict[str, Any]) -> str:
 
 def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) -> str:
     contents = [
-        f"* [{topic.title}]({topic.name}.md): {'; '.join(map(_title, ones))}"
+        f"* [{topic.title}]({topic.name}.md): {'; '.join(map(title_of, ones))}"
         for topic, ones in grouped
     ]
     page = {id(one): topic for topic, ones in grouped for one in ones}
@@ -116,10 +116,6 @@ def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) ->
             "",
         ]
     )
-
-
-def _title(result: dict[str, Any]) -> str:
-    return str(result.get("title") or tables_of(result)[0]["title"])
 
 
 def _link(path: Path, folder: Path) -> str:

@@ -37,8 +37,24 @@ def read_results(sources: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tables of a result file, be it one or several."""
-    return list(result["tables"] if "tables" in result else [result["table"]])
+    """The tables of a result file, be it one or several, without columns that say nothing."""
+    tables = result["tables"] if "tables" in result else [result["table"]]
+    return [_filled(table) for table in tables]
+
+
+def title_of(result: dict[str, Any]) -> str:
+    """What a result file is called: its title, else that of its first table."""
+    return str(result.get("title") or tables_of(result)[0]["title"])
+
+
+def _filled(table: dict[str, Any]) -> dict[str, Any]:
+    """A table without the columns that are empty in every row: what was not measured."""
+    header, rows = table["header"], table["rows"]
+    kept = [i for i in range(len(header)) if not rows or any(str(row[i]) != "" for row in rows)]
+    return table | {
+        "header": [header[i] for i in kept],
+        "rows": [[row[i] for i in kept] for row in rows],
+    }
 
 
 def markdown_report(sources: Sequence[Path], title: str = "Results") -> str:
