@@ -36,7 +36,17 @@ ORDER = [
 ]
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
 SHIPPED_FROM = "model"
-SHIPPED = {"errors", "fingerprint", "rope", "roles", "families", "refusals", "layers", "norms"}
+SHIPPED = {
+    "errors",
+    "fingerprint",
+    "rope",
+    "roles",
+    "specs",
+    "families",
+    "refusals",
+    "layers",
+    "norms",
+}
 SHIPPED |= {"attention", "sharing", "modeling"}
 PURE = {"planning"}
 IN_OUT = ("In: ", "Out: ")

@@ -17,8 +17,9 @@ from cases.family_cases import CASES, HEAD_DIM, Case, masked_by_hooks, random_ca
 from cases.models import random_tokens
 from cases.plans import plan_of
 from rap.model import modeling
-from rap.model.families import FAMILIES, INNER, NORM_MODES, WRAPPERS
+from rap.model.families import FAMILIES, INNER, WRAPPERS
 from rap.model.layers import attention_layers
+from rap.model.specs import NORM_MODES
 from rap.planning.plan import LayerPlan
 from rap.surgery.apply import apply
 

@@ -19,7 +19,7 @@ from rap.calibration.run import calibrate
 from rap.checkpoint.load import load
 from rap.methods import Rap
 from rap.model import modeling
-from rap.model.families import NORM_MODES
+from rap.model.specs import NORM_MODES
 from rap.surgery.apply import apply
 from rap.surgery.stream import apply_streamed
 

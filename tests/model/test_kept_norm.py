@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rap.model.families import QKNorm
 from rap.model.norms import KeptNorm
+from rap.model.specs import QKNorm
 
 HEADS, WIDTH, ROWS, DIM = 2, 5, 2, 8
 

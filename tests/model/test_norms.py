@@ -16,10 +16,10 @@ from rap.checkpoint.load import load
 from rap.methods import Rap
 from rap.methods.dense import dense_layers
 from rap.model.errors import RapError
-from rap.model.families import QKNorm
 from rap.model.layers import attention_layers
 from rap.model.norms import normalise_dense
 from rap.model.rope import AttentionShape, HeadGeometry
+from rap.model.specs import QKNorm
 from rap.planning.norms import row_sizes, with_denominators
 from rap.planning.plan import LayerPlan, Plan
 from rap.planning.scores import score_layers

@@ -14,9 +14,10 @@ from cases.models import random_tokens
 from rap.methods import Rap
 from rap.model.attention import RapAttention
 from rap.model.errors import UnsupportedModelError
-from rap.model.families import FAMILIES, AttentionSpec
+from rap.model.families import FAMILIES
 from rap.model.layers import attention_layers, rotary_module
 from rap.model.rope import pair_tables
+from rap.model.specs import AttentionSpec
 from rap.planning.mixing import key_limit
 from rap.surgery.apply import apply
 from rap.surgery.replace import check_plain

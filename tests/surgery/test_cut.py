@@ -10,8 +10,8 @@ from cases.layouts import llama_layout
 from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of, random_plan
 from rap.model.errors import PlanError
-from rap.model.families import QKNorm
 from rap.model.rope import AttentionShape, HeadGeometry
+from rap.model.specs import QKNorm
 from rap.planning.plan import LayerPlan
 from rap.surgery.apply import apply
 from rap.surgery.cut import cut

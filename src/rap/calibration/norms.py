@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, H heads of q or k, G KV heads, D dense head dim.
 import torch
 from torch import Tensor
 
-from ..model.families import QKNorm
+from ..model.specs import QKNorm
 from .observers import FLOAT, ForwardStatistic, WatchedLayer
 
 

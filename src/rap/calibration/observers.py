@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..model.families import QKNorm
 from ..model.rope import AttentionShape
+from ..model.specs import QKNorm
 
 # Bytes of one element: all that is accumulated is of one of these types.
 FLOAT, COMPLEX, LONG = 4, 8, 8

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.errors import CalibrationError
-from ..model.families import QKNorm
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -23,6 +22,7 @@ from ..model.layers import (
     projections,
     split_heads,
 )
+from ..model.specs import QKNorm
 from .backward import GradientMoment
 from .forward import InputMoment, LogitSamples, RotatedMoment
 from .norms import NormMoment, centred, shares

@@ -64,6 +64,11 @@ class Training:
     text: Texts = None
     changes: Changes = None
 
+    @property
+    def texts(self) -> list[str]:
+        """What is read where nothing was given, too."""
+        return self.text or ["bundled"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
@@ -106,15 +111,14 @@ def recover_command(
     dense = _teacher(teacher, loaded.teacher_dtype, loaded.device_map)
     shown = None if evaluate == "none" else evaluate
     held_out = evaluation_tokens(shown, tokenizer) if shown is not None else None
-    texts = train.text or ["bundled"]
     recovered, recovery = recover_stage(
         small,
         dense,
         tokenizer,
         train.recipe,
-        texts=texts,
+        texts=train.texts,
         config=chosen,
-        fitted=_fitted(old_report, train.recipe, texts),
+        fitted=_fitted(old_report, train.recipe, train.texts),
         seed=seed,
         output=output,
         bos=bos,

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
-from ..model.families import NORM_MODES
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, base_model_type, refuse_pruned
 from ..model.rope import AttentionShape
+from ..model.specs import NORM_MODES
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
 from ..planning.norms import NORM_ROWS, with_denominators
 from ..planning.plan import LayerPlan, Plan

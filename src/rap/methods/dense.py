@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..model.families import AttentionSpec
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -17,6 +16,7 @@ from ..model.layers import (
     trained_length,
 )
 from ..model.rope import AttentionShape
+from ..model.specs import AttentionSpec
 from ..planning.mixing import key_limit, value_limit
 from ..planning.norms import row_sizes
 from ..planning.scores import Named

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .families import AttentionSpec, QKNorm
 from .layers import sliding_window
 from .norms import norm_names, normalise_dense, pruned_norms, select_channels
 from .roles import PairWidths as PairWidths
 from .rope import AttentionShape, Tables, gather_pairs, pair_tables, rotate_pairs, rotate_step
+from .specs import AttentionSpec, QKNorm
 
 # What some families, in some releases of transformers, call the cache.
 _CACHE_ARGUMENTS = ("layer_past", "past_key_value")

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import CheckpointError, UnsupportedModelError
-from .families import FAMILIES, ROLES, WRAPPERS, AttentionSpec, QKNorm
+from .families import FAMILIES, WRAPPERS
 from .refusals import refusal
 from .roles import ProjectionPart, role_rows
 from .rope import AttentionShape, HeadGeometry
+from .specs import ROLES, AttentionSpec, QKNorm
 
 PREFIX = "rap_"
 

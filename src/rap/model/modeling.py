@@ -2,10 +2,8 @@
 
 Every class is derived from the family's own, so generation, tensor-parallel plans, gradient
 checkpointing and output capture are inherited. The `rap` section of the config holds the widths,
-the frequency index of every layer is a persistent buffer. This file and the siblings it imports
-(`attention`, `sharing`, `norms`, `layers`, `roles`, `families`, `refusals`, `fingerprint`, `rope`,
-`errors`) are also copied into checkpoints, where they load as remote code: they may import torch,
-transformers and each other, nothing else.
+the frequency index of every layer is a persistent buffer. This file, with the siblings it needs, is
+also copied into checkpoints, as remote code: they may import torch, transformers and each other.
 """
 
 import functools
@@ -31,10 +29,9 @@ from transformers.models.auto.modeling_auto import (
 
 from .attention import RapAttention
 from .errors import CheckpointError
-from .families import NORM_MODES, WRAPPERS, AttentionSpec, QKNorm
+from .families import FAMILIES, WRAPPERS
 from .fingerprint import fingerprint_model, fingerprint_tensors, tied_names
 from .layers import (
-    FAMILIES,
     PREFIX,
     AttentionLayer,
     attention_layers,
@@ -43,6 +40,7 @@ from .layers import (
     rotary_module,
 )
 from .sharing import SharingAttention, plain_attention
+from .specs import NORM_MODES, AttentionSpec, QKNorm
 
 # Version 1 stored the weight of a cut norm with the family's offset added, and so rounded.
 CONFIG_VERSION = 2

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UnsupportedModelError
-from .families import QKNorm
 from .rope import AttentionShape
+from .specs import QKNorm
 
 
 class KeptNorm(nn.Module):

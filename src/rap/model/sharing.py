@@ -29,9 +29,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attention import RapAttention, StateCache
-from .families import AttentionSpec
 from .norms import normalise_dense, select_channels
 from .rope import Tables
+from .specs import AttentionSpec
 
 
 class SharingAttention(RapAttention):

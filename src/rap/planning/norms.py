@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..calibration.norms import centred
-from ..model.families import QKNorm
 from ..model.rope import AttentionShape
+from ..model.specs import QKNorm
 from .layer_plan import LayerPlan
 
 NORM_ROWS = 8

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..checkpoint.tensor_file import TensorFile
 from ..model.errors import PlanError
-from ..model.families import NORM_MODES
 from ..model.rope import AttentionShape, HeadGeometry
+from ..model.specs import NORM_MODES
 from .layer_plan import LayerPlan as LayerPlan
 from .sharing import check_reader
 

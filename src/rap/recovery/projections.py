@@ -22,9 +22,9 @@ from ..calibration.progress import track
 from ..calibration.run import calibrate
 from ..calibration.state import evaluating, frozen
 from ..model.errors import RapError
-from ..model.families import AttentionSpec
 from ..model.kinds.projected import ProjectedAttention, projected_tensors
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
+from ..model.specs import AttentionSpec
 from .config import RecoveryConfig, preset
 from .loss import token_loss
 

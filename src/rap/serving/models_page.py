@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
 
-from ..model.families import FAMILIES, NORM_MODES, WRAPPERS, AttentionSpec
+from ..model.families import FAMILIES, WRAPPERS
 from ..model.refusals import REASONS
+from ..model.specs import NORM_MODES, AttentionSpec
 from .paths import REFUSED, family_path, is_compared
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}

@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.stored import untie
 from ..model.errors import CheckpointError
-from ..model.families import AttentionSpec
 from ..model.fingerprint import fingerprint_model, tied_names
 from ..model.layers import (
     AttentionLayer,
@@ -22,6 +21,7 @@ from ..model.layers import (
 )
 from ..model.modeling import CONFIG_VERSION, config_class, model_class
 from ..model.norms import norm_names
+from ..model.specs import AttentionSpec
 from ..planning.plan import LayerPlan, Plan
 from .cut import cut
 

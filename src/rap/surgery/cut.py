@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..model.errors import PlanError
-from ..model.families import QKNorm
 from ..model.roles import role_rows
 from ..model.rope import AttentionShape
+from ..model.specs import QKNorm
 from ..planning.plan import LayerPlan
 
 

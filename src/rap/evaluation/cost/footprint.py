@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from ...calibration.state import evaluating
-from ...model.families import ROLES, AttentionSpec
 from ...model.layers import AttentionLayer, attention_layers, attention_spec
 from ...model.roles import role_rows
+from ...model.specs import ROLES, AttentionSpec
 
 PREFILL = 3  # tokens read before the decode step that is measured
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import PairWidths
-from ..families import AttentionSpec
 from ..rope import AttentionShape, Tables
+from ..specs import AttentionSpec
 from .latent import ReconstructingAttention
 
 

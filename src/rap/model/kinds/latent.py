@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import PairWidths, RapAttention, StateCache
-from ..families import AttentionSpec
 from ..rope import AttentionShape, Tables
+from ..specs import AttentionSpec
 
 # Directions with less than this share of the largest second moment carry rounding noise only.
 EIGENVALUE_FLOOR = 1e-12

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import PairWidths, RapAttention
-from ..families import AttentionSpec
 from ..rope import AttentionShape, Tables
+from ..specs import AttentionSpec
 
 
 class ProjectedWidths(TypedDict):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import PairWidths, RapAttention, StateCache
-from ..families import AttentionSpec
 from ..rope import AttentionShape, Tables
+from ..specs import AttentionSpec
 
 
 class ReindexedWidths(PairWidths):
