@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TREE, RECORD = ROOT / "runs" / "evidence", ROOT / "runs" / "evidence.json"
 TEXTS = ("wikitext2-test.txt", "wikitext2-valid-tokenized.txt", "tasks")
 # Models that an earlier command wrote, which no result file holds.
-MADE_BEFORE = ("fitted/",)
+MADE_BEFORE = ("fitted/", "distilled/")
 NO_FIGURES = ("provenance", "second", "_ms", "time", "tokens_per", "paper", "tables", "table")
 
 
