@@ -15,13 +15,13 @@ from ..model.specs import NORM_MODES, AttentionSpec
 from .paths import REFUSED, family_path, is_compared
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
-TESTED = ("5.16.1", "5.19.0")
+TESTED = "5.19.0, those of the first release in 5.16.1 too"
 _HEADER = f"""# Models
 
 Written by `python -m rap.serving.models_page docs/models.md` from the table in
 `src/rap/model/families.py`; a test keeps it up to date. Every family here is tested against its own
-attention in transformers
-{" and ".join(TESTED)}: attention, logits, cached decoding, left-padded generation, saving, loading.
+attention in transformers {TESTED}:
+attention, logits, cached decoding, left-padded generation, saving, loading.
 
 What a head keeps: where channels rotate, whole pairs; where they do not (partial rotation, layers
 without rotation), single channels, the same fraction of each. Slow pairs can be folded and the
