@@ -101,7 +101,7 @@ DEFAULTS = (
     Default(
         title="Rates of recovery",
         bundled=lambda r: "the 5e-3 of `fast` is its own (`docs/log.md`, 2026-11-20).",
-        real="distillation was not measured, so a real model should be given the rate of `paper`. "
-        "The fit's rate and drift were chosen on the real model (`docs/log.md`, 2026-11-22).",
+        real="the rates of `fit` and `full` were chosen on the real model (`docs/log.md`, "
+        "2026-11-22). That of `fast` was not measured there.",
     ),
 )

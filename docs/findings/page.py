@@ -21,7 +21,8 @@ from rap.studies.report.findings import Models, Results, findings_page
 REPOSITORY = Path(__file__).parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
 REAL = tuple(
-    f"smollm2{name}/compare.json" for name in ("", "-sweep", "-fit-block", "-defaults", "-refit")
+    f"smollm2{name}/compare.json"
+    for name in ("", "-sweep", "-fit-block", "-distil", "-defaults", "-refit")
 )
 BUNDLED = tuple(f"compare{name}/compare.json" for name in ("", "-sweep", "-ablations", "-pooled"))
 HEAD = """# The paper's findings on a really pretrained model
