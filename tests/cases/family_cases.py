@@ -495,7 +495,7 @@ CASES = [
     ),
     Case(
         "llava_onevision",
-        WINDOW,
+        WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
         around=_inner("qwen2")
         | {"vision_config": {"model_type": "siglip_vision_model", **_EYES, "patch_size": 8}}
         | {"image_token_index": 127, "image_grid_pinpoints": [[16, 16]]}

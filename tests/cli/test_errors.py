@@ -87,7 +87,7 @@ WEIGHTS = [
     ("gpt2", "'gpt2' is not supported: it adds learned absolute positions"),
     ("empty", "empty is a directory without a model: config.json is missing"),
     ("./nowhere", "there is no directory ./nowhere"),
-    ("file", "cannot read a model config from file"),
+    ("file", "file is a file: a model is the directory it lies in"),
 ]
 METHOD_TEXTS = [
     ("rap:nothing", "method 'rap' has no recipe 'nothing'; it has: paper"),

@@ -38,7 +38,7 @@ class WatchedLayer:
     def zeros(self, role: str, *shape: int) -> Tensor:
         """A float32 accumulator on the device of a projection."""
         # A layer that reads another's keys has none.
-        linear = self.linears.get(role, self.linears["q"])
+        linear = self.linears.get(role) or next(iter(self.linears.values()))
         return torch.zeros(shape, device=linear.weight.device)
 
     def canonical(self, x_HD: Tensor) -> Tensor:

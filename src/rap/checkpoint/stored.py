@@ -177,6 +177,8 @@ def without_weights(config: PreTrainedConfig) -> Any:
             owners |= dict.fromkeys(owner.modules(), owner)
     for module, owner in owners.items():
         _compute_buffers(owner, module)
+    for owner in set(owners.values()):  # some families' models fill in buffers of their layers
+        owner._init_weights(owner)
     return model.eval()
 
 
