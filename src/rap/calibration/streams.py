@@ -48,6 +48,7 @@ class Stream:
     ):
         self.source, self.batch_size = source, min(batch_size, len(windows))
         self.folder, self.windows = folder, windows
+        self.tuples: bool | None = None  # whether layers give one; known once one has run
         self.num_layers = len(text_decoder(source.model).layers)
         if attention_spec(source.model.config).value_norm is not None:
             raise RapError(
@@ -68,6 +69,7 @@ class Stream:
         """What a (working) layer `index` gives for some windows of its input, [B, T, E]."""
         device = next(layer.parameters()).device
         output = layer(rows.to(device), **self.keywords(index, len(rows), device))
+        self.tuples = not isinstance(output, Tensor)
         return output if isinstance(output, Tensor) else output[0]
 
     @torch.no_grad()
@@ -106,15 +108,17 @@ class Stream:
         """
         model, place = self.source.outside(), 0
         layers = list(text_decoder(model).layers)
+        if self.tuples is None:
+            self.run(self.source.working(0), 0, self.hidden[:1])
 
-        def answer(index: int, *args: Any, **kwargs: Any) -> Tensor:
+        def answer(index: int, *args: Any, **kwargs: Any) -> Any:
             nonlocal place
-            read: Tensor = args[0] if args else kwargs["hidden_states"]
-            if index < len(layers) - 1:
-                return read
-            rows = self.hidden[place : place + len(read)]
-            place += len(read)
-            return rows.to(read)
+            given: Tensor = args[0] if args else kwargs["hidden_states"]
+            if index == len(layers) - 1:
+                rows = self.hidden[place : place + len(given)]
+                place += len(given)
+                given = rows.to(given)
+            return (given,) if self.tuples else given
 
         with _answered(layers, answer):
             yield model
