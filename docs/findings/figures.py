@@ -170,6 +170,39 @@ def told_bases(results: Results) -> str:
     )
 
 
+def recalls(results: Results, retain: float) -> dict[str, list[float]]:
+    """Recall at every distance by method, cut only, of the experiment on recall alone."""
+    cells = results.file("smollm2-recall/compare")["cells"]
+    return {
+        cell["method"]: [entry["accuracy"] for entry in cell["recall"]]
+        for cell in cells
+        if cell["retain"] in (retain, 1.0)
+    }
+
+
+def told_recalls(results: Results, *methods: str) -> str:
+    """Recall of methods at 0.9, 0.7 and 0.5, and of the dense model."""
+
+    def shown(values: list[float]) -> str:
+        return " / ".join(f"{value:.0%}" for value in values)
+
+    ratios = (0.9, 0.7, 0.5)
+    each = "; ".join(
+        f"{method} {', '.join(shown(recalls(results, ratio)[method]) for ratio in ratios)}"
+        for method in methods
+    )
+    fitted = [
+        shown([entry["accuracy"] for entry in cell["recall"]])
+        for cell in results.file("smollm2-recall-fit/compare")["cells"]
+        if cell["recover"] == "fit"
+    ]
+    return (
+        f"recall of one of 4 numbers at 256 / 1,000 tokens, 12 documents, cut only, at 0.9, 0.7, "
+        f"0.5: {each}; dense {shown(recalls(results, 0.5)['dense'])}. Fitted, rap has "
+        f"{' and '.join(fitted)} at 0.7 and 0.5."
+    )
+
+
 def spearman(results: Results) -> list[float]:
     """Spearman of the two Fisher scores, a head each."""
     return [value for layer in results.analysis("scores")["spearman"] for value in layer]
