@@ -104,8 +104,7 @@ def recover_stage(
         run.fit(config if isinstance(config, FitConfig) else None)
     changed = config if isinstance(config, RecoveryConfig) else None
     if last in PRESETS:
-        begun = fitted is not None or first == "fit"
-        run.distil(changed or preset(last, seed=seed), fitted=begun)
+        run.distil(changed or preset(last, seed=seed))
     elif last == "projections":
         run.train_bases(changed or replace(SETTINGS, seed=seed))
     elif last == "closed-form":
@@ -186,12 +185,12 @@ class _Run:
         trained = train_projections(self.small, self.dense, windows, config, progress=self.progress)
         self.offer(trained, "trained")
 
-    def distil(self, config: RecoveryConfig, *, fitted: bool) -> None:
+    def distil(self, config: RecoveryConfig) -> None:
         """Distil, after a refit where nothing was fitted."""
         # Imported here: the trainer and peft take seconds, and only distillation needs them.
         from .distillation import distill
 
-        if not fitted:
+        if "fit" not in self.report:
             self.refit(config)
         distilled = distill(
             self.small,

@@ -21,19 +21,33 @@ def closeness(
     `recovered` maps the recoveries to what they are called. No rows if no cell was measured so, as
     in a comparison of an earlier release.
     """
-    here = [record for record in cut if record["retain"] == retain]
-    several = len({record["recover"] for record in here}) > 1
-    rows = [_row(DENSE, dense, dense)]
-    for record in here:
-        after = f", {recovered.get(record['recover'], record['recover'])}" if several else ""
-        rows.append(_row(f"{record['method']}{after}", record, dense))
-    measured = any("kl" in record or _paired(record, dense) for record in here)
+    here = of_ratio(retain, cut, recovered)
+    rows = [_row(row, record, dense) for row, record in ((DENSE, dense), *here)]
+    measured = any("kl" in record or _paired(record, dense) for _, record in here)
     return {
         "title": f"Near the dense model at retain {retain:g}, {name}",
         "note": _note(dense),
         "header": [*HEADER, *(f"recall at {entry['distance']:,}" for entry in _recall(dense))],
         "rows": rows if measured else [],
     }
+
+
+def of_ratio(
+    retain: float, cut: Sequence[Record], recovered: dict[str, str]
+) -> list[tuple[str, Record]]:
+    """The cells of one retain ratio, each with the name of its row: its recovery if several are."""
+    here = [record for record in cut if record["retain"] == retain]
+    if len({record["recover"] for record in here}) < 2:
+        return [(record["method"], record) for record in here]
+    return [
+        (f"{record['method']}, {recovered.get(record['recover'], record['recover'])}", record)
+        for record in here
+    ]
+
+
+def perplexity_text(value: float) -> str:
+    """Two decimals, or none from a thousand on."""
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
 
 
 def perplexity_ratio(record: Record, dense: Record) -> dict[str, float]:
@@ -52,11 +66,10 @@ def _paired(record: Record, dense: Record) -> bool:
 
 
 def _row(name: str, record: Record, dense: Record) -> list[str]:
-    value = record["perplexity"]
     recalled = {entry["distance"]: entry for entry in _recall(record)}
     return [
         name,
-        f"{value:.2f}" if value < 1000 else f"{value:,.0f}",
+        perplexity_text(record["perplexity"]),
         interval_text(perplexity_ratio(record, dense), ".3f"),
         interval_text(record["kl"], ".3g") if "kl" in record else "",
         f"{record['kl_p99']:.3g}" if "kl_p99" in record else "",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .closeness import of_ratio, perplexity_text
 from .variants import DENSE
 
 Record = dict[str, Any]
@@ -17,13 +18,9 @@ def other_texts(
 
     `recovered` maps the recoveries to what they are called.
     """
-    here = [record for record in cut if record["retain"] == retain]
-    several = len({record["recover"] for record in here}) > 1
     texts = list(dense.get("other_texts") or {})
-    rows = [_row(DENSE, dense, dense, texts)]
-    for record in here:
-        after = f", {recovered.get(record['recover'], record['recover'])}" if several else ""
-        rows.append(_row(f"{record['method']}{after}", record, dense, texts))
+    here = (DENSE, dense), *of_ratio(retain, cut, recovered)
+    rows = [_row(row, record, dense, texts) for row, record in here]
     scored = dense["evaluation"]
     return {
         "title": f"On texts of other kinds at retain {retain:g}, {name}",
@@ -47,7 +44,7 @@ def _row(name: str, record: Record, dense: Record, texts: Sequence[str]) -> list
 
 def _figures(figures: Record, dense: Record) -> list[str]:
     value = figures["perplexity"]
-    shown = f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+    shown = perplexity_text(value)
     if figures is not dense:
         shown = f"{shown} ({value / dense['perplexity'] - 1:+.0%})"
     return [shown, f"{figures['kl']['value']:.3g}" if "kl" in figures else ""]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .capability import capability
-from .closeness import closeness
+from .closeness import closeness, perplexity_text
 from .matched import matched
 from .other_texts import other_texts
 from .variants import DENSE
@@ -223,8 +223,7 @@ def _decode(cell: Record, dense: Record) -> str:
 
 
 def _perplexity(cell: Record) -> str:
-    value = cell["perplexity"]
-    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+    return perplexity_text(cell["perplexity"])
 
 
 def _kl(cell: Record) -> str:
