@@ -97,6 +97,18 @@ FOUND = (
         "refused, with the value",
     ),
     Found(
+        "odd config",
+        "100,000 layers in the config of a checkpoint with two were built one by one, for minutes "
+        "and in gigabytes, before the first was found to lack its weights",
+        "refused at once: the files have fewer tensors than that",
+    ),
+    Found(
+        "odd config",
+        "a fingerprint that is a number ended in a traceback, from the message that was to refuse "
+        "it",
+        "the line of weights that are not those of the config",
+    ),
+    Found(
         "changed bits",
         "4 of 40 changed bits in the first 600 bytes of a plan, and any in the numbers of plans "
         "and statistics, went unseen",

@@ -2,7 +2,8 @@
 
     python experiments/reliability/reliability.py --share 1
 
-Nothing is written if a test fails: then a command did not end as it should.
+Nothing is written if a test fails: then a command did not end as it should. A run that is stopped
+keeps in runs/ what it has seen, and goes on from there if the commit is the same.
 """
 
 import argparse
@@ -21,7 +22,9 @@ def main() -> None:
     result = (HERE / "reliability.json").resolve()
     share = parser.parse_args().share
     environment = {"RAP_FAULT_CASES": str(result), "RAP_FAULT_SHARE": f"{share:g}"}
-    arguments = ["-m", "pytest", "-q", "-m", "", "tests/reliability"]
+    # Each case has a copy of everything: ten GB by the end, if those that passed stayed.
+    tidy = ["-o", "tmp_path_retention_policy=failed"]
+    arguments = ["-m", "pytest", "-q", "-m", "", *tidy, "tests/reliability"]
     os.chdir(REPOSITORY)
     os.execve(sys.executable, [sys.executable, *arguments], os.environ | environment)
 

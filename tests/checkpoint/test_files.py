@@ -226,6 +226,14 @@ def test_changed_weights_are_detected(pruned):
     assert is_pruned(load(pruned, verify=False))
 
 
+def test_a_fingerprint_that_is_no_text_is_refused(pruned):
+    path = pruned / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    config["rap"]["fingerprint"] = 5
+    path.write_text(json.dumps(config), encoding="utf-8")
+    _refused(load, pruned, r"not the ones its config describes \(fingerprint 5\)")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_load_in_any_dtype_passes_the_check(pruned, dtype):
     assert load(pruned, dtype=dtype).dtype == dtype

@@ -62,6 +62,12 @@ def test_stored_weights_of_other_shapes_are_refused(checkpoint):
         StoredModel(_set(checkpoint, vocab_size=10))
 
 
+@pytest.mark.parametrize("read", [load, StoredModel])
+def test_more_layers_than_tensors_are_refused_before_they_are_built(checkpoint, read):
+    with pytest.raises(CheckpointError, match=r"asks for 1,000 layers, but .* has 21 tensors"):
+        read(_set(checkpoint, num_hidden_layers=1000))
+
+
 def test_a_tensor_that_is_gone_is_named(checkpoint):
     weights = checkpoint / "model.safetensors"
     tensors = load_file(weights)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,34 @@ from transformers import logging as transformers_logging
 from cases.command import run
 from cases.damage import QUICK, TEXT, short
 from cases.ending import Ended, contents, refusal_violations
+from cases.fault_record import FaultRecord, kept_file, result_of
 from cases.gguf_file import tiny_llama, write_gguf
 from rap import assets
 from rap.checkpoint.load import load, load_tokenizer
-from rap.checkpoint.provenance import provenance
+from rap.checkpoint.provenance import code_commit, provenance
 
 RECORD, SHARE = "RAP_FAULT_CASES", "RAP_FAULT_SHARE"
-_cases: list[dict[str, str]] = []
+RUNS = Path(__file__).parents[2] / "runs"
+_RECORD = FaultRecord(kept_file(RUNS, code_commit()) if RECORD in os.environ else None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave a share of the faults, always the same ones, where no more is asked for.
 
-    Of every test the first case stays.
+    Of every test the first case stays. What a stopped run has already seen pass is left out too.
     """
     share, seen, left = float(os.environ.get(SHARE, 1)), set(), []
     for item in items:
         test = item.nodeid.partition("[")[0]
         if item.get_closest_marker("faults") and test in seen and _place_of(item) >= share:
             left.append(item)
+            _RECORD.cases.pop(item.nodeid, None)
+        elif item.nodeid in _RECORD.cases:
+            left.append(item)
         seen.add(test)
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in left]
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
 
 
 def _place_of(item: pytest.Item) -> float:
@@ -44,24 +49,23 @@ def _place_of(item: pytest.Item) -> float:
     return int(hashlib.sha256(item.nodeid.encode()).hexdigest()[:8], 16) / 2**32
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep the case of a test that passed."""
+    if report.when == "call" and report.passed:
+        _RECORD.passed(report.nodeid)
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write every case to the file that is asked for, unless a test failed."""
-    if RECORD in os.environ and exitstatus == 0:
-        counts = Counter((case["kind"], case["ended"]) for case in _cases)
-        rows = [[kind, ended, str(count)] for (kind, ended), count in sorted(counts.items())]
+    if RECORD not in os.environ or exitstatus == pytest.ExitCode.INTERRUPTED:
+        return
+    if exitstatus == pytest.ExitCode.OK:
         share = float(os.environ.get(SHARE, 1))
         command = f"python experiments/reliability/reliability.py --share {share:g}"
-        result = {
-            "command": command,
-            "provenance": provenance() | {"command": command},
-            "cases": sorted(_cases, key=lambda case: sorted(case.items())),
-            "table": {
-                "title": "Faults, and how commands ended",
-                "header": ["fault", "ended", "cases"],
-                "rows": rows,
-            },
-        }
-        Path(os.environ[RECORD]).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        cases = [case for noted in _RECORD.cases.values() for case in noted]
+        result = json.dumps(result_of(cases, command, provenance()), indent=1)
+        Path(os.environ[RECORD]).write_text(result + "\n", "utf-8")
+    _RECORD.through()
 
 
 @pytest.fixture(scope="session")
@@ -100,10 +104,11 @@ Record = Callable[[str, Sequence[Any], str, str], None]
 
 
 @pytest.fixture
-def record() -> Record:
+def record(request: pytest.FixtureRequest) -> Record:
     """Note a case: the kind of fault, the command, what exactly was done to it, how it ended."""
-    return lambda kind, command, fault, ended: _cases.append(
-        {"kind": kind, "command": short(command), "fault": fault, "ended": ended}
+    return lambda kind, command, fault, ended: _RECORD.note(
+        request.node.nodeid,
+        {"kind": kind, "command": short(command), "fault": fault, "ended": ended},
     )
 
 

@@ -203,6 +203,14 @@ def test_other_shapes_are_refused_before_any_weight_is_read(dense, tmp_path):
     _refused(tmp_path / "other", plan, tmp_path / "small", UnsupportedModelError, "learned")
 
 
+def test_another_number_of_layers_is_refused_before_they_are_built(dense, tmp_path, monkeypatch):
+    source, plan = dense
+    config = _config(source) | {"num_hidden_layers": 1000}
+    (source / "config.json").write_text(json.dumps(config))
+    monkeypatch.delattr("rap.surgery.stream.without_weights")
+    _refused(source, plan, tmp_path / "small", PlanError, "plan has 3 layers, the model 1000")
+
+
 def test_missing_shard_is_refused(tmp_path):
     model = tiny_model(**FIELDS)
     model.save_pretrained(tmp_path / "dense", max_shard_size="20KB")

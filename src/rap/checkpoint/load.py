@@ -21,6 +21,7 @@ from ..model.fingerprint import fingerprint_model
 from ..model.layers import PREFIX, attention_spec, refuse_pruned, text_config
 from ..model.modeling import auto_class, register
 from .files import check_safetensors
+from .shards import check_depth
 
 _PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -74,7 +75,7 @@ def load(source: str | Path, *, verify: bool = True, **kwargs: Any) -> Any:
     if verify and exact and stored and stored != fingerprint_model(model):
         raise CheckpointError(
             f"the weights in {source} are not the ones its config describes (fingerprint "
-            f"{stored[:12]}): the checkpoint was changed or mixed with another one"
+            f"{str(stored)[:12]}): the checkpoint was changed or mixed with another one"
         )
     return model
 
@@ -113,8 +114,11 @@ def copy_processor(source: str | Path, folder: Path) -> None:
 def _load(source: str | Path, config: PreTrainedConfig, **kwargs: Any) -> Any:
     check_dtype(kwargs.get("dtype", "auto"))
     if Path(source).is_dir():
-        for shard in sorted(Path(source).glob("*.safetensors")):
+        shards = sorted(Path(source).glob("*.safetensors"))
+        for shard in shards:
             check_safetensors(shard)
+        if any(shard.name.startswith("model") for shard in shards):  # and not an adapter alone
+            check_depth(shards, config)
     with reading(f"load weights from {source}"):
         model, found = auto_class(config).from_pretrained(
             source, output_loading_info=True, **kwargs

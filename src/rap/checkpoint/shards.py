@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from ..model.errors import CheckpointError
+from ..model.layers import text_config
 from .files import check_safetensors, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,6 +48,23 @@ def find_shards(folder: Path) -> list[Path]:
             raise CheckpointError(f"{shard} is missing: download the checkpoint again")
         check_safetensors(shard)
     return shards
+
+
+def check_depth(shards: list[Path], config: Any) -> None:
+    """Raise CheckpointError for a config of more layers than all files together have tensors.
+
+    Without it a wrong number is first built, layer by layer, before a tensor is found to lack.
+    """
+    num_layers = getattr(text_config(config), "num_hidden_layers", 0)
+    num_tensors = 0
+    for shard in shards:
+        with safe_open(shard, "pt") as file:
+            num_tensors += len(file.keys())
+    if num_layers > num_tensors:
+        raise CheckpointError(
+            f"the config asks for {num_layers:,} layers, but the checkpoint {shards[0].parent} has "
+            f"{num_tensors:,} tensors in all: correct num_hidden_layers, or download it again"
+        )
 
 
 def same_values(first: tuple[Path, str], second: tuple[Path, str]) -> bool:

@@ -18,7 +18,7 @@ from ..model.fingerprint import Fingerprint, tied_names
 from ..model.layers import attention_spec, refuse_pruned, text_config
 from .conversions import Conversions
 from .load import check_generation_config, load_config, without_tensors
-from .shards import DTYPES, find_shards, same_values
+from .shards import DTYPES, check_depth, find_shards, same_values
 
 
 class Weights(Protocol):
@@ -56,7 +56,9 @@ class StoredModel:
         attention_spec(config)
         self.folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(self.name))
         check_generation_config(self.folder)
-        self.shards, self.model = find_shards(self.folder), without_weights(config)
+        self.shards = find_shards(self.folder)
+        check_depth(self.shards, config)
+        self.model = without_weights(config)
         self._find()
         if self._unties():
             untie(config)

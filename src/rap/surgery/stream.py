@@ -33,6 +33,7 @@ from ..model.layers import (
     base_model_type,
     projection_tensors,
     refuse_pruned,
+    text_config,
 )
 from ..model.modeling import auto_class
 from ..planning.plan import Plan
@@ -207,6 +208,8 @@ def _opened(source: str | Path, plan: Plan) -> StoredModel:
     config = load_config(source)
     refuse_pruned(config)
     attention_spec(config)
+    # Before layers are built, which a wrong number of them makes long.
+    plan.check_kind(base_model_type(config), text_config(config).num_hidden_layers)
     shapes = [layer.shape for layer in attention_layers(without_weights(config))]
     plan.check_model(base_model_type(config), shapes)
     return StoredModel(source)
