@@ -15,7 +15,7 @@ from rap.model.errors import RapError
 from rap.planning.folding import fold_head, spectrum
 
 NAMES = ["phi3", "gpt_neox", "qwen3", "qwen3_next", "gemma3_text", "llama4_text", "olmo2", "afmoe"]
-NAMES += ["gemma3n_text", "gemma4_text", "gemma4_text:tied"]
+NAMES += ["gemma3n_text", "gemma4_text", "gemma4_text:tied", "gemma3n", "gemma4"]
 
 
 @pytest.mark.parametrize("qk_norm", ["constant", "exact"])
@@ -78,7 +78,7 @@ def test_every_layer_has_its_own_frequencies():
     ("settings", "reads"),
     [
         ({"budget": "error"}, ("rap.planning.losses.spectrum", spectrum, 2)),
-        ({"budget": "uniform"}, ("rap.methods.rap.fold_head", fold_head, 2)),
+        ({"budget": "uniform"}, ("rap.methods.keys.fold_head", fold_head, 2)),
     ],
     ids=["error", "fold"],
 )

@@ -88,7 +88,13 @@ MethodName = Annotated[
 ]
 Retain = Annotated[float, typer.Option("--retain", help="Fraction of the KV cache to keep.")]
 Score = Annotated[str | None, typer.Option("--score", help="How pairs are scored.")]
-Budget = Annotated[str | None, typer.Option("--budget", help="How layers share the budget.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        help="How layers share the budget: uniform, adaptive, error, or search, which tries cuts.",
+    ),
+]
 Metric = Annotated[
     str | None,
     typer.Option("--metric", help="What cuts keep small: the loss, or the output's error."),

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from ..calibration.statistics import Statistics
 from ..model.rope import AttentionShape
-from ..planning.budgets import Budget
+from ..planning.budgets import Budget, LayerBudget
 from ..planning.plan import LayerPlan
 from ..planning.scores import LayerScores, Named, score_layers
 from .base import PairPruning
@@ -43,12 +43,16 @@ class A3(PairPruning):
         return score_layers("energy", statistics, weights, shapes)
 
     def cut_layers(
-        self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
+        self,
+        scores: Sequence[LayerScores | None],
+        budgets: Sequence[LayerBudget | None],
+        statistics: Statistics,
+        dense: DenseLayers,
     ) -> list[LayerPlan | None]:
         """Plain pairs, and values in a subspace unless a gate works on single channels."""
         return [
             in_subspace(layer, layer_values(index, statistics, dense, "output"))
             if layer is not None and dense.mixes_values[index]
             else layer
-            for index, layer in enumerate(super().cut_layers(scores, statistics, dense))
+            for index, layer in enumerate(super().cut_layers(scores, budgets, statistics, dense))
         ]

@@ -163,20 +163,20 @@ class PairPruning(Method):
     ) -> Plan:
         """As `plan`, for layers whose weights need not all be in memory."""
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
-        rows = self.norm_rows if self.qk_norm == "rows" else 0
-        cut = [
-            with_denominators(layer, shape, layer_statistics, rows)
-            if layer is not None and shape is not None
-            else None
-            for layer, shape, layer_statistics in zip(
-                self.cut_layers(scores, statistics, dense),
-                dense.shapes,
-                statistics.layers,
-                strict=True,
-            )
-        ]
+        budgets = self.budgets(scores, statistics, dense)
+        layers = self.divided(scores, budgets, statistics, dense)
+        return self.plan_of(layers, dense, model_type, fingerprint)
+
+    def plan_of(
+        self,
+        layers: tuple[LayerPlan | None, ...],
+        dense: DenseLayers,
+        model_type: str,
+        fingerprint: str,
+    ) -> Plan:
+        """These layers as a Plan of this method for the dense weights of that fingerprint."""
         return Plan(
-            layers=divide(cut, dense.every_shape),
+            layers=layers,
             shapes=tuple(dense.every_shape),
             model_type=model_type,
             retain=self.retain,
@@ -184,6 +184,28 @@ class PairPruning(Method):
             method=self.describe(),
             qk_norm=self.qk_norm,
         )
+
+    def divided(
+        self,
+        scores: Sequence[LayerScores | None],
+        budgets: Sequence[LayerBudget | None],
+        statistics: Statistics,
+        dense: DenseLayers,
+    ) -> tuple[LayerPlan | None, ...]:
+        """The plan of every decoder layer at given budgets (None: left dense), as `Plan` has it."""
+        rows = self.norm_rows if self.qk_norm == "rows" else 0
+        cut = [
+            with_denominators(layer, shape, layer_statistics, rows)
+            if layer is not None and shape is not None
+            else None
+            for layer, shape, layer_statistics in zip(
+                self.cut_layers(scores, budgets, statistics, dense),
+                dense.shapes,
+                statistics.layers,
+                strict=True,
+            )
+        ]
+        return divide(cut, dense.every_shape)
 
     def budgets(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
@@ -198,10 +220,14 @@ class PairPruning(Method):
         )
 
     def cut_layers(
-        self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
+        self,
+        scores: Sequence[LayerScores | None],
+        budgets: Sequence[LayerBudget | None],
+        statistics: Statistics,
+        dense: DenseLayers,
     ) -> list[LayerPlan | None]:
-        """The plan of every layer: budgets, then the best pairs and channels within them."""
-        chosen = select(scores, self.budgets(scores, statistics, dense))
+        """The plan of every layer: the best pairs and channels within its budget."""
+        chosen = select(scores, budgets)
         return [LayerPlan.of_indices(*kept) if kept is not None else None for kept in chosen]
 
     def alignment(self, shapes: Sequence[AttentionShape | None]) -> int:

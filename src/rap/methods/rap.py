@@ -1,34 +1,35 @@
 """RoPE-Aligned Pruning: whole RoPE pairs of K (or folded slots), channels or a subspace of V."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from ..calibration.registry import WINDOWS
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
+from ..model.layers import base_model_type
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, LayerBudget
-from ..planning.folding import FoldedHead, fold_head
-from ..planning.knapsack import allocate_by_error
+from ..planning.knapsack import allocate_by_error, offered_widths
 from ..planning.losses import (
     DIRECTIONS,
     Metric,
-    Moments,
     Orders,
     free_moments,
     key_moments,
     one_width,
     split_step,
 )
-from ..planning.plan import LayerPlan
+from ..planning.plan import LayerPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
-from ..planning.shared import shared_frequencies, shared_pairs, shared_slots
-from ..planning.subspace import weighted_subspace
+from ..planning.shared import shared_frequencies
 from .base import PairPruning
-from .dense import DenseLayers
+from .dense import DenseLayers, dense_layers
+from .keys import folded_alike, folded_apart, free_subspace, shared_dense
+from .search import Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
 
 
@@ -46,8 +47,10 @@ class Rap(PairPruning):
         the loss say what reads keys and values), or squared error of logits and `output`, which
         needs no gradients and so less memory.
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error;
-        `auto` is `error`, or `uniform` where the profile wants one width. With `key_share` "pooled"
-        K and V of a layer may differ in width: better at the same cache, but engines pad them.
+        `auto` is `error`, or `uniform` where the profile wants one width; `search` begins with
+        `error`, and lets layers trade widths by what the model loses once it is cut. With
+        `key_share` "pooled" K and V of a layer may differ in width: better at the same cache, but
+        engines pad them.
     context: distance in tokens over which folded pairs may drift; None is all the model was made
         for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
@@ -75,10 +78,10 @@ class Rap(PairPruning):
             object.__setattr__(self, "budget", spent)
         if self.score not in SCORES:
             raise RapError(f"unknown score {self.score!r}: use one of {', '.join(sorted(SCORES))}")
-        if self.budget == "error" and not self._spends_by_error():
+        if self.budget in ("error", "search") and not self._spends_by_error():
             raise RapError(
-                "budget 'error' gives K and V one width (key_share 0.5), or lets them compete by "
-                f"metric 'loss' (pooled): key_share cannot be {self.key_share} here"
+                f"budget {self.budget!r} gives K and V one width (key_share 0.5), or lets them "
+                f"compete by metric 'loss' (pooled): key_share cannot be {self.key_share} here"
             )
         if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):
             raise RapError(
@@ -98,13 +101,15 @@ class Rap(PairPruning):
     def needs(self) -> frozenset[str]:
         """What the score, the folding and the subspace ask of calibration."""
         needs = SCORES[self._ranking].needs
-        by_error = self.budget == "error"
+        by_error = self.budget in ("error", "search")
         if self.keys == "fold" or by_error:
             needs |= {"pairs"}
         if self.values == "subspace" or by_error:
             needs |= {"values"}
         if self.metric == "loss" and needs & {"pairs", "values"}:
             needs |= {"gradients"}
+        if self.budget == "search":
+            needs |= {WINDOWS}
         return needs | ({"energy"} if by_error else frozenset())
 
     @property
@@ -125,9 +130,38 @@ class Rap(PairPruning):
     def budgets(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
     ) -> list[LayerBudget | None]:
-        """By score or alike (base), or by the error of every width."""
+        """By score or alike (base), or by the error of every width.
+
+        Raises RapError for budget `search`, which tries cuts on a model, as `plan` does.
+        """
+        if self.budget == "search":
+            raise RapError(
+                "budget 'search' tries cuts on the whole model: leave --stream out, or use budget "
+                "'error'"
+            )
         if self.budget != "error":
             return super().budgets(scores, statistics, dense)
+        return _budgets(self.widths(scores, statistics, dense).by_layer(), dense)
+
+    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
+        """As of every pair method; budget `search` tries its widths on the model."""
+        if self.budget != "search":
+            return super().plan(model, statistics)
+        fingerprint, family = self.check(model, statistics), base_model_type(model.config)
+        dense = dense_layers(model)
+        scores = self.importance(statistics.layers, dense.weights, dense.shapes)
+
+        def planned(kept: dict[int, tuple[int, ...]]) -> Plan:
+            layers = self.divided(scores, _budgets(kept, dense), statistics, dense)
+            return self.plan_of(layers, dense, family, fingerprint)
+
+        search = Search(self, model, statistics)
+        return planned(search.widths(self.widths(scores, statistics, dense), planned))
+
+    def widths(
+        self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
+    ) -> Widths:
+        """What budget `error` gives every layer, and what it could have."""
         present = [index for index, shape in enumerate(dense.shapes) if shape is not None]
         orders = self.orders(scores, dense)
         curves = [self._curves(index, statistics, dense, orders[index]) for index in present]
@@ -136,12 +170,12 @@ class Rap(PairPruning):
         sizes = [len(curve) - 1 for curve in flat]
         shapes = [shape for shape in dense.shapes if shape is not None]
         heads = [s.num_kv_heads for s, both in zip(shapes, curves, strict=True) for _ in both]
-        spent = iter(allocate_by_error(flat, self.retain, sizes, heads=heads, unit=unit))
-        kept = {i: [next(spent) for _ in both] for i, both in zip(present, curves, strict=True)}
-        return [
-            _hybrid_budget(shape, kept[index][0], kept[index][-1]) if shape is not None else None
-            for index, shape in enumerate(dense.shapes)
-        ]
+        return Widths(
+            places=[index for index, both in zip(present, curves, strict=True) for _ in both],
+            widths=allocate_by_error(flat, self.retain, sizes, heads=heads, unit=unit),
+            offered=offered_widths(sizes, unit),
+            heads=heads,
+        )
 
     def orders(self, scores: Sequence[LayerScores | None], dense: DenseLayers) -> list[Orders]:
         """What every layer keeps as it is, for it is not mixed, in the order of its scores."""
@@ -163,10 +197,14 @@ class Rap(PairPruning):
         return list(parts) if self.key_share == "pooled" else [one_width(*parts)]
 
     def cut_layers(
-        self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
+        self,
+        scores: Sequence[LayerScores | None],
+        budgets: Sequence[LayerBudget | None],
+        statistics: Statistics,
+        dense: DenseLayers,
     ) -> list[LayerPlan | None]:
         """Plain selection, with keys folded and values in a subspace where asked."""
-        plain = super().cut_layers(scores, statistics, dense)
+        plain = super().cut_layers(scores, budgets, statistics, dense)
         keys = self._keys(plain, scores, statistics, dense)
         cut: list[LayerPlan | None] = []
         for index, layer in enumerate(plain):
@@ -199,93 +237,24 @@ class Rap(PairPruning):
             widths = [layer.num_pairs if layer is not None else 0 for layer in plain]
             context = self.context or dense.context
             if self.profile == "stock":
-                return _fold_alike(moments, widths, dense, context, self.metric)
-            folded = _fold_all(moments, widths, dense, context, self.metric)
+                return folded_alike(moments, widths, dense, context, self.metric)
+            folded = folded_apart(moments, widths, dense, context, self.metric)
             for index, layer in enumerate(plain):
                 if layer is not None and layer.num_free and dense.mixes_keys[index]:
                     free = free_moments(statistics.layers[index] or {}, self.metric)
-                    folded[index] |= _free(free, layer.num_free)
+                    folded[index] |= free_subspace(free, layer.num_free)
             return folded
-        return _shared(plain, scores) if self.profile == "stock" else [{} for _ in plain]
+        return shared_dense(plain, scores) if self.profile == "stock" else [{} for _ in plain]
 
 
-def _fold_all(
-    moments: Sequence[Moments | None],
-    widths: Sequence[int],
-    dense: DenseLayers,
-    context: int,
-    metric: Metric,
-) -> list[dict[str, Tensor]]:
-    turned = metric == "loss"  # gradients of keys
-    folded: list[dict[str, Tensor]] = []
-    for layer, width, own in zip(moments, widths, dense.frequencies, strict=True):
-        if layer is None or own is None:
-            folded.append({})
-            continue
-        heads = [
-            fold_head(read, key, own, width, context, turned=turned)
-            for key, read in zip(*layer, strict=True)
-        ]
-        folded.append(_folded(heads))
-    return folded
-
-
-def _free(moments: Moments, width: int) -> dict[str, Tensor]:
-    """Channels that never rotate, for which any real map is free: the best subspace of them.
-
-    All of them stay plain, so that full width is exact.
-    """
-    heads, dim = moments[0].shape[:2]
-    if not 0 < width < dim:
-        return {}
-    factors = weighted_subspace(*moments, width)
-    return {
-        "free_GN": torch.arange(width, dtype=torch.int32).expand(heads, -1).contiguous(),
-        "key_free_mix_GNF": factors.down.contiguous(),
-        "query_free_mix_GNF": factors.up.mT.contiguous(),
-    }
-
-
-def _fold_alike(
-    moments: Sequence[Moments | None],
-    widths: Sequence[int],
-    dense: DenseLayers,
-    context: int,
-    metric: Metric,
-) -> list[dict[str, Tensor]]:
-    """One list of slots: heads' losses compare as they are, their errors only as shares."""
-    present = [(read, key) for key, read in (layer for layer in moments if layer is not None)]
-    frequencies = shared_frequencies(dense.frequencies)
-    loss = metric == "loss"  # gradients of keys
-    slots = shared_slots(present, frequencies, max(widths), context, relative=not loss, turned=loss)
-    heads = iter(slots)
-    return [_folded(next(heads)) if layer is not None else {} for layer in moments]
-
-
-def _shared(
-    plain: Sequence[LayerPlan | None], scores: Sequence[LayerScores | None]
-) -> list[dict[str, Tensor]]:
-    """One set of dense pairs for all heads and layers, of the width that was planned."""
-    voted = [layer.pairs_GP for layer in scores if layer is not None]
-    width = next(layer.num_pairs for layer in plain if layer is not None)
-    pairs = torch.tensor(shared_pairs(voted, width), dtype=torch.int32)
+def _budgets(kept: Mapping[int, tuple[int, ...]], dense: DenseLayers) -> list[LayerBudget | None]:
+    """Of layers that keep these steps of K and of V, or one number of both; None of all others."""
     return [
-        {"frequency_GM": pairs.expand(layer.frequency_GM.shape[0], -1).contiguous()}
-        if layer is not None
-        else {}
-        for layer in plain
+        _hybrid_budget(shape, kept[index][0], kept[index][-1])
+        if shape is not None and index in kept
+        else None
+        for index, shape in enumerate(dense.shapes)
     ]
-
-
-def _folded(heads: Sequence[FoldedHead]) -> dict[str, Tensor]:
-    mixes = {
-        "key_mix_GMP2": torch.stack([head.key_mix for head in heads]),
-        "query_mix_GMP2": torch.stack([head.query_mix for head in heads]),
-    }
-    return {
-        "frequency_GM": torch.stack([head.frequency for head in heads]).to(torch.int32),
-        **{name: torch.view_as_real(mix).contiguous() for name, mix in mixes.items()},
-    }
 
 
 def _hybrid_budget(shape: AttentionShape, key_steps: int, value_steps: int) -> LayerBudget:

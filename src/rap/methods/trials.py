@@ -14,8 +14,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ..calibration.logits import Head, chunk_tokens
 from ..calibration.loss import next_token_loss
 from ..calibration.state import restored
 from ..calibration.statistics import Statistics
@@ -30,12 +33,13 @@ Cuts = Mapping[int, ReplacedLayer]
 class Trials:
     """A dense `model`, and the windows that calibration kept of its text.
 
-    Both measures raise CalibrationError if a cut gives what is not finite.
+    `norm_mode` is how cuts of pairs stand for the norms of queries and keys (rap.model.norms).
+    All measures raise CalibrationError if a cut gives what is not finite.
     """
 
-    def __init__(self, model: PreTrainedModel, statistics: Statistics):
+    def __init__(self, model: PreTrainedModel, statistics: Statistics, norm_mode: str = "constant"):
         assert statistics.windows is not None
-        self.model, self.windows_NT = model, statistics.windows
+        self.model, self.windows_NT, self.norm_mode = model, statistics.windows, norm_mode
         self._dense: list[Tensor] | None = None
         # A search tries one layer again and again beside others that stay: each is built once.
         self._built: WeakKeyDictionary[ReplacedLayer, nn.Module] = WeakKeyDictionary()
@@ -48,13 +52,30 @@ class Trials:
 
     def change(self, cuts: Cuts) -> float:
         """Relative L2 change of the last hidden states from the dense model's."""
-        if self._dense is None:
-            self._dense = self._hidden({})
-        hidden = self._hidden(cuts)
-        pairs = list(zip(hidden, self._dense, strict=True))
+        pairs = self._pairs(cuts)
         moved = sum(float((cut - dense).double().square().sum()) for cut, dense in pairs)
         whole = sum(float(dense.double().square().sum()) for _, dense in pairs)
         return math.sqrt(_finite(moved, cuts) / whole)
+
+    def divergence(self, cuts: Cuts) -> float:
+        """Mean KL(dense || cut) of the next token, in nats a token of the windows."""
+        pairs, head, step = self._pairs(cuts), Head(self.model), chunk_tokens(self.model)
+        nats = 0.0
+        with torch.no_grad():
+            for states in pairs:
+                ours, theirs = (
+                    head.chunks(_output(state), state[0].to(self._device), step) for state in states
+                )
+                for cut, dense in zip(ours, theirs, strict=True):
+                    found, expected = cut.float().log_softmax(-1), dense.float().log_softmax(-1)
+                    nats += float(kl_div(found, expected, reduction="sum", log_target=True))
+        return _finite(nats, cuts) / self.windows_NT.numel()
+
+    def _pairs(self, cuts: Cuts) -> list[tuple[Tensor, Tensor]]:
+        """Last hidden states [1, T, E] of every window, of the cut and of the dense model."""
+        if self._dense is None:
+            self._dense = self._hidden({})
+        return list(zip(self._hidden(cuts), self._dense, strict=True))
 
     def _hidden(self, cuts: Cuts) -> list[Tensor]:
         with self._replaced(cuts):
@@ -62,8 +83,12 @@ class Trials:
             return [state.last_hidden_state.cpu() for state in states]
 
     def _batches(self) -> Iterator[Tensor]:
-        device = self.model.get_input_embeddings().weight.device
-        return (ids.to(device) for ids in self.windows_NT.split(1))
+        return (ids.to(self._device) for ids in self.windows_NT.split(1))
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.model.get_input_embeddings().parameters()).device
+        return device
 
     @contextmanager
     def _replaced(self, cuts: Cuts) -> Iterator[None]:
@@ -72,7 +97,7 @@ class Trials:
         for layer in layers:
             new = cuts[layer.index]
             if new not in self._built:
-                self._built[new] = _built(self.model, layer, new)
+                self._built[new] = _built(self.model, layer, new, self.norm_mode)
         with restored(self.model, [], False), torch.no_grad():
             try:
                 for layer in layers:
@@ -92,18 +117,25 @@ def _finite(value: float, cuts: Cuts) -> float:
     return value
 
 
+def _output(hidden_BTE: Any) -> BaseModelOutputWithPast:
+    return BaseModelOutputWithPast(last_hidden_state=hidden_BTE)
+
+
 def _put(model: PreTrainedModel, layer: AttentionLayer, module: Any) -> None:
     parent, _, name = layer.path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
 
 
-def _built(model: PreTrainedModel, layer: AttentionLayer, new: ReplacedLayer) -> nn.Module:
+def _built(
+    model: PreTrainedModel, layer: AttentionLayer, new: ReplacedLayer, norm_mode: str
+) -> nn.Module:
     """The attention that a ReplacedLayer describes, on the device and in the dtype of the dense."""
     spec = attention_spec(model.config)
-    like = projections(layer, spec)["k"].weight
+    like = projections(layer, spec)["q"].weight
+    norm = () if "kind" in new.widths else (layer.norm, norm_mode)
     # Linears are made with random weights, which come from no one's seed.
     with torch.random.fork_rng([like.device] if like.is_cuda else []):
-        built: nn.Module = build_attention(model, layer, spec, new.widths)
+        built: nn.Module = build_attention(model, layer, spec, new.widths, *norm)
     # Hooks that move inputs between devices hang on the dense module as a `forward` of its own.
     vars(built).pop("forward", None)
     tensors = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..model.errors import RapError
 from .scores import LayerScores
 
-Budget = Literal["auto", "adaptive", "uniform", "error"]
+Budget = Literal["auto", "adaptive", "uniform", "error", "search"]
 KeyShare = float | Literal["pooled"]
 
 

@@ -47,7 +47,7 @@ def allocate_by_error(
             if not math.isfinite(error):
                 raise RapError(f"layer {index} has an error of {error}: errors must be finite")
     heads = [1] * len(sizes) if heads is None else heads
-    widths = [[*range(unit, size, unit), size] for size in sizes]
+    widths = offered_widths(sizes, unit)
     floor = sum(count * each[0] for count, each in zip(heads, widths, strict=True))
     whole = sum(count * size for count, size in zip(heads, sizes, strict=True))
     asked = retain * whole - floor
@@ -65,6 +65,11 @@ def allocate_by_error(
     offered = [[curve[n] for n in each] for curve, each in zip(errors, widths, strict=True)]
     chosen = _cheapest(offered, prices, asked / step)
     return [each[option] for each, option in zip(widths, chosen, strict=True)]
+
+
+def offered_widths(sizes: Sequence[int], unit: int) -> list[list[int]]:
+    """What each of `sizes` may keep, ascending: whole units, and all of it."""
+    return [[*range(unit, size, unit), size] for size in sizes]
 
 
 def _cheapest(

@@ -42,6 +42,13 @@ class PlanHeader:
         kept = ("model_type", "retain", "dense_fingerprint", "method")
         return {"shapes": read_shapes(about["shapes"]), **{key: about[key] for key in kept}}
 
+    def check_kind(self, model_type: str, num_layers: int) -> None:
+        """Raise PlanError unless the plan is for models of this type with so many layers."""
+        if model_type != self.model_type:
+            raise PlanError(f"the plan is for a {self.model_type} model, this one is {model_type}")
+        if num_layers != len(self.shapes):
+            raise PlanError(f"the plan has {len(self.shapes)} layers, the model {num_layers}")
+
     def check_model(
         self,
         model_type: str,
@@ -49,10 +56,7 @@ class PlanHeader:
         fingerprint: str | None = None,
     ) -> None:
         """Raise PlanError unless the plan was made for a model of these shapes and weights."""
-        if model_type != self.model_type:
-            raise PlanError(f"the plan is for a {self.model_type} model, this one is {model_type}")
-        if len(shapes) != len(self.shapes):
-            raise PlanError(f"the plan has {len(self.shapes)} layers, the model {len(shapes)}")
+        self.check_kind(model_type, len(shapes))
         for index, (mine, theirs) in enumerate(zip(self.shapes, shapes, strict=True)):
             if mine != theirs:
                 what = f"planned for {mine}, the model has {theirs}"

@@ -89,7 +89,7 @@ def rap_section(plan: Plan) -> dict[str, Any]:
     return {
         "version": CONFIG_VERSION,
         "base_model_type": plan.model_type,
-        "layers": [_widths(layer, plan.qk_norm) for layer in plan.layers],
+        "layers": [widths_of(layer, plan.qk_norm) for layer in plan.layers],
         "retain": plan.retain,
         "kept_fraction": plan.kept_fraction,
         "qk_norm": plan.qk_norm,
@@ -110,7 +110,7 @@ def pruned_state(
             result[name] = tensor.detach().clone()
         else:
             result[name] = cut_layer(role, tensor.detach(), layer, plan, spec)
-    devices = {layer.path: state[name].device for name, (layer, _) in cuts.items()}
+    devices = {cuts[name][0].path: state[name].device for name in state if name in cuts}
     for path, added in added_tensors(plan, layers).items():
         result |= {f"{path}.{name}": value.to(devices[path]) for name, value in added.items()}
     return result
@@ -162,7 +162,8 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
     return by_path
 
 
-def _widths(layer: LayerPlan | None, norm_mode: str) -> dict[str, int] | None:
+def widths_of(layer: LayerPlan | None, norm_mode: str) -> dict[str, int] | None:
+    """A layer's entry in the `rap` section; None for one that is left dense."""
     if layer is None:
         return None
     widths = {"pairs": layer.num_pairs, "free": layer.num_free, "values": layer.value_width}

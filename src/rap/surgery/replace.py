@@ -28,7 +28,7 @@ from ..model.modeling import CONFIG_VERSION
 from ..model.rope import AttentionShape
 from ..planning.plan import FILE as PLAN_FILE
 from ..planning.plan import Plan, PlanHeader
-from .apply import assemble, config_with
+from .apply import assemble, config_with, pruned_state, widths_of
 
 FILE = TensorFile(
     "replacement", 1, "a plan of such a method", PlanError, "write one with `rap plan`"
@@ -138,6 +138,26 @@ def replace(model: PreTrainedModel, replacement: Replacement) -> Any:
             dtype = like[layer.path].dtype if tensor.is_floating_point() else tensor.dtype
             state[f"{layer.path}.{name}"] = tensor.to(like[layer.path].device, dtype, copy=True)
     return assemble(model, config_with(model.config, replacement.section()), state)
+
+
+def replaced_layers(model: PreTrainedModel, plan: Plan) -> dict[int, ReplacedLayer]:
+    """The layers that a pair plan cuts, by index, each as its attention with its weights."""
+    layers = attention_layers(model)
+    planned = [layer for layer in layers if plan.layers[layer.index] is not None]
+    inside = tuple(f"{layer.path}." for layer in planned)
+    dense = {name: x for name, x in model.state_dict().items() if name.startswith(inside)}
+    state = pruned_state(dense, plan, layers, attention_spec(model.config))
+    found = {}
+    for layer, path in zip(planned, inside, strict=True):
+        kept, shape = plan.layers[layer.index], layer.shape
+        widths = widths_of(kept, plan.qk_norm)
+        assert kept is not None
+        assert shape is not None
+        assert widths is not None
+        tensors = {n.removeprefix(path): x for n, x in state.items() if n.startswith(path)}
+        cached = shape.num_cached_heads * (kept.key_width + kept.value_width)
+        found[layer.index] = ReplacedLayer(widths, tensors, cached)
+    return found
 
 
 def check_made_for(replacement: Replacement, model: PreTrainedModel) -> None:

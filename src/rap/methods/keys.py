@@ -1,0 +1,94 @@
+"""What methods ask of keys: folded slots, one list of them for all heads, free channels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..planning.folding import FoldedHead, fold_head
+from ..planning.losses import Metric, Moments
+from ..planning.plan import LayerPlan
+from ..planning.scores import LayerScores
+from ..planning.shared import shared_frequencies, shared_pairs, shared_slots
+from ..planning.subspace import weighted_subspace
+from .dense import DenseLayers
+
+
+def folded_apart(
+    moments: Sequence[Moments | None],
+    widths: Sequence[int],
+    dense: DenseLayers,
+    context: int,
+    metric: Metric,
+) -> list[dict[str, Tensor]]:
+    """Every head's own slots, as fields of a LayerPlan; none of a layer without moments."""
+    turned = metric == "loss"  # gradients of keys
+    folded: list[dict[str, Tensor]] = []
+    for layer, width, own in zip(moments, widths, dense.frequencies, strict=True):
+        if layer is None or own is None:
+            folded.append({})
+            continue
+        heads = [
+            fold_head(read, key, own, width, context, turned=turned)
+            for key, read in zip(*layer, strict=True)
+        ]
+        folded.append(_folded(heads))
+    return folded
+
+
+def free_subspace(moments: Moments, width: int) -> dict[str, Tensor]:
+    """Channels that never rotate, for which any real map is free: the best subspace of them.
+
+    All of them stay plain, so that full width is exact.
+    """
+    heads, dim = moments[0].shape[:2]
+    if not 0 < width < dim:
+        return {}
+    factors = weighted_subspace(*moments, width)
+    return {
+        "free_GN": torch.arange(width, dtype=torch.int32).expand(heads, -1).contiguous(),
+        "key_free_mix_GNF": factors.down.contiguous(),
+        "query_free_mix_GNF": factors.up.mT.contiguous(),
+    }
+
+
+def folded_alike(
+    moments: Sequence[Moments | None],
+    widths: Sequence[int],
+    dense: DenseLayers,
+    context: int,
+    metric: Metric,
+) -> list[dict[str, Tensor]]:
+    """One list of slots: heads' losses compare as they are, their errors only as shares."""
+    present = [(read, key) for key, read in (layer for layer in moments if layer is not None)]
+    frequencies = shared_frequencies(dense.frequencies)
+    loss = metric == "loss"  # gradients of keys
+    slots = shared_slots(present, frequencies, max(widths), context, relative=not loss, turned=loss)
+    heads = iter(slots)
+    return [_folded(next(heads)) if layer is not None else {} for layer in moments]
+
+
+def shared_dense(
+    plain: Sequence[LayerPlan | None], scores: Sequence[LayerScores | None]
+) -> list[dict[str, Tensor]]:
+    """One set of dense pairs for all heads and layers, of the width that was planned."""
+    voted = [layer.pairs_GP for layer in scores if layer is not None]
+    width = next(layer.num_pairs for layer in plain if layer is not None)
+    pairs = torch.tensor(shared_pairs(voted, width), dtype=torch.int32)
+    return [
+        {"frequency_GM": pairs.expand(layer.frequency_GM.shape[0], -1).contiguous()}
+        if layer is not None
+        else {}
+        for layer in plain
+    ]
+
+
+def _folded(heads: Sequence[FoldedHead]) -> dict[str, Tensor]:
+    mixes = {
+        "key_mix_GMP2": torch.stack([head.key_mix for head in heads]),
+        "query_mix_GMP2": torch.stack([head.query_mix for head in heads]),
+    }
+    return {
+        "frequency_GM": torch.stack([head.frequency for head in heads]).to(torch.int32),
+        **{name: torch.view_as_real(mix).contiguous() for name, mix in mixes.items()},
+    }
