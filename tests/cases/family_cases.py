@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cases.models import tiny_model
 from cases.plans import plan_of
+from cases.tower import CHANNELS, stand_in_for_timm
 from rap.model.layers import attention_layers
 from rap.planning.plan import LayerPlan, Plan
 
@@ -69,6 +70,8 @@ class Case:
         fields = shape | {"dtype": torch.float64} | self.fields | overrides
         if self.around:
             fields["around"] = self.around
+        if self.model_type == "gemma3n":
+            stand_in_for_timm()
         model = tiny_model(self.model_type, **fields)
         # The grouped products that experts use by default take no float64.
         model.config._experts_implementation = "eager"
@@ -120,6 +123,13 @@ _SHARING = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 128,
 }
+_GEMMA3N = (
+    WINDOW
+    | _SHARING
+    | {"rope_parameters": _LOCAL["rope_parameters"], "intermediate_size": [72] * 5}
+    | {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0]}
+    | {"laurel_rank": 8, "altup_num_inputs": 2}
+)
 _GEMMA4_ROPE = {
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
@@ -130,6 +140,7 @@ _GEMMA4_ROPE = {
         },
     }
 }
+_GEMMA4 = WINDOW | _SHARING | _GEMMA4_ROPE | {"global_head_dim": 24, "attention_bias": True}
 # Their norms work in float32, of values in another order of channels.
 _SHARED: dict[str, Any] = {"norms": _QK, "value_norm": "v_norm", "in_float32": True}
 _LLAMA4 = {
@@ -148,6 +159,32 @@ _EYES = {
     "num_attention_heads": 2,
     "image_size": 16,
     "patch_size": 4,
+}
+_GEMMA3N_EARS = {
+    "hidden_size": 32,
+    "vocab_offset": 128,
+    "vocab_size": 4,
+    "conf_num_attention_heads": 2,
+    "conf_num_hidden_layers": 1,
+    "sscp_conv_channel_size": [4, 4],
+}
+_GEMMA4_EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 16,
+}
+_GEMMA4_EARS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [4, 4],
+    "output_proj_dims": 24,
 }
 _QWEN_EYES = {
     "depth": 1,
@@ -317,17 +354,13 @@ CASES = [
     ),
     Case(
         "gemma3n_text",
-        WINDOW
-        | _SHARING
-        | {"rope_parameters": _LOCAL["rope_parameters"], "intermediate_size": [72] * 5}
-        | {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0]}
-        | {"laurel_rank": 8, "altup_num_inputs": 2},
+        _GEMMA3N,
         sources={3: 1, 4: 2},
         **_SHARED,
     ),
     Case(
         "gemma4_text",
-        WINDOW | _SHARING | _GEMMA4_ROPE | {"global_head_dim": 24, "attention_bias": True},
+        _GEMMA4,
         wide={2: 24, 4: 24},
         sources={3: 1, 4: 2},
         **_SHARED,
@@ -480,6 +513,26 @@ CASES = [
         | {"vision_config": {"model_type": "siglip_vision_model", **_EYES}}
         | {"mm_tokens_per_image": 4, "image_token_index": 127}
         | {"boi_token_index": 125, "eoi_token_index": 126},
+    ),
+    Case(
+        "gemma3n",
+        _GEMMA3N,
+        sources={3: 1, 4: 2},
+        around=_inner("gemma3n_text")
+        | {"vision_config": {"hidden_size": CHANNELS, "vocab_offset": 120, "vocab_size": 8}}
+        | {"audio_config": _GEMMA3N_EARS, "audio_token_id": 130}
+        | {"image_token_id": 127, "vision_soft_tokens_per_image": 4},
+        **_SHARED,
+    ),
+    Case(
+        "gemma4",
+        _GEMMA4 | {"pad_token_id": 0, "use_bidirectional_attention": "vision"},
+        wide={2: 24, 4: 24},
+        sources={3: 1, 4: 2},
+        around=_inner("gemma4_text")
+        | {"vision_config": _GEMMA4_EYES, "image_token_id": 127, "video_token_id": 126}
+        | {"audio_config": _GEMMA4_EARS, "audio_token_id": 125},
+        **_SHARED,
     ),
     Case(
         "llava",

@@ -30,8 +30,6 @@ REFUSED = {
     "mpt": "ALiBi",
     "deepseek_v3": "one latent for all heads",
     "paligemma": "multimodal model around gemma",
-    "gemma3n": "the whole was not tried",
-    "gemma4": "the whole was not tried",
     "t5": "encoder-decoder",
     "rwkv": "its config has no rope_parameters",
 }

@@ -209,6 +209,7 @@ FAMILIES: dict[str, AttentionSpec] = {
 INNER = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 # Multimodal models whose text model, one of the families, is compressed; all else passes through.
 WRAPPERS = (
-    *("gemma3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("gemma3", "gemma3n", "gemma4", "internvl", "llama4", "llava", "llava_next"),
+    *("llava_onevision", "mistral3"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
 )

@@ -12,7 +12,6 @@ ALIBI = "it biases attention by distance (ALiBi) and rotates nothing"
 MLA = "it caches one latent for all heads (MLA), so cutting head channels would save nothing"
 UNROTATED = "its config has no rope_parameters: nothing rotates, so there are no pairs to prune"
 STILL = "its attention layers rotate nothing, so there are no pairs to prune"
-WHOLE = "its text model by itself is a family here; the whole was not tried"
 SHARED = "no test has compared its shared keys and values after a cut with its own"
 OLD = (
     "its attention, of an older form, calls none of transformers' attention functions, through "
@@ -20,7 +19,6 @@ OLD = (
 )
 CHOSEN = "an indexer of its own chooses the keys that each query sees, and nothing here tested that"
 REASONS = {
-    **dict.fromkeys(("gemma3n", "gemma4"), WHOLE),
     **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), SHARED),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), SHARED),
     **dict.fromkeys(("gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"), LEARNED),

@@ -51,7 +51,7 @@ models cannot be worked on layer by layer: no streamed calibration, no closed-fo
 The last column is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this
 package (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were
 compared with transformers in vLLM on a CPU (`make test-families`), but those marked *unverified*,
-whose routers vLLM's CPU backend does not have or which came later.
+whose routers vLLM's CPU backend does not have.
 `rap verify OUT --engine vllm` compares a checkpoint.
 
 | model type | pairs | layers that rotate | QK-norm | other features | vLLM |
@@ -70,7 +70,8 @@ softmax scales, grouped queries and mixtures of experts need no row: they are re
 {wrappers}
 The text model, of a family above, is compressed as its family says; what looks at images or video,
 and the way it enters the text, pass through unchanged. The result loads with
-`AutoModelForImageTextToText`, and as a causal LM.
+`AutoModelForImageTextToText`, and as a causal LM. What sees in gemma3n comes from the timm package,
+which transformers asks for; in the tests a small module stands in its place.
 
 Where the pairs of a head take their positions from several axes (time, height and width of an
 image), every kept pair keeps its own axis, and pairs are kept whole, not folded.

@@ -18,7 +18,7 @@ from typing import Any
 from ..checkpoint.load import is_pruned, load_config
 from ..model.layers import base_model_type
 from .engine import EngineError, engine_environment, failure, require_vllm
-from .paths import NOT_ON_CPUS, is_compared, serving_path
+from .paths import is_compared, serving_path
 
 POLL_SECONDS = 0.5
 WAYS = {
@@ -70,8 +70,9 @@ def way(source: str | Path) -> str:
     if not is_pruned(config):
         return "vLLM alone: the model is dense"
     path, family = serving_path(config), base_model_type(config)
-    where = "on a GPU; " if family in NOT_ON_CPUS else ""
-    unsure = f" ({where}pruned {family} was never compared there: `rap verify --engine vllm` does)"
+    unsure = (
+        f" (on a GPU; pruned {family} was never compared there: `rap verify --engine vllm` does)"
+    )
     return WAYS[path] + ("" if is_compared(family) else unsure)
 
 

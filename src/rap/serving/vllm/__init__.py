@@ -13,6 +13,8 @@ from ...model.families import FAMILIES
 from ...model.layers import PREFIX
 from ..paths import family_path
 
+# The classes of the general path: of families without experts, and with them.
+GENERAL = ("RapForCausalLM", "RapMoEForCausalLM")
 # Fields by which configs say how many experts they have.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -30,19 +32,22 @@ def register() -> None:
         if name not in known:
             ModelRegistry.register_model(name, f"{__name__}.{place}")
     for family in FAMILIES:
-        if family_path(family) == "transformers":
+        if family_path(family) is not None:
             MODEL_ARCH_CONFIG_CONVERTORS[PREFIX + family] = WidthConvertor
 
 
 def architectures() -> dict[str, str]:
-    """Every pruned architecture, with the module and the class that runs it, or says why not."""
+    """Every pruned architecture, with the module and the class that runs it, or says why not.
+
+    The general classes are there under their own names too, for families that have native ones.
+    """
     names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    places = {}
+    places = {name: f"backbone:{name}" for name in GENERAL}
     for family in FAMILIES:
         if family not in names:
             continue
         name = f"Rap{names[family]}"
-        backbone = "RapMoEForCausalLM" if _has_experts(family) else "RapForCausalLM"
+        backbone = GENERAL[_has_experts(family)]
         native = family_path(family) == "native"
         places[name] = f"model:{name}" if native else f"backbone:{backbone}"
     return places
@@ -50,4 +55,4 @@ def architectures() -> dict[str, str]:
 
 def _has_experts(family: str) -> bool:
     config: Any = modeling.config_class(family)
-    return any(hasattr(config, field) for field in _EXPERTS)
+    return any(hasattr(config, field) or field in config.attribute_map for field in _EXPERTS)
