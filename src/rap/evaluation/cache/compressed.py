@@ -5,7 +5,8 @@ costs. Here a prefix is read, its cache compressed, and the continuation read in
 cache in use; only the continuation is scored. With an exact cache this is plain perplexity of the
 same tokens. Recall asks its question after the compression.
 
-Shapes: B windows in a batch, T tokens of a window, L prefix, N = T - 1 - L scored tokens.
+Shapes: B windows in a batch, T tokens of a window, L prefix, N = T - 1 - L scored tokens, C of them
+in a piece, V vocabulary.
 """
 
 import math
@@ -163,6 +164,26 @@ def compressed_recall(
     return cells
 
 
+def read_on(
+    model: Any, ids_BT: Tensor, prefix: int, piece: int, cache: Any
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Float32 logits [B, C, V] and the tokens they predict [B, C], of C = `piece` tokens or fewer.
+
+    `cache` holds the first `prefix` tokens, however compressed, and is added to.
+    """
+    for start in range(prefix, ids_BT.shape[1] - 1, piece):
+        stop = min(start + piece, ids_BT.shape[1] - 1)
+        # Given, because a cache with evicted tokens counts too few of them.
+        positions = torch.arange(start, stop, device=ids_BT.device).expand(len(ids_BT), -1)
+        logits = model(
+            input_ids=ids_BT[:, start:stop],
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits.float()
+        yield logits, ids_BT[:, start + 1 : stop + 1]
+
+
 def held_bytes(cache: Any) -> int:
     """Bytes of everything a cache holds, counted on its tensors' storage, each once."""
     held = (tensor for layer in cache.layers for tensor in _tensors(vars(layer)))
@@ -198,7 +219,7 @@ def _continue(
 ) -> _Continuation:
     """Read a prefix, compress its cache, and predict the tokens after the next in pieces."""
     ids_BT = ids_BT.to(model.get_input_embeddings().weight.device)
-    batch, length = ids_BT.shape
+    batch = len(ids_BT)
     bits, press = compression.bits, compression.press
     _, decoder = decoder_of(model)
     cache = quantized_cache(model, bits) if bits else DynamicCache(config=model.config)
@@ -206,17 +227,7 @@ def _continue(
         decoder(input_ids=ids_BT[:, :prefix], past_key_values=cache, use_cache=True)
     at_prefix = held_bytes(cache) / batch
     losses, right = [], []
-    for start in range(prefix, length - 1, piece):
-        stop = min(start + piece, length - 1)
-        # Given, because a cache with evicted tokens counts too few of them.
-        positions = torch.arange(start, stop, device=ids_BT.device).expand(batch, -1)
-        logits = model(
-            input_ids=ids_BT[:, start:stop],
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits.float()
-        targets = ids_BT[:, start + 1 : stop + 1]
+    for logits, targets in read_on(model, ids_BT, prefix, piece, cache):
         losses.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
         right.append((logits.argmax(-1) == targets).cpu())
     joined = torch.cat(losses, 1), torch.cat(right, 1)

@@ -1,0 +1,183 @@
+"""The figure of docs/composition.md, and what it says to pick, from pareto.json.
+
+python experiments/smollm2-pareto/page.py
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import front
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+from rap.studies.report.report import markdown_table
+
+REPOSITORY = Path(__file__).parents[2]
+RESULT = Path(__file__).with_name("pareto.json")
+PAGE, FIGURE = REPOSITORY / "docs/composition.md", REPOSITORY / "docs/composition.png"
+BEGIN = "<!-- measured: python experiments/smollm2-pareto/page.py -->\n"
+END = "<!-- end of what is measured -->\n"
+SIZE, DPI = (8.0, 6.0), 160  # inches: readable at 800 pixels
+TICKS = (1, 1.4, 2, 3, 4, 6, 8, 12, 16)
+LOSSES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+FLOOR = LOSSES[0]  # what is nearer to dense stands on it
+GREY = "#b9b9b9"
+# What matters: the sort of a row, how it is drawn, and how the legend calls it.
+SORTS: dict[str, tuple[str, str, str]] = {
+    "bits": ("#1f5fa8", "o", "fewer bits"),
+    "press": ("#2c8a4b", "s", "half of the tokens"),
+    "press bits": ("#7cc08f", "s", "half of the tokens, 4 or 3 bits"),
+    "rap": ("#d9480f", "D", "rap distilled"),
+    "rap bits": ("#f08c00", "D", "rap distilled, fewer bits"),
+    "rap press": ("#9c36b5", "^", "rap distilled, half of the tokens (4 bits)"),
+    "palu": ("#7a4a21", "v", "PaLU, cut only (fewer bits)"),
+    "rest": (GREY, ".", "the rest: rap cut only or fitted, quanto"),
+}
+LABEL = (7, -3)  # where the name of a point on the front begins, in points from it
+NAMED = ("rap", "rap bits")  # sorts whose points are named beside the front too
+RIGHT: dict[str, Any] = {"xytext": (7, 0), "ha": "left", "va": "center"}
+ABOVE: dict[str, Any] = {"xytext": (0, 6), "ha": "center", "va": "bottom"}
+
+
+def sort_of(row: front.Row) -> str:
+    """A key of SORTS."""
+    pruned = row["method"] != "dense"
+    if row["method"] == "palu":
+        return "palu"
+    if (pruned and row["recover"] != "fit+full") or (row["bits"] or "").startswith("quanto"):
+        return "rest"
+    if row["press"] and not row["press"].endswith(":0.5"):
+        return "rest"
+    if pruned:
+        return "rap press" if row["press"] else "rap bits" if row["bits"] else "rap"
+    if row["press"]:
+        return "press bits" if row["bits"] else "press"
+    return "bits"
+
+
+def place(row: front.Row) -> tuple[float, float]:
+    """Where a row is drawn: how many times smaller, and KL."""
+    return 1 / row["share"], max(row["kl"], FLOOR)
+
+
+def drawn(rows: Sequence[front.Row]) -> list[front.Row]:
+    """Rows with a place on two logarithmic axes: dense itself has none."""
+    return [row for row in front.cache_rows(rows) if row["kl"] > 0]
+
+
+def draw(rows: Sequence[front.Row], path: Path) -> None:
+    """KL against bytes of cache, both logarithmic; the front is a line, its points are named."""
+    with matplotlib.rc_context({"font.size": 10.5}):
+        figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+        axes = figure.subplots()
+        shown = drawn(rows)
+        for sort, (color, marker, label) in SORTS.items():
+            points = [place(row) for row in shown if sort_of(row) == sort]
+            if points:
+                size = 60 if sort == "rest" else 46
+                order = 2 if sort == "rest" else 3
+                xs, ys = zip(*points, strict=True)
+                axes.scatter(
+                    xs, ys, size, color, marker=marker, label=label, zorder=order, linewidth=0
+                )
+        best = front.front(shown)
+        _draw_front(axes, best)
+        _name(axes, [row for row in shown if row not in best])
+        _scale(axes, shown)
+        axes.legend(framealpha=1, edgecolor="none", fontsize=9, loc="lower right")
+        figure.savefig(path, metadata={"Software": None})
+
+
+def _draw_front(axes: Axes, best: Sequence[front.Row]) -> None:
+    xs, ys = zip(*map(place, best), strict=True)
+    axes.plot(xs, ys, color="0.25", linewidth=1.1, zorder=1, label="nothing is better: the front")
+    for row in best:
+        said = front.name_of(row).replace(" distilled +", " +")  # the legend says it
+        named = {"textcoords": "offset points", "fontsize": 8.5, "va": "top", "zorder": 4}
+        axes.annotate(said, place(row), LABEL, **named)
+
+
+def _name(axes: Axes, rows: Sequence[front.Row]) -> None:
+    """Name the points of some sorts, in their colour."""
+    for row in rows:
+        # Two bits are far above everything else.
+        if (sort := sort_of(row)) in NAMED and row["bits"] != "hqq2":
+            beside = ABOVE if row["bits"] and row["retain"] == 0.5 else RIGHT
+            drawn = {"textcoords": "offset points", "fontsize": 7.5, "zorder": 4}
+            said = " + ".join(filter(None, (f"{row['retain']:g}", row["bits"])))
+            axes.annotate(said, place(row), color=SORTS[sort][0], **drawn, **beside)
+
+
+def _scale(axes: Axes, rows: Sequence[front.Row]) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis, ticks, labels in (
+        (axes.xaxis, TICKS, [f"{times:g}x" for times in TICKS]),
+        (axes.yaxis, LOSSES, [f"<= {FLOOR:g}", *(f"{loss:g}" for loss in LOSSES[1:])]),
+    ):
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_major_formatter(FixedFormatter(labels))
+        axis.set_minor_locator(NullLocator())
+    for times in front.BUDGETS:
+        axes.axvline(times, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    largest = max(row["kl"] for row in rows)
+    axes.set(xlim=(1, 2.4 / min(row["share"] for row in rows)), ylim=(0.75 * FLOOR, 1.4 * largest))
+    axes.set_xlabel("how many times smaller the cache is, bytes a token (log)")
+    axes.set_ylabel("KL from the dense model, nats a token (log)")
+    axes.grid(axis="y", color="0.93")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def verdicts(rows: Sequence[front.Row]) -> str:
+    """A line a budget: what to pick, and what comes next to it."""
+    found = front.cache_rows(rows)
+    lines = []
+    for times in front.BUDGETS:
+        ways = {
+            "without pruning": [row for row in found if row["method"] == "dense"],
+            "with rap": [row for row in found if row["method"] == "rap"],
+        }
+        best = {way: front.best(some, times) for way, some in ways.items()}
+        named = {way: row for way, row in best.items() if row is not None}
+        first, *others = sorted(named.items(), key=lambda one: one[1]["kl"])
+        said = f"* **{times:g}x smaller: {front.name_of(first[1])}**, {_figures(first[1])}."
+        for way, row in others:
+            said += f" The best {way} is {front.name_of(row)}, {_figures(row)}."
+        lines.append(said)
+    return "\n".join(lines)
+
+
+def _figures(row: front.Row) -> str:
+    return f"KL {row['kl']:.3f} at {1 / row['share']:.1f}x, perplexity {row['perplexity']:.2f}"
+
+
+def measured(result: dict[str, Any]) -> str:
+    """What the page says of a result."""
+    table = result["tables"][0]
+    return f"{verdicts(result['rows'])}\n\n{table['note']}\n\n{markdown_table(table)}\n"
+
+
+def with_measured(text: str, result: dict[str, Any]) -> str:
+    """The page with what was measured."""
+    before, _, rest = text.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise SystemExit(f"{PAGE.name} has no place for what is measured: {BEGIN.strip()}")
+    return f"{before}{BEGIN}\n{measured(result)}\n{END}{after}"
+
+
+def main() -> None:
+    """Write the figure, and what it says into the page."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    draw(result["rows"], FIGURE)
+    text = with_measured(PAGE.read_text(encoding="utf-8"), result)
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

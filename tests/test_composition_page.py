@@ -1,0 +1,158 @@
+"""What to pick, and the figure of it: fronts and picks by hand, and the committed page."""
+
+import json
+import struct
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from cases.scripts import load_script
+
+REPOSITORY = Path(__file__).parents[1]
+FOLDER = "experiments/smollm2-pareto"
+
+
+@pytest.fixture(scope="module")
+def page() -> ModuleType:
+    """What writes the page, which is no package."""
+    return load_script(f"{FOLDER}/page.py")
+
+
+@pytest.fixture(scope="module")
+def front(page) -> ModuleType:
+    """The tables beside it."""
+    return page.front
+
+
+@pytest.fixture(scope="module")
+def pareto() -> ModuleType:
+    """What measures."""
+    return load_script(f"{FOLDER}/pareto.py")
+
+
+@pytest.fixture(scope="module")
+def result() -> dict:
+    return json.loads((REPOSITORY / FOLDER / "pareto.json").read_text(encoding="utf-8"))
+
+
+def row(share, kl, method="dense", **others):
+    """A row of a small grid."""
+    retain = 1.0 if method == "dense" else 0.5
+    made = {"method": method, "retain": retain, "recover": "none", "weights": "float32"}
+    made |= {"bits": None, "press": None, "perplexity": 20.0, "top1": 0.5, "bytes_per_token": 9.0}
+    return made | {"share": share, "kl": kl} | others
+
+
+ROWS = [
+    row(1, 0.0),
+    row(0.5, 0.2, press="keydiff:0.5"),
+    row(0.25, 0.1, bits="hqq4"),
+    row(0.5, 0.3, "rap", recover="fit+full"),
+    row(0.125, 0.4, "rap", recover="fit+full", bits="hqq4"),
+    row(0.125, 0.5, bits="hqq2"),
+    row(1, 0.01, weights="int8"),
+]
+
+
+def test_the_front_has_what_nothing_beats(front):
+    found = front.front(front.cache_rows(ROWS))
+    assert [(one["share"], one["kl"]) for one in found] == [(1, 0.0), (0.25, 0.1), (0.125, 0.4)]
+    # Of two that are equally small the nearer one alone, whichever comes first.
+    assert front.front(ROWS[-2:-4:-1]) == [ROWS[4]]
+
+
+def test_the_best_is_the_nearest_that_is_small_enough(front):
+    assert front.best(ROWS[:-1], 1.4) == ROWS[2]
+    assert front.best(ROWS[:-1], 4) == ROWS[2]
+    assert front.best(ROWS[:-1], 4.01) == ROWS[4]
+    assert front.best(ROWS, 9) is None
+
+
+def test_picks_say_what_each_sort_can_do(front):
+    table = front.picks(ROWS)
+    found = {line[0]: line[1:] for line in table["rows"]}
+    assert found["2x"] == [
+        "hqq4: 0.100 (4.0x)",
+        "hqq4: 0.100 (4.0x)",
+        "rap 0.5 distilled: 0.300 (2.0x)",
+        "rap 0.5 distilled: 0.300 (2.0x)",
+    ]
+    assert found["8x"] == [
+        "rap 0.5 distilled + hqq4: 0.400 (8.0x)",
+        "hqq2: 0.500 (8.0x)",
+        "rap 0.5 distilled + hqq4: 0.400 (8.0x)",
+        "",
+    ]
+
+
+def test_tables_have_every_row_once(front):
+    made = {table["title"]: table for table in front.tables(ROWS, "as measured")}
+    assert made["The cache in fewer bits"]["rows"] == [
+        ["dense", "0.000 (1.0x)", "0.100 (4.0x)", "0.500 (8.0x)"],
+        ["rap 0.5 distilled", "0.300 (2.0x)", "0.400 (8.0x)", ""],
+    ]
+    assert made["Fewer tokens"]["header"] == ["model", "keydiff:0.5"]
+    assert made["Fewer tokens"]["rows"][0] == ["dense", "0.200 (2.0x)"]
+    weights = made["Weights in fewer bits, the cache as it is"]
+    assert weights["rows"][0] == ["dense", "0.000, 20.00", "0.010, 20.00"]
+
+
+def test_a_verdict_names_the_winner_first(page):
+    lines = page.verdicts(ROWS).splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "* **1.4x smaller: hqq4**",
+        "* **2x smaller: hqq4**",
+        "* **4x smaller: hqq4**",
+        "* **8x smaller: rap 0.5 distilled + hqq4**",
+    ]
+    assert "The best without pruning is hqq2, KL 0.500 at 8.0x" in lines[3]
+    assert "The best with rap is rap 0.5 distilled, KL 0.300" in lines[1]
+
+
+def test_rows_are_drawn_by_what_they_are(page):
+    sorts = [page.sort_of(one) for one in page.drawn(ROWS)]
+    assert sorts == ["press", "bits", "rap", "rap bits", "bits"]
+    assert page.sort_of(row(0.5, 1.0, "rap", recover="fit")) == "rest"
+    assert page.sort_of(row(0.5, 1.0, "palu", bits="hqq4")) == "palu"
+
+
+def test_every_model_is_planned_once_and_latents_are_not_evicted(pareto):
+    made = pareto.checkpoint("rap 0.7 fit+full=distilled/rap-0.7")
+    chosen = pareto.subjects([made])
+    assert chosen[1] == made
+    assert len(chosen) == 6
+    assert len({len(one.axes()) for one in chosen}) == 1
+    for one in chosen:
+        axes = [axis for stage in one.axes() for axis in stage]
+        assert len(set(axes)) == len(axes) > 4
+        presses = {cache.press for _, cache in axes}
+        assert (presses == {None}) == (one.method == "palu")
+
+
+@pytest.mark.parametrize(
+    "text", ["rap 0.7=out", "rap 0.7 fit", "rap 0.7 long=out", "rap 0.7 fit=/out"]
+)
+def test_what_names_no_checkpoint_is_refused(pareto, text):
+    with pytest.raises(pareto.argparse.ArgumentTypeError):
+        pareto.checkpoint(text)
+
+
+def test_the_committed_page_is_built_from_the_committed_result(page, front, result):
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.with_measured(text, result) == text
+    note = result["tables"][1]["note"]
+    assert front.tables(result["rows"], note) == result["tables"]
+
+
+def test_a_page_without_the_place_is_refused(page, result):
+    with pytest.raises(SystemExit, match="has no place"):
+        page.with_measured("# Pruning\n", result)
+
+
+def test_the_figure_can_be_drawn_again(page, result, tmp_path):
+    page.draw(result["rows"], tmp_path / "figure.png")
+    for path in (tmp_path / "figure.png", page.FIGURE):
+        head = path.read_bytes()[:24]
+        assert head.startswith(b"\x89PNG")
+        assert struct.unpack(">II", head[16:]) == (1280, 960)
