@@ -22,7 +22,16 @@ REPOSITORY = Path(__file__).parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
 REAL = tuple(
     f"smollm2{name}/compare.json"
-    for name in ("", "-sweep", "-fit-block", "-distil", "-defaults", "-refit")
+    for name in (
+        "",
+        "-sweep",
+        "-fit-block",
+        "-fit-sweep",
+        "-distil",
+        "-defaults",
+        "-refit",
+        "-search",
+    )
 )
 BUNDLED = tuple(f"compare{name}/compare.json" for name in ("", "-sweep", "-ablations", "-pooled"))
 HEAD = """# The paper's findings on a really pretrained model

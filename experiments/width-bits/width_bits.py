@@ -1,12 +1,13 @@
 """Cut the width of the cache, its bits, or both? Fidelity and bytes in llama.cpp.
 
     python experiments/width-bits/width_bits.py [MODEL] [--calibration TEXT] [--windows 32]
-        [--text TEXT] [--held-out 4] [--length 1024] [--output FILE]
+        [--text TEXT] [--held-out 4] [--length 1024] [--checkpoint NAME=FOLDER ...] [--output FILE]
 
-The dense model and cuts of the stock profile, exported as F16 files, each with a cache of 16, 8 and
-4 bits: KL from the dense model with a 16-bit cache, and from the model itself with one, perplexity,
-and bytes of cache by the engine's account. Writes width_bits.json beside this file. What widths and
-bits do to speed is in benchmarks/llamacpp.py.
+The dense model, cuts of the stock profile, and checkpoints of that profile made before (fitted
+ones), exported as F16 files, each with a cache of 16, 8 and 4 bits: KL from the dense model with a
+16-bit cache, and from the model itself with one, perplexity, and bytes of cache by the engine's
+account. Writes width_bits.json beside this file. What widths and bits do to speed is in
+benchmarks/llamacpp.py.
 """
 
 import argparse
@@ -69,6 +70,9 @@ def exported(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Pat
         source = dense if retain is None else saved[retain]
         files[name] = folder / f"{name}.gguf"
         export_gguf(source, files[name], kind="f16", rotate=mixed, pre=arguments.pre)
+    for number, (name, source) in enumerate(arguments.checkpoint):
+        files[name] = folder / f"checkpoint-{number}.gguf"
+        export_gguf(source, files[name], kind="f16", pre=arguments.pre)
     return files, bench.model, bench.tokenizer
 
 
@@ -78,6 +82,18 @@ def cut(bench: Workbench, retain: float, folder: Path) -> None:
         method = Rap(retain=retain, profile="stock", align=16)
         plan = bench.plan(method)
         save(method.apply(bench.model, plan), plan, folder, bench.tokenizer)
+
+
+def named_folder(text: str) -> tuple[str, Path]:
+    """NAME=FOLDER in parts.
+
+    Raises:
+        argparse.ArgumentTypeError: There is no name, or no such folder.
+    """
+    name, _, folder = text.partition("=")
+    if not name or not Path(folder).is_dir():
+        raise argparse.ArgumentTypeError(f"NAME=FOLDER with a checkpoint's folder, not {text!r}")
+    return name, Path(folder)
 
 
 def fidelity(files: dict[str, Path], judge: Judge, cells: int) -> list[dict[str, Any]]:
@@ -147,10 +163,10 @@ def table(result: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
     return {
         "title": f"Width of the cache against its bits, {arguments.model} in llama.cpp",
         "note": (
-            f"Stock profile, cut only, files of type F16; KL in nats a token over "
-            f"{arguments.held_out} windows of {arguments.length:,} tokens, from the dense model "
-            "with a 16-bit cache and from the model itself with one. `mixed`: `--rotate`. "
-            "Speed is in benchmarks/llamacpp.py."
+            "Stock profile, cut only where no name says more, files of type F16; KL in nats a "
+            f"token over {arguments.held_out} windows of {arguments.length:,} tokens, from the "
+            "dense model with a 16-bit cache and from the model itself with one. `mixed`: "
+            "`--rotate`. Speed is in benchmarks/llamacpp.py."
         ),
         "header": ["model", "cache", "KiB/token", "tokens, x", "KL", "KL, own", "PPL"],
         "rows": rows,
@@ -168,6 +184,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
     parser.add_argument("--pre", help="llama.cpp's pre-tokenizer, where its table has none")
     parser.add_argument("--kept-in", type=Path, help="folder of statistics and cuts")
+    parser.add_argument(
+        "--checkpoint",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        type=named_folder,
+        help="a stock checkpoint made before, e.g. a fitted one; more than one may be given",
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -180,6 +204,7 @@ def main() -> None:
         result["fidelity"] = fidelity(files, judge, arguments.length)
     skipped = ("output", "kept_in")
     asked = {name: value for name, value in vars(arguments).items() if name not in skipped}
+    asked["checkpoint"] = [name for name, _ in arguments.checkpoint]
     result["provenance"] = provenance(**asked, xllamacpp=installed_version("xllamacpp"))
     result["table"] = table(result, arguments)
     result["command"] = result["provenance"]["command"]
