@@ -1,6 +1,7 @@
 """The layer-by-layer fit: what it walks through, what it aims at, and that it survives a kill."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,15 +85,19 @@ def test_every_family_is_fitted(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
-def test_every_method_is_fitted(case: MethodCase) -> None:
+def test_every_method_is_fitted_and_kept(case: MethodCase, tmp_path: Path) -> None:
     dense = tiny_model("llama", hidden=32, layers=2)
     method = case.method(0.5)
     statistics = rap.calibrate(dense, random_tokens(4, 32), method.needs_for(dense))
-    small = method.apply(dense, method.plan(dense, statistics))
+    plan = method.plan(dense, statistics)
+    small, again = method.apply(dense, plan), method.apply(dense, plan)
     # Two factors of a matrix learn so few tokens by heart: these are enough.
-    results = fit_layers(small, dense, random_tokens(128, 16), CONFIG)
+    results = fit_layers(small, dense, random_tokens(128, 16), CONFIG, work=tmp_path)
     assert len(results) == 2
     assert any(found.kept for found in results)
+    assert fit_layers(again, dense, random_tokens(128, 16), CONFIG, work=tmp_path) == results
+    state = again.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in small.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,11 @@ class _Fitter:
     def _store(self, index: int, problem: LayerProblem, result: LayerFit) -> None:
         if self.work is None:
             return
-        tensors = {name: p.detach().cpu().clone() for name, p in problem.trained.items()}
+        # Factors of low rank are transposed views, which safetensors refuses.
+        tensors = {
+            name: parameter.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, parameter in problem.trained.items()
+        }
         errors = {"before": repr(result.before), "after": repr(result.after)}
         with whole_file(layer_file(self.work, index)) as partial:
             save_file(tensors, partial, metadata=errors)
