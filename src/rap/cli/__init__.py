@@ -23,6 +23,7 @@ from . import (
     inspect,
     recover,
     report,
+    sample,
     serving,
 )
 from .options import console
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 compress.add_commands(app)
 fetch.add_commands(app)
+sample.add_commands(app)
 inspect.add_commands(app)
 recover.add_commands(app)
 evaluate.add_commands(app)

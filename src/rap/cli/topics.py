@@ -25,6 +25,10 @@ TOPICS: dict[str, dict[str, Entry]] = {
         "compress": Entry(
             "calibrate, plan, cut, measure, save", "rap compress bundled --retain 0.7 -o out"
         ),
+        "sample": Entry(
+            "text that the model writes, to calibrate on",
+            "rap sample bundled -o own.jsonl --documents 64",
+        ),
         "recover": Entry(
             "win quality back, with the dense model as teacher",
             "rap recover out --teacher bundled --preset fit -o better",
@@ -64,7 +68,7 @@ EXIT_CODES = {
     STOPPED: "stopped with Ctrl-C",
 }
 # What is done once and kept: the same command goes on where a stopped one stood.
-RESUMES = ("recover", "compare")
+RESUMES = ("recover", "compare", "sample")
 
 
 def stopped(arguments: list[str]) -> str:

@@ -1,0 +1,153 @@
+"""Text that a model writes by itself, to calibrate, fit and distil on.
+
+What a model was trained on is seldom at hand, and a text of one kind teaches a cut model that kind
+alone. Documents drawn from the dense model are spread as its own training text was
+(self-calibration: https://arxiv.org/abs/2410.17170; LLM-QAT: https://arxiv.org/abs/2305.17888).
+
+Shapes: B documents of a batch, T tokens of a document, V vocabulary.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.files import check_output_file, whole_file
+from ..model.errors import RapError
+from ..model.fingerprint import fingerprint_model
+from .progress import Progress
+from .state import evaluating
+
+FEW = 2048  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What a model writes: documents of `tokens` tokens, `batch_size` of them side by side.
+
+    Each token is drawn at `temperature` among the likeliest that have `top_p` together. Raises
+    RapError for a count below one, or a temperature or `top_p` out of range.
+    """
+
+    documents: int = 256
+    tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 0.95
+    batch_size: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("documents", "tokens", "batch_size"):
+            self._check(name, getattr(self, name) >= 1, "ask for 1 or more")
+        self._check("temperature", self.temperature > 0, "give a number above 0")
+        self._check("top_p", 0 < self.top_p <= 1, "give a share above 0 and up to 1")
+
+    def _check(self, name: str, good: bool, remedy: str) -> None:
+        if not good:
+            raise RapError(f"sampling {name} cannot be {getattr(self, name)!r}: {remedy}")
+
+
+def write_documents(
+    model: Any,
+    tokenizer: Any,
+    output: Path,
+    asked: Sampling,
+    *,
+    force: bool = False,
+    progress: bool = False,
+) -> None:
+    """Draw documents from a model and write them to a JSONL file, `text` by line.
+
+    Special tokens stay in the text, where the tokenizer finds them again. Finished batches are kept
+    beside the file until it is whole, and the same call goes on behind them.
+
+    Raises RapError for a tokenizer without a token to begin with, CheckpointError if `output` may
+    not be replaced.
+    """
+    check_output_file(output, force=force)
+    first, kept = first_token(tokenizer), output.with_name(f".{output.name}.kept")
+    record = {"model": fingerprint_model(model), "first": first, **asdict(asked)}
+    settings = json.dumps(record, sort_keys=True)
+    lines = _kept(kept, settings)
+    total, done = asked.documents * asked.tokens, len(lines) * asked.tokens
+    with Progress("sampling", total, "tokens", tokens=1, done=done, shown=progress) as bar:
+        while len(lines) < asked.documents:
+            count = min(asked.batch_size, asked.documents - len(lines))
+            documents = draw(model, first, count, asked, start=len(lines), bar=bar)
+            lines += [json.dumps({"text": tokenizer.decode(row)}) for row in documents]
+            with whole_file(kept) as partial:
+                partial.write_text("\n".join([settings, *lines, ""]), encoding="utf-8")
+    with whole_file(output) as partial:
+        partial.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    kept.unlink()
+
+
+def first_token(tokenizer: Any) -> int:
+    """The token behind which a model begins a document: BOS, else the end of the one before.
+
+    Raises RapError for a tokenizer that has neither.
+    """
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise RapError("the tokenizer has neither BOS nor EOS: nothing says where a document begins")
+
+
+@torch.no_grad()
+def draw(
+    model: Any,
+    first: int,
+    count: int,
+    asked: Sampling,
+    *,
+    start: int = 0,
+    bar: Progress | None = None,
+) -> Tensor:
+    """Documents [B, T] behind the token `first`, which is no part of them, B = `count`.
+
+    `start` is the number of the first, so that batches drawn by themselves are those of one run. An
+    end of text is a token like any other: the model goes on with what it knows to stand behind it.
+    """
+    device = model.get_input_embeddings().weight.device
+    # Drawn on the CPU, whose generator gives the same numbers on every machine.
+    generator = torch.Generator().manual_seed(asked.seed * 2**32 + start)
+    ids, cache, drawn = torch.full((count, 1), first), None, []
+    with evaluating(model):
+        for _ in range(asked.tokens):
+            output = model(
+                input_ids=ids.to(device), past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+            cache = output.past_key_values
+            logits = output.logits[:, -1].float().cpu() / asked.temperature
+            ids = one_of_nucleus(logits.softmax(-1), asked.top_p, generator)
+            drawn.append(ids)
+            if bar is not None:
+                bar.advance(count)
+    return torch.cat(drawn, 1)
+
+
+def one_of_nucleus(probabilities_BV: Tensor, top_p: float, generator: torch.Generator) -> Tensor:
+    """A token of every row, [B, 1], among the likeliest that have `top_p` together.
+
+    Nucleus sampling, https://arxiv.org/abs/1904.09751, section 3.1.
+    """
+    vocabulary = probabilities_BV.shape[-1]
+    # Few tokens are nearly always enough, and a whole vocabulary is slow to sort.
+    for count in (min(FEW, vocabulary), vocabulary):
+        likely_BC, token_BC = probabilities_BV.topk(count)
+        above_BC = likely_BC.cumsum(-1) - likely_BC
+        if (above_BC[:, -1] >= top_p).all():
+            break
+    likely_BC = likely_BC.masked_fill(above_BC >= top_p, 0)
+    return token_BC.gather(1, torch.multinomial(likely_BC, 1, generator=generator))
+
+
+def _kept(path: Path, settings: str) -> list[str]:
+    """The finished lines of a run with these settings."""
+    if not path.is_file():
+        return []
+    found, *lines = path.read_text(encoding="utf-8").splitlines()
+    return lines if found == settings else []

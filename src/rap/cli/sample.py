@@ -1,0 +1,67 @@
+"""`rap sample`: text that a model writes by itself, to calibrate, fit and distil on."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..calibration.sampling import Sampling, write_documents
+from ..checkpoint.files import check_output_file
+from ..model.errors import RapError
+from . import options
+from .checkpoints import open_checkpoint
+from .groups import grouped
+from .options import print_json
+
+TEXT = ".jsonl"
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register this module's commands."""
+    app.command("sample")(sample_command)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is drawn: the fields of Sampling, as options."""
+
+    documents: Annotated[int, typer.Option(help="Documents to write.")] = Sampling.documents
+    tokens: Annotated[int, typer.Option(help="Tokens of a document.")] = Sampling.tokens
+    temperature: Annotated[float, typer.Option(help="Above 1 wilder.")] = Sampling.temperature
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest tokens of this probability.")
+    ] = Sampling.top_p
+    batch_size: Annotated[int, typer.Option(help="Documents side by side.")] = Sampling.batch_size
+
+
+@grouped
+def sample_command(
+    model: options.Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .jsonl file to write.")],
+    *,
+    asked: Asked,
+    dtype: options.Dtype = "auto",
+    device_map: options.DeviceMap = None,
+    seed: options.Seed = 0,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Let MODEL write documents, for --calibration and --text of other commands.
+
+    They are spread as what it was trained on: prose, code, chat. A stopped command goes on where it
+    stood.
+    """
+    if output.suffix != TEXT:
+        raise RapError(f"{output} must end in {TEXT}: one document is written by line")
+    check_output_file(output, force=force)
+    opened = open_checkpoint(model, device_map, [], dtype=dtype)
+    drawn = Sampling(**asdict(asked), seed=seed)
+    write_documents(
+        opened.model, opened.tokenizer, output, drawn, force=force, progress=not as_json
+    )
+    if as_json:
+        print_json({"model": model, "output": str(output), **asdict(drawn)})
+    else:
+        typer.echo(f"wrote {output}: {drawn.documents:,} documents of {drawn.tokens:,} tokens")

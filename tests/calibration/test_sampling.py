@@ -1,0 +1,149 @@
+"""Text that a model writes by itself: as it is drawn, kept over a kill, whole or not there."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cases.models import tiny_model
+from rap import RapError
+from rap.calibration import sampling
+from rap.calibration.sampling import Sampling, draw, first_token, one_of_nucleus, write_documents
+from rap.calibration.text import load_windows
+from rap.model.errors import CheckpointError
+
+ASKED = Sampling(documents=5, tokens=7, batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+def test_every_token_follows_from_those_before(model: Any) -> None:
+    # A nucleus of the likeliest token alone draws what is greedy, computed here without a cache.
+    asked = replace(ASKED, top_p=1e-9)
+    ids = torch.full((1, 1), 3)
+    with torch.no_grad():
+        for _ in range(asked.tokens):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(draw(model, 3, 1, asked), ids[:, 1:])
+
+
+def test_a_nucleus_is_the_fewest_tokens_that_reach_its_share() -> None:
+    probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.97, 0.01, 0.01, 0.01]])
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.cat([one_of_nucleus(probabilities, 0.6, generator) for _ in range(400)], 1)
+    assert set(drawn[0].tolist()) == {1, 3}
+    assert set(drawn[1].tolist()) == {0}
+    share = (drawn[0] == 1).double().mean()
+    assert share == pytest.approx(4 / 7, abs=0.1)  # four standard deviations of 400 draws
+
+
+def test_a_flat_distribution_is_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "FEW", 2)
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.full((1, 8), 1 / 8)
+    drawn = {int(one_of_nucleus(flat, 0.999, generator)) for _ in range(200)}
+    assert drawn == set(range(8))
+
+
+def test_temperature_spreads_what_is_drawn(model: Any) -> None:
+    def kinds(temperature: float) -> int:
+        asked = Sampling(tokens=64, temperature=temperature, top_p=1.0)
+        return len(draw(model, 3, 4, asked).unique())
+
+    assert kinds(0.05) < kinds(1.0)
+
+
+def test_a_killed_run_goes_on_and_writes_the_same_bytes(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(model, tokenizer, tmp_path / "whole.jsonl", ASKED)
+    drawn: list[int] = []
+
+    def counted(*arguments: Any, start: int, **settings: Any) -> Any:
+        if len(drawn) == 2:
+            drawn.append(start)
+            raise KeyboardInterrupt
+        drawn.append(start)
+        return draw(*arguments, start=start, **settings)
+
+    monkeypatch.setattr(sampling, "draw", counted)
+    output = tmp_path / "own.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        write_documents(model, tokenizer, output, ASKED)
+    assert not output.exists()
+    write_documents(model, tokenizer, output, ASKED)
+    assert drawn == [0, 2, 4, 4]
+    written = output.read_bytes()
+    assert written == (tmp_path / "whole.jsonl").read_bytes()
+    assert len(set(written.splitlines())) == ASKED.documents
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.jsonl", "whole.jsonl"]
+
+
+def test_other_settings_do_not_go_on(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, starts = tmp_path / "own.jsonl", []
+
+    def stopped(*arguments: Any, start: int, **settings: Any) -> Any:
+        starts.append(start)
+        if len(starts) == 2:
+            raise KeyboardInterrupt
+        return draw(*arguments, start=start, **settings)
+
+    monkeypatch.setattr(sampling, "draw", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_documents(model, tokenizer, output, ASKED)
+    write_documents(model, tokenizer, output, replace(ASKED, seed=1))
+    assert starts == [0, 2, 0, 2, 4]
+
+
+def test_what_it_writes_is_a_text_to_calibrate_on(
+    reference_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    output = tmp_path / "own.jsonl"
+    write_documents(reference_model, tokenizer, output, Sampling(documents=4, tokens=32))
+    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == 4
+    assert all(set(line) == {"text"} and line["text"].strip() for line in lines)
+    assert load_windows(output, tokenizer, num_windows=2, window=16).shape == (2, 16)
+
+
+def test_a_file_is_not_replaced_unasked(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    output = tmp_path / "own.jsonl"
+    output.write_text("mine", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="--force"):
+        write_documents(model, tokenizer, output, ASKED)
+    assert output.read_text(encoding="utf-8") == "mine"
+    write_documents(model, tokenizer, output, ASKED, force=True)
+    assert len(output.read_text(encoding="utf-8").splitlines()) == ASKED.documents
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first"), [({"bos": 4, "eos": 9}, 4), ({"bos": None, "eos": 9}, 9)]
+)
+def test_a_document_begins_behind_bos_or_the_end_of_another(
+    tokens: dict[str, int | None], first: int
+) -> None:
+    named = {f"{name}_token_id": token for name, token in tokens.items()}
+    assert first_token(SimpleNamespace(**named)) == first
+
+
+def test_a_tokenizer_without_a_beginning_is_refused() -> None:
+    with pytest.raises(RapError, match="neither BOS nor EOS"):
+        first_token(SimpleNamespace(bos_token_id=None, eos_token_id=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("documents", 0), ("tokens", 0), ("batch_size", 0), ("temperature", 0.0), ("top_p", 1.5)],
+)
+def test_settings_out_of_range_are_refused(name: str, value: float) -> None:
+    with pytest.raises(RapError, match=f"sampling {name}"):
+        Sampling(**{name: value})
