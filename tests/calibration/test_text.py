@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rap import assets
-from rap.calibration.text import load_windows, read_text, windows_from_text
+from rap.calibration.text import load_windows, named_sources, read_text, windows_from_text
 from rap.model.errors import CalibrationError
 
 
@@ -87,6 +87,25 @@ def test_texts_that_are_too_short_are_refused_with_their_length(text, asked, mes
     with pytest.raises(CalibrationError, match=message) as caught:
         windows_from_text(text, Characters(), **asked)
     assert "\n" not in str(caught.value)
+
+
+def test_sources_of_a_list_give_equal_shares(tokenizer, tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text(" ".join(f"number {n} of many." for n in range(400)), encoding="utf-8")
+    windows = load_windows(f"bundled,{path}", tokenizer, num_windows=7, window=16)
+    assert windows.shape == (7, 16)
+    bundled = load_windows("bundled", tokenizer, num_windows=4, window=16)
+    assert torch.equal(windows[:4], bundled)
+    assert torch.equal(windows[4:], load_windows(path, tokenizer, num_windows=3, window=16))
+    one = load_windows(f"bundled,{path}", tokenizer, num_windows=1, window=16)
+    assert torch.equal(one, load_windows("bundled", tokenizer, num_windows=1, window=16))
+
+
+def test_a_file_with_a_comma_in_its_name_is_one_source(tmp_path):
+    path = tmp_path / "a,b.txt"
+    path.write_text("one", encoding="utf-8")
+    assert named_sources(path) == [str(path)]
+    assert named_sources("bundled, paper,") == ["bundled", "paper"]
 
 
 def test_files_are_read(tmp_path):

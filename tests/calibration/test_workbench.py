@@ -90,3 +90,5 @@ def test_a_report_names_a_file_without_its_folder(tmp_path):
     path.write_text("words")
     described = CalibrationText(str(path), 3, 128).describe(None)
     assert described == "3 windows of 128 tokens from mine.txt, without BOS"
+    mixed = CalibrationText(f"bundled,{path}", 3, 128).describe(None)
+    assert mixed == "3 windows of 128 tokens from bundled and mine.txt, without BOS"

@@ -40,16 +40,31 @@ def load_windows(
     seed: int = 0,
     bos: Bos = "auto",
 ) -> Tensor:
-    """Calibration windows, LongTensor [N, T], from a source that `read_text` knows.
+    """Calibration windows, LongTensor [N, T], from sources as `named_sources` reads them.
 
-    Each begins with BOS as `bos.bos_token` decides; give it the token for a family's own default.
+    Each source gives an equal share of the windows, the first ones what is left over. A window
+    begins with BOS as `bos.bos_token` decides; give it the token for a family's own default.
 
-    Raises CalibrationError if the source cannot be read or is too short.
+    Raises CalibrationError if a source cannot be read or is too short.
     """
-    enough = num_windows * window * _CHARACTERS_PER_TOKEN
-    text = read_text(source, max_characters=enough)
-    sizes = {"num_windows": num_windows, "window": window}
-    return windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos)
+    names = named_sources(source)[:num_windows] or [str(source)]
+    parts = []
+    for index, name in enumerate(names):
+        share = num_windows // len(names) + (index < num_windows % len(names))
+        text = read_text(name, max_characters=share * window * _CHARACTERS_PER_TOKEN)
+        sizes = {"num_windows": share, "window": window}
+        parts.append(windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos))
+    return torch.cat(parts)
+
+
+def named_sources(source: str | Path) -> list[str]:
+    """The sources of a mixed text, a comma list of what `read_text` knows.
+
+    A file whose own name has a comma is one source.
+    """
+    if Path(source).is_file():
+        return [str(source)]
+    return [name.strip() for name in str(source).split(",") if name.strip()]
 
 
 def windows_from_text(

@@ -25,14 +25,14 @@ from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
 from .run import calibrate, check_windows
 from .statistics import Statistics
-from .text import evaluation_tokens, load_windows
+from .text import evaluation_tokens, load_windows, named_sources
 
 
 @dataclass(frozen=True)
 class CalibrationText:
     """What is read to calibrate: `num_windows` windows of `window` tokens, drawn from a text.
 
-    `text` is what `text.read_text` knows; windows begin as `bos.bos_token` decides by `bos`.
+    `text` is what `text.named_sources` reads; windows begin as `bos.bos_token` decides by `bos`.
     """
 
     text: str = "bundled"
@@ -43,8 +43,8 @@ class CalibrationText:
 
     def describe(self, bos: int | None) -> str:
         """For a report, which is for others: a file goes by its name, without its folder."""
-        text = Path(self.text).name if Path(self.text).is_file() else self.text
-        read = f"{self.num_windows} windows of {self.window} tokens from {text}"
+        names = (Path(x).name if Path(x).is_file() else x for x in named_sources(self.text))
+        read = f"{self.num_windows} windows of {self.window} tokens from {' and '.join(names)}"
         return f"{read}, {describe_bos(bos)}"
 
 

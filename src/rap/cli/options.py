@@ -122,8 +122,8 @@ Calibration = Annotated[
     str,
     typer.Option(
         "--calibration",
-        help="'bundled' novels, 'paper' (WikiText-2, 32 x 1024), a .txt or .jsonl file, or a "
-        "dataset name.",
+        help="'bundled' novels, 'paper' (WikiText-2, 32 x 1024), a .txt or .jsonl file (`rap "
+        "sample` writes one), or a dataset name; a comma list mixes them in equal shares.",
     ),
 ]
 NumWindows = Annotated[int, typer.Option("--windows", help="Calibration windows.")]

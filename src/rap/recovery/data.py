@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import assets
 from ..calibration.bos import Bos, bos_token, with_bos
-from ..calibration.text import ALIASES, read_text, windows_from_text
+from ..calibration.text import ALIASES, named_sources, read_text, windows_from_text
 from ..model.errors import RapError
 
 SHARED_RUN = 16  # tokens: natural text repeats fewer
@@ -59,9 +59,9 @@ def recovery_windows(
 ) -> tuple[Tensor, Tensor]:
     """Training and validation windows, LongTensors [N, T], packed from one or more texts.
 
-    Each source that `calibration.text` reads gives an equal share of the windows, so a mixed text
-    is a list of them. Windows are packed: contiguous tokens, across the ends of documents, each
-    after a BOS as `bos.bos_token` decides.
+    Each source gives an equal share of the windows, so a mixed text is a list of them, or a comma
+    list as `calibration.text.named_sources` reads it; their windows alternate. Windows are packed:
+    contiguous tokens, across the ends of documents, each after a BOS as `bos.bos_token` decides.
     Validation windows come from the validation split of a source that has one (`bundled`, `paper`,
     `c4`), else from windows of the same text that are not trained on; the test split is never
     read. T is `config.window`, or `longest` if the model's positions end before.
@@ -70,6 +70,7 @@ def recovery_windows(
     """
     if not sources:
         raise RapError("recovery needs a text: name at least one source")
+    sources = [name for source in sources for name in named_sources(source)]
     window = min(config.window, longest or config.window)
     share = None if config.num_windows is None else -(-config.num_windows // len(sources))
     held_out = -(-config.validation_windows // len(sources))
@@ -90,7 +91,13 @@ def recovery_windows(
             held = _pack(other, tokenizer, window, held_out, config.seed, bos)
         train.append(rows)
         validation.append(held)
-    return torch.cat(train), torch.cat(validation)
+    return alternating(train), alternating(validation)
+
+
+def alternating(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several tensors in one, each spread evenly over it in its own order."""
+    places = [(torch.arange(len(rows)) + 0.5) / len(rows) for rows in parts]
+    return torch.cat(list(parts))[torch.cat(places).argsort(stable=True)]
 
 
 def validation_text(source: str) -> str | None:
