@@ -25,10 +25,6 @@ SLOTS = (
     "its queries are scaled by their place in a forward pass, which in vLLM holds many requests, "
     "and vLLM's transformers backend knows no chunked attention"
 )
-HEAP = (
-    "the engine died of a corrupted heap behind the loading of the weights, on a CPU, and "
-    "why is not known yet"
-)
 ROUTER = (
     "its router is a linear that returns weights and a choice of experts, which vLLM's "
     "transformers backend replaces by a plain linear"
@@ -50,7 +46,6 @@ REFUSED = {
     "llama4_text": SLOTS,
     "phimoe": ROUTER,
     **dict.fromkeys(("gemma3n_text", "gemma4_text"), SHARED),
-    **dict.fromkeys(("gpt_neox", "persimmon"), HEAP),
     **dict.fromkeys((*WRAPPERS, *INNER), IMAGES),
 }
 

@@ -42,6 +42,7 @@ class PrunedMixin(Base):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for name, attention in self.pruned_layers():
             check_window(name, attention)
+            check_heads(name, attention)
         scaling = getattr(config, "logits_scaling", None)
         if scaling is not None and hasattr(self, "logits_processor"):
             # Granite divides its logits, which vLLM's backend does not know.
@@ -136,5 +137,18 @@ def check_window(name: str, attention: Any) -> None:
     if found != own:
         raise UnsupportedModelError(
             f"{name} has a sliding window of {own}, vLLM read {found} from config.json: no way to "
+            "serve this model is known"
+        )
+
+
+def check_heads(name: str, attention: Any) -> None:
+    """Raise UnsupportedModelError if vLLM gave a layer another number of KV heads than it has.
+
+    Its linears on CPUs check no sizes: they would write behind their outputs.
+    """
+    found, own = attention.attn.num_kv_heads, attention.dense_shape.num_kv_heads
+    if found != own:
+        raise UnsupportedModelError(
+            f"{name} has {own} key and value heads, vLLM read {found} from config.json: no way to "
             "serve this model is known"
         )
