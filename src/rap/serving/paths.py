@@ -23,7 +23,8 @@ STATES = (
 )
 SLOTS = (
     "its queries are scaled by their place in a forward pass, which in vLLM holds many requests, "
-    "and vLLM's transformers backend knows no chunked attention"
+    "and vLLM's transformers backend knows neither chunked attention nor experts that all see "
+    "every token, weighted before"
 )
 IMAGES = "the text model of a multimodal one is not served by itself yet"
 SHARED = (
