@@ -23,8 +23,8 @@ STATES = (
 )
 SLOTS = (
     "its queries are scaled by their place in a forward pass, which in vLLM holds many requests, "
-    "and vLLM's transformers backend knows neither chunked attention nor experts that all see "
-    "every token, weighted before"
+    "and vLLM's transformers backend knows no chunked attention and fails to load experts that "
+    "are stored like these, of a dense model too"
 )
 IMAGES = "the text model of a multimodal one is not served by itself yet"
 SHARED = (
