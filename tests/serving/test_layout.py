@@ -5,7 +5,8 @@ import pytest
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap.model.errors import CheckpointError
-from rap.serving.layout import HeadLayout, head_layouts, padded_width
+from rap.model.layers import attention_layers
+from rap.serving.layout import HeadLayout, head_layouts, num_kv_heads, padded_width
 from rap.surgery.apply import apply
 
 CPU_SIZES = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
@@ -43,6 +44,14 @@ def test_wrong_sections_are_refused(config, edit, sentence):
     changed = type(config)(**{**config.to_dict(), "rap": section})
     with pytest.raises(CheckpointError, match=sentence):
         head_layouts(changed)
+
+
+@pytest.mark.parametrize(("family", "heads"), [("llama", 2), ("gpt_neox", 4), ("persimmon", 4)])
+def test_a_field_that_a_family_does_not_read_says_nothing_of_its_heads(family, heads):
+    model = tiny_model(family, heads=4, kv_heads=2, hidden=64)
+    assert model.config.num_key_value_heads == 2
+    assert num_kv_heads(model.config) == heads
+    assert attention_layers(model)[0].shape.num_kv_heads == heads
 
 
 @pytest.mark.parametrize(("width", "padded"), [(8, 32), (32, 32), (44, 64), (90, 96), (512, 512)])

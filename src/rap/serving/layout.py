@@ -13,6 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..model.errors import CheckpointError
+from ..model.families import FAMILIES
+from ..model.layers import base_model_type
 from ..model.modeling import configured_widths
 
 LARGEST_HEAD = 512
@@ -43,7 +45,10 @@ def dense_head_dim(config: PreTrainedConfig) -> int:
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """G; families without grouped queries do not name it."""
+    """G; families without grouped queries do not name it, and read no field that does."""
+    family = FAMILIES.get(base_model_type(config))
+    if family is not None and family.fused == "heads":
+        return int(config.num_attention_heads)
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 

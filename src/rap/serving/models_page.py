@@ -12,7 +12,7 @@ from textwrap import fill
 from ..model.families import FAMILIES, WRAPPERS
 from ..model.refusals import REASONS
 from ..model.specs import NORM_MODES, AttentionSpec
-from .paths import REFUSED, family_path, is_compared
+from .paths import REFUSED, family_path
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = "5.19.0, those of the first release in 5.16.1 too"
@@ -50,8 +50,7 @@ models cannot be worked on layer by layer: no streamed calibration, no closed-fo
 
 The last column is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this
 package (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were
-compared with transformers in vLLM on a CPU (`make test-families`), but those marked *unverified*,
-whose routers vLLM's CPU backend does not have.
+compared with transformers in vLLM on a CPU (`make test-families`).
 `rap verify OUT --engine vllm` compares a checkpoint.
 
 | model type | pairs | layers that rotate | QK-norm | other features | vLLM |
@@ -119,9 +118,7 @@ def _reasons(reasons: Mapping[str, str]) -> str:
 
 def _row(spec: AttentionSpec) -> str:
     rotates = "all" if spec.rotates is None else (spec.rotates.__doc__ or "").strip()
-    path: str = family_path(spec.model_type) or "-"
-    if path != "-" and not is_compared(spec.model_type):
-        path += ", *unverified*"
+    path = family_path(spec.model_type) or "-"
     cells = (f"`{spec.model_type}`", spec.pairing, rotates, _norm(spec), _features(spec), path)
     return f"| {' | '.join(cells)} |"
 

@@ -23,20 +23,10 @@ STATES = (
 )
 SLOTS = (
     "its queries are scaled by their place in a forward pass, which in vLLM holds many requests, "
-    "and vLLM's transformers backend knows no chunked attention"
-)
-HEAP = (
-    "the engine died of a corrupted heap behind the loading of the weights, on a CPU, and "
-    "why is not known yet"
-)
-ROUTER = (
-    "its router is a linear that returns weights and a choice of experts, which vLLM's "
-    "transformers backend replaces by a plain linear"
+    "and vLLM's transformers backend knows no chunked attention and fails to load experts that "
+    "are stored like these, of a dense model too"
 )
 IMAGES = "the text model of a multimodal one is not served by itself yet"
-# Their routers take a sigmoid, vLLM's on CPUs a softmax alone: they are for GPUs, and nothing was
-# run there. Other families were compared with transformers in the engine.
-NOT_ON_CPUS = ("hy_v3", "minimax_m2")
 SHARED = (
     "some of its layers attend to the cache of another, and all normalise values, which vLLM's "
     "transformers backend knows nothing of"
@@ -48,9 +38,7 @@ _WITH_STATES = (
 REFUSED = {
     **dict.fromkeys(_WITH_STATES, STATES),
     "llama4_text": SLOTS,
-    "phimoe": ROUTER,
     **dict.fromkeys(("gemma3n_text", "gemma4_text"), SHARED),
-    **dict.fromkeys(("gpt_neox", "persimmon"), HEAP),
     **dict.fromkeys((*WRAPPERS, *INNER), IMAGES),
 }
 
@@ -60,11 +48,6 @@ def family_path(model_type: str) -> Path | None:
     if model_type in REFUSED:
         return None
     return "native" if model_type in NATIVE else "transformers"
-
-
-def is_compared(model_type: str) -> bool:
-    """Whether the engine's results for a family have been compared with those of transformers."""
-    return family_path(model_type) is not None and model_type not in NOT_ON_CPUS
 
 
 def serving_path(config: PreTrainedConfig) -> Path:

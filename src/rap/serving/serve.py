@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import is_pruned, load_config
-from ..model.layers import base_model_type
 from .engine import EngineError, engine_environment, failure, require_vllm
-from .paths import is_compared, serving_path
+from .paths import serving_path
 
 POLL_SECONDS = 0.5
 WAYS = {
@@ -69,11 +68,7 @@ def way(source: str | Path) -> str:
     config = load_config(source)
     if not is_pruned(config):
         return "vLLM alone: the model is dense"
-    path, family = serving_path(config), base_model_type(config)
-    unsure = (
-        f" (on a GPU; pruned {family} was never compared there: `rap verify --engine vllm` does)"
-    )
-    return WAYS[path] + ("" if is_compared(family) else unsure)
+    return WAYS[serving_path(config)]
 
 
 def serve(server: Server) -> None:

@@ -24,9 +24,10 @@ from vllm.model_executor.models.utils import WeightsMapper
 from ...model.attention import RapAttention
 from ...model.errors import CheckpointError, UnsupportedModelError
 from ...model.layers import base_model_type
-from ...model.modeling import RapModelMixin, config_class
+from ...model.modeling import RapModelMixin, config_class, model_class
 from ..paths import serving_path
 from .projections import place_attention
+from .routers import routers_kept
 from .widths import PaddedAttention
 
 
@@ -42,6 +43,7 @@ class PrunedMixin(Base):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for name, attention in self.pruned_layers():
             check_window(name, attention)
+            check_heads(name, attention)
         scaling = getattr(config, "logits_scaling", None)
         if scaling is not None and hasattr(self, "logits_processor"):
             # Granite divides its logits, which vLLM's backend does not know.
@@ -61,7 +63,8 @@ class PrunedMixin(Base):
             mapped, rows = place_attention(attention, name, self.vllm_config)
             stacked |= mapped
             self.loaded_by_rows |= rows
-        super().recursive_replace()
+        with routers_kept(self.model):
+            super().recursive_replace()
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_stacked=stacked)
         for index, (name, fuser) in self.attention_fusers.items():
             told = tell_sinks(fuser, self.get_submodule(name))
@@ -92,6 +95,8 @@ class RapMoEForCausalLM(PrunedMixin, TransformersMoEForCausalLM):
 
 def register_backbone(base_type: str) -> None:
     """Let AutoModel make the model of a pruned config without its head."""
+    # A process that was sent the config has not made one: this tells it older names of weights.
+    model_class(base_type)
     config: Any = config_class(base_type)
     models: Any = MODEL_MAPPING
     base: Any = models[CONFIG_MAPPING[base_type]]
@@ -136,5 +141,18 @@ def check_window(name: str, attention: Any) -> None:
     if found != own:
         raise UnsupportedModelError(
             f"{name} has a sliding window of {own}, vLLM read {found} from config.json: no way to "
+            "serve this model is known"
+        )
+
+
+def check_heads(name: str, attention: Any) -> None:
+    """Raise UnsupportedModelError if vLLM gave a layer another number of KV heads than it has.
+
+    Its linears on CPUs check no sizes: they would write behind their outputs.
+    """
+    found, own = attention.attn.num_kv_heads, attention.dense_shape.num_kv_heads
+    if found != own:
+        raise UnsupportedModelError(
+            f"{name} has {own} key and value heads, vLLM read {found} from config.json: no way to "
             "serve this model is known"
         )

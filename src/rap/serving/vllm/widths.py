@@ -16,7 +16,7 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from vllm.v1.attention.selector import get_attn_backend
 
 from ...model.errors import CheckpointError
-from ..layout import head_layouts, padded_width
+from ..layout import head_layouts, num_kv_heads, padded_width
 
 
 class WidthConvertor(ModelArchConfigConvertorBase):
@@ -37,6 +37,10 @@ class WidthConvertor(ModelArchConfigConvertorBase):
             {} if layout is None else {"head_size": layout.width} for layout in layouts
         ]
         return whole
+
+    def get_total_num_kv_heads(self) -> int:
+        """The KV heads that the model has: a family without grouped queries may be told of some."""
+        return num_kv_heads(self.hf_text_config)
 
 
 class PaddedAttention(Attention):
