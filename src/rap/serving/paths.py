@@ -37,10 +37,6 @@ IMAGES = "the text model of a multimodal one is not served by itself yet"
 # Their routers take a sigmoid, vLLM's on CPUs a softmax alone: they are for GPUs, and nothing was
 # run there. Other families were compared with transformers in the engine.
 NOT_ON_CPUS = ("hy_v3", "minimax_m2")
-SHARED = (
-    "some of its layers attend to the cache of another, and all normalise values, which vLLM's "
-    "transformers backend knows nothing of"
-)
 _WITH_STATES = (
     *("falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
@@ -49,7 +45,6 @@ REFUSED = {
     **dict.fromkeys(_WITH_STATES, STATES),
     "llama4_text": SLOTS,
     "phimoe": ROUTER,
-    **dict.fromkeys(("gemma3n_text", "gemma4_text"), SHARED),
     **dict.fromkeys(("gpt_neox", "persimmon"), HEAP),
     **dict.fromkeys((*WRAPPERS, *INNER), IMAGES),
 }
