@@ -2,10 +2,18 @@
 
 import pytest
 
+from cases.family_cases import CASES, random_case_plan
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap.model.errors import CheckpointError
-from rap.serving.layout import HeadLayout, head_layouts, padded_width
+from rap.serving.layout import (
+    HeadLayout,
+    cached_heads,
+    dense_head_dims,
+    head_layouts,
+    padded_width,
+)
+from rap.serving.verify import kept_fraction
 from rap.surgery.apply import apply
 
 CPU_SIZES = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
@@ -43,6 +51,27 @@ def test_wrong_sections_are_refused(config, edit, sentence):
     changed = type(config)(**{**config.to_dict(), "rap": section})
     with pytest.raises(CheckpointError, match=sentence):
         head_layouts(changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "heads"),
+    [
+        ("llama", [16, 16, 16], [2, 2, 2]),
+        ("gemma3n_text", [16] * 5, [2, 2, 2, 0, 0]),
+        ("gemma4_text", [16, 16, 24, 16, 24], [2, 2, 2, 0, 0]),
+        ("gemma4_text:tied", [16, 24, 24], [2, 1, 1]),
+    ],
+)
+def test_layers_differ_in_what_they_cache(name, sizes, heads):
+    """Heads without a window may be wider and fewer; a reader of another's cache has none."""
+    case = next(case for case in CASES if case.name == name)
+    model = case.model()
+    plan = random_case_plan(model, case)
+    config = apply(model, plan).config
+    assert (dense_head_dims(config), cached_heads(config)) == (sizes, heads)
+    assert kept_fraction(config) == pytest.approx(plan.kept_fraction)
+    assert kept_fraction(model.config) == 1.0
+    assert head_layouts(config)[0] is None
 
 
 @pytest.mark.parametrize(("width", "padded"), [(8, 32), (32, 32), (44, 64), (90, 96), (512, 512)])

@@ -33,6 +33,10 @@ ROUTER = (
     "its router is a linear that returns weights and a choice of experts, which vLLM's "
     "transformers backend replaces by a plain linear"
 )
+BESIDE = (
+    "vLLM's transformers backend looks for their number per token under other names than "
+    "top_k_experts, and gives all experts but gpt-oss's SiLU"
+)
 IMAGES = "the text model of a multimodal one is not served by itself yet"
 # Their routers take a sigmoid, vLLM's on CPUs a softmax alone: they are for GPUs, and nothing was
 # run there. Other families were compared with transformers in the engine.
@@ -72,6 +76,8 @@ def serving_path(config: PreTrainedConfig) -> Path:
     path = family_path(family)
     if path is None:
         raise UnsupportedModelError(f"vLLM does not serve pruned {family}: {REFUSED[family]}")
+    if getattr(config, "enable_moe_block", False):
+        raise UnsupportedModelError(f"vLLM does not serve pruned {family} with experts: {BESIDE}")
     layouts = head_layouts(config)
     if path == "native":
         _check_native(config, layouts)
