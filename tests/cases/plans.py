@@ -20,12 +20,16 @@ Widths = tuple[int, int] | None
 def random_plan(model: Any, widths: Sequence[Widths], *, seed: int = 0) -> Plan:
     """A plain plan keeping (pairs, value channels) of every layer, None to leave one dense.
 
-    Every KV head keeps pairs and channels of its own; all non-rotating key channels are kept.
+    Every KV head keeps pairs and channels of its own; all non-rotating key channels are kept. A
+    layer that reads the keys and values of another keeps what that one does.
     """
     generator = torch.Generator().manual_seed(seed)
     layers: list[LayerPlan | None] = []
     shapes = [layer.shape for layer in attention_layers(model)]
     for shape, kept in zip(shapes, widths, strict=True):
+        if shape.source is not None:
+            layers.append(layers[shape.source])
+            continue
         if kept is None:
             layers.append(None)
             continue

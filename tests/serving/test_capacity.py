@@ -46,6 +46,18 @@ def test_unequal_keys_and_values_are_held_at_the_wider():
     assert row.advice == "--target cpu"
 
 
+def test_layers_that_read_the_cache_of_another_hold_nothing():
+    fields = {"layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+    fields |= {"vocab_size_per_layer_input": 128, "global_head_dim": 128}
+    types = ["sliding_attention", "full_attention"] * 2
+    rope = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in types}
+    fields |= {"layer_types": types, "rope_parameters": rope}
+    model = tiny_model("gemma4_text", head_dim=64, **fields)
+    config = apply(model, random_plan(model, [(16, 32), (32, 64), None, None])).config
+    row = next(row for row in held_by_engines(config) if row.backend == "vLLM on a CPU")
+    assert (row.ratio, row.widths) == ((64 + 128) / (32 + 64), "as they are")
+
+
 def test_families_without_an_engine_have_no_rows():
     assert held((16, 32), family="llama4_text") == {}
     assert "llama.cpp, MLX" not in held((16, 32), family="qwen3")

@@ -2,11 +2,19 @@
 
 import pytest
 
+from cases.family_cases import CASES, random_case_plan
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap.model.errors import CheckpointError
 from rap.model.layers import attention_layers
-from rap.serving.layout import HeadLayout, head_layouts, num_kv_heads, padded_width
+from rap.serving.layout import (
+    HeadLayout,
+    cached_heads,
+    dense_head_dims,
+    head_layouts,
+    padded_width,
+)
+from rap.serving.verify import kept_fraction
 from rap.surgery.apply import apply
 
 CPU_SIZES = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
@@ -50,8 +58,29 @@ def test_wrong_sections_are_refused(config, edit, sentence):
 def test_a_field_that_a_family_does_not_read_says_nothing_of_its_heads(family, heads):
     model = tiny_model(family, heads=4, kv_heads=2, hidden=64)
     assert model.config.num_key_value_heads == 2
-    assert num_kv_heads(model.config) == heads
+    assert cached_heads(model.config) == [heads] * model.config.num_hidden_layers
     assert attention_layers(model)[0].shape.num_kv_heads == heads
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "heads"),
+    [
+        ("llama", [16, 16, 16], [2, 2, 2]),
+        ("gemma3n_text", [16] * 5, [2, 2, 2, 0, 0]),
+        ("gemma4_text", [16, 16, 24, 16, 24], [2, 2, 2, 0, 0]),
+        ("gemma4_text:tied", [16, 24, 24], [2, 1, 1]),
+    ],
+)
+def test_layers_differ_in_what_they_cache(name, sizes, heads):
+    """Heads without a window may be wider and fewer; a reader of another's cache has none."""
+    case = next(case for case in CASES if case.name == name)
+    model = case.model()
+    plan = random_case_plan(model, case)
+    config = apply(model, plan).config
+    assert (dense_head_dims(config), cached_heads(config)) == (sizes, heads)
+    assert kept_fraction(config) == pytest.approx(plan.kept_fraction)
+    assert kept_fraction(model.config) == 1.0
+    assert head_layouts(config)[0] is None
 
 
 @pytest.mark.parametrize(("width", "padded"), [(8, 32), (32, 32), (44, 64), (90, 96), (512, 512)])

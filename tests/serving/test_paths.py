@@ -31,7 +31,13 @@ def test_every_family_has_one_way_or_a_reason():
 
 @pytest.mark.parametrize(
     ("name", "path"),
-    [("llama", "native"), ("mixtral", "transformers"), ("glm4", "transformers")],
+    [
+        ("llama", "native"),
+        ("mixtral", "transformers"),
+        ("glm4", "transformers"),
+        ("gemma3n_text", "transformers"),
+        ("gemma4_text", "transformers"),
+    ],
 )
 def test_a_checkpoint_takes_the_way_of_its_family(name, path):
     assert serving_path(config_of(name)) == path
@@ -65,6 +71,13 @@ def test_rows_of_a_norm_are_refused_by_native_classes_alone():
                 serving_path(config)
         else:
             assert serving_path(config) == "transformers"
+
+
+def test_experts_beside_the_feed_forward_of_gemma4_are_refused():
+    config = config_of("gemma4_text")
+    config.enable_moe_block = True
+    with pytest.raises(UnsupportedModelError, match=r"with experts.*top_k_experts"):
+        serving_path(config)
 
 
 def test_serve_prints_the_way_before_it_becomes_the_server(tmp_path, monkeypatch):

@@ -14,12 +14,12 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..methods import Method, apply_plan, traits_of
 from ..model.errors import RapError
-from ..model.layers import attention_spec, refuse_pruned
+from ..model.layers import attention_spec, refuse_pruned, text_config
 from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
-from ..serving.layout import dense_head_dim
+from ..serving.layout import dense_head_dims
 from ..surgery.replace import Replacement, load_plan
 from ..surgery.stream import apply_streamed
 from . import dry_run as dry
@@ -141,7 +141,7 @@ def _say_report(
     print_table(f"{model} at retain {cut.retain}", ["", "dense", "pruned"], table)
     rows = held_by_engines(config) if is_pruned(config) else []
     _say_held(rows)
-    if cut.target in ("llamacpp", "mlx") and dense_head_dim(config) == 64:
+    if cut.target in ("llamacpp", "mlx") and {*dense_head_dims(text_config(config))} == {64}:
         console.print(
             f"heads of 64 channels have one width below that suits {cut.target}, 32: half the "
             "cache whatever --retain says, at the cost in quality above (docs/serving.md compares "

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..model.errors import RapError
 from ..model.layers import base_model_type
-from .layout import HeadLayout, dense_head_dim, head_layouts, padded_width
+from .layout import HeadLayout, cached_heads, dense_head_dims, head_layouts, padded_width
 from .paths import serving_path
 from .stock import STOCK_FAMILIES
 
@@ -39,6 +39,23 @@ class Held:
     advice: str
 
 
+@dataclass(frozen=True)
+class LayerCache:
+    """What one layer caches: heads of the layout's widths, of `head_dim` channels where dense.
+
+    No heads where it reads the cache of another.
+    """
+
+    layout: HeadLayout | None
+    head_dim: int
+    num_heads: int
+
+    @property
+    def width(self) -> int:
+        """The channels of keys or of values, whichever are more."""
+        return self.head_dim if self.layout is None else self.layout.width
+
+
 def held_by_engines(config: Any) -> list[Held]:
     """A row per engine and backend for a pruned config; none for families that no engine takes."""
     family = base_model_type(config)
@@ -46,39 +63,47 @@ def held_by_engines(config: Any) -> list[Held]:
         serving_path(config)
     except RapError:
         return []  # `rap serve` says why
-    layouts = head_layouts(config)
-    dense = dense_head_dim(config)
-    rows = [_backend(name, layouts, dense) for name in BACKENDS]
-    return rows + ([_plain(layouts, dense)] if family in STOCK_FAMILIES else [])
+    sizes = zip(head_layouts(config), dense_head_dims(config), cached_heads(config), strict=True)
+    caches = [LayerCache(*each) for each in sizes]
+    rows = [_backend(name, caches) for name in BACKENDS]
+    return rows + ([_plain(caches)] if family in STOCK_FAMILIES else [])
 
 
-def asked_ratio(layouts: Sequence[HeadLayout | None], dense: int) -> float:
+def asked_ratio(caches: Sequence[LayerCache]) -> float:
     """How many times the dense tokens would fit if nothing were padded."""
-    kept = [dense * 2 if one is None else one.key_width + one.value_width for one in layouts]
-    return 2 * dense * len(layouts) / sum(kept)
+    kept = [
+        2 * one.head_dim if one.layout is None else one.layout.key_width + one.layout.value_width
+        for one in caches
+    ]
+    asked = sum(one.num_heads * width for one, width in zip(caches, kept, strict=True))
+    return 2 * _dense(caches) / asked
 
 
-def _backend(name: str, layouts: Sequence[HeadLayout | None], dense: int) -> Held:
+def _dense(caches: Sequence[LayerCache]) -> int:
+    return sum(one.num_heads * one.head_dim for one in caches)
+
+
+def _backend(name: str, caches: Sequence[LayerCache]) -> Held:
     accepts, better = BACKENDS[name]
-    wanted = sorted({dense if one is None else one.width for one in layouts})
+    wanted = sorted({one.width for one in caches})
     try:
         stored = {width: padded_width(width, accepts, name) for width in wanted}
     except RapError:
         return Held(name, "", None, f"takes no head of {wanted[-1]} channels")
-    total = sum(stored[dense if one is None else one.width] for one in layouts)
-    ratio = dense * len(layouts) / total
-    lost = ratio < _LOSS * asked_ratio(layouts, dense)
+    ratio = _dense(caches) / sum(one.num_heads * stored[one.width] for one in caches)
+    lost = ratio < _LOSS * asked_ratio(caches)
     shown = [f"{width} as {size}" for width, size in stored.items() if width != size]
     return Held(name, ", ".join(shown) or "as they are", ratio, better if lost else "")
 
 
-def _plain(layouts: Sequence[HeadLayout | None], dense: int) -> Held:
-    name, first = "llama.cpp, MLX", layouts[0]
+def _plain(caches: Sequence[LayerCache]) -> Held:
+    name, layouts = "llama.cpp, MLX", [one.layout for one in caches]
+    first = layouts[0]
     if first is None or any(one != first for one in layouts) or first.key_width != first.width:
         return Held(name, "not runnable", None, "--target llamacpp")
     # The export itself tells a stock profile from equal widths with indices of their own.
     shown = "as they are, if of the stock profile"
     slow = first.width % 32 != 0
     advice = "--target llamacpp" if slow else ""
-    ratio = asked_ratio(layouts, dense)
+    ratio = asked_ratio(caches)
     return Held(name, shown + (", slowly" if slow else ""), ratio, advice)

@@ -40,16 +40,44 @@ class HeadLayout:
 
 
 def dense_head_dim(config: PreTrainedConfig) -> int:
-    """D, which a pruned config keeps unchanged."""
+    """D, which a pruned config keeps unchanged, of a config whose layers have one size of head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def num_kv_heads(config: PreTrainedConfig) -> int:
-    """G; families without grouped queries do not name it, and read no field that does."""
+def is_grouped(config: PreTrainedConfig) -> bool:
+    """Whether several query heads may share a KV head.
+
+    Families that fuse q, k and v head by head have as many of each, and read no field that says
+    otherwise.
+    """
     family = FAMILIES.get(base_model_type(config))
-    if family is not None and family.fused == "heads":
-        return int(config.num_attention_heads)
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return family is None or family.fused != "heads"
+
+
+def dense_head_dims(config: PreTrainedConfig) -> list[int]:
+    """D of every layer, which differs in families with wider heads in layers without a window."""
+    return [dense_head_dim(layer) for layer in _by_layer(config)]
+
+
+def cached_heads(config: PreTrainedConfig) -> list[int]:
+    """KV heads that every layer caches: G, and none where it reads the cache of another."""
+    named = "num_key_value_heads" if is_grouped(config) else "num_attention_heads"
+    # Some families without grouped queries do not name G.
+    heads = [
+        getattr(layer, named, None) or layer.num_attention_heads for layer in _by_layer(config)
+    ]
+    readers = getattr(config, "num_kv_shared_layers", None) or 0
+    own = len(heads) - readers
+    return heads[:own] + [0] * readers
+
+
+def _by_layer(config: Any) -> list[Any]:
+    """The config of every layer; on that of the whole, fields in which layers differ raise."""
+    several = getattr(config, "is_heterogeneous", False)
+    return [
+        config.per_layer_config[index] if several else config
+        for index in range(config.num_hidden_layers)
+    ]
 
 
 def head_layouts(config: PreTrainedConfig) -> list[HeadLayout | None]:
@@ -58,10 +86,11 @@ def head_layouts(config: PreTrainedConfig) -> list[HeadLayout | None]:
     Raises CheckpointError if the `rap` section is missing, of a newer version, of the wrong length,
     or has widths that are impossible.
     """
-    head_dim = dense_head_dim(config)
+    entries = configured_widths(config, config.num_hidden_layers)
+    sizes = dense_head_dims(config)
     return [
         None if widths is None else _layout(index, widths, head_dim)
-        for index, widths in enumerate(configured_widths(config, config.num_hidden_layers))
+        for index, (widths, head_dim) in enumerate(zip(entries, sizes, strict=True))
     ]
 
 

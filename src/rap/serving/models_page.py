@@ -12,7 +12,7 @@ from textwrap import fill
 from ..model.families import FAMILIES, WRAPPERS
 from ..model.refusals import REASONS
 from ..model.specs import NORM_MODES, AttentionSpec
-from .paths import REFUSED, family_path
+from .paths import BESIDE, REFUSED, family_path
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = "5.19.0, those of the first release in 5.16.1 too"
@@ -100,7 +100,7 @@ def models_page() -> str:
     footer = _FOOTER.format(
         wrappers=fill(f"Taken whole: {', '.join(WRAPPERS)}.", 100),
         refused=_reasons(REASONS),
-        unserved=_reasons(REFUSED),
+        unserved=_reasons({**REFUSED, "gemma4_text with experts": BESIDE}),
     )
     return _HEADER + "\n".join(rows) + "\n" + footer
 

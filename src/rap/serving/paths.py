@@ -26,11 +26,11 @@ SLOTS = (
     "and vLLM's transformers backend knows no chunked attention and fails to load experts that "
     "are stored like these, of a dense model too"
 )
-IMAGES = "the text model of a multimodal one is not served by itself yet"
-SHARED = (
-    "some of its layers attend to the cache of another, and all normalise values, which vLLM's "
-    "transformers backend knows nothing of"
+BESIDE = (
+    "vLLM's transformers backend looks for their number per token under other names than "
+    "top_k_experts, and gives all experts but gpt-oss's SiLU"
 )
+IMAGES = "the text model of a multimodal one is not served by itself yet"
 _WITH_STATES = (
     *("falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
@@ -38,7 +38,6 @@ _WITH_STATES = (
 REFUSED = {
     **dict.fromkeys(_WITH_STATES, STATES),
     "llama4_text": SLOTS,
-    **dict.fromkeys(("gemma3n_text", "gemma4_text"), SHARED),
     **dict.fromkeys((*WRAPPERS, *INNER), IMAGES),
 }
 
@@ -60,6 +59,8 @@ def serving_path(config: PreTrainedConfig) -> Path:
     path = family_path(family)
     if path is None:
         raise UnsupportedModelError(f"vLLM does not serve pruned {family}: {REFUSED[family]}")
+    if getattr(config, "enable_moe_block", False):
+        raise UnsupportedModelError(f"vLLM does not serve pruned {family} with experts: {BESIDE}")
     layouts = head_layouts(config)
     if path == "native":
         _check_native(config, layouts)

@@ -14,7 +14,7 @@ from ..evaluation.cost.footprint import footprint
 from ..model.errors import CheckpointError, RapError
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
-from .layout import dense_head_dim, num_kv_heads
+from .layout import cached_heads, dense_head_dims
 from .paths import serving_path
 
 ENGINES = ("transformers", "vllm")
@@ -96,8 +96,8 @@ def verify(
     reference = load(source, dtype="float32", attn_implementation="eager")
     compared = agreement(reference, transcripts)
     bound = tolerance if tolerance is not None else TOLERANCES[dtype]
-    heads = max(1, num_kv_heads(config) // tensor_parallel_size)
-    dense_bytes = _dense_channels(config, heads) * getattr(torch, dtype).itemsize
+    channels = _dense_channels(config, tensor_parallel_size)
+    dense_bytes = channels * getattr(torch, dtype).itemsize
     return Verification(
         engine=engine,
         version=version,
@@ -159,13 +159,18 @@ def transcribe(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -
 def kept_fraction(config: PreTrainedConfig) -> float:
     """Cached channels over those of the dense model, from the config; 1 for a dense one."""
     section = getattr(config, "rap", None) or {"layers": [None] * config.num_hidden_layers}
-    dense = 2 * dense_head_dim(config)
-    kept = sum(w["pairs"] * 2 + w["free"] + w["values"] if w else dense for w in section["layers"])
-    return kept / (config.num_hidden_layers * dense)
+    kept = 0
+    sizes = zip(cached_heads(config), dense_head_dims(config), strict=True)
+    for widths, (heads, dim) in zip(section["layers"], sizes, strict=True):
+        own = widths["pairs"] * 2 + widths["free"] + widths["values"] if widths else 2 * dim
+        kept += heads * own
+    return kept / _dense_channels(config, 1)
 
 
-def _dense_channels(config: PreTrainedConfig, num_kv_heads: int) -> int:
-    return config.num_hidden_layers * num_kv_heads * 2 * dense_head_dim(config)
+def _dense_channels(config: PreTrainedConfig, num_devices: int) -> int:
+    """Channels that a dense model caches per token on each of several devices."""
+    sizes = zip(cached_heads(config), dense_head_dims(config), strict=True)
+    return sum(2 * dim * max(1, heads // num_devices) for heads, dim in sizes if heads)
 
 
 def _agrees(compared: Agreement, tolerance: float, dtype: str) -> bool:

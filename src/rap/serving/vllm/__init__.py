@@ -55,4 +55,8 @@ def architectures() -> dict[str, str]:
 
 def _has_experts(family: str) -> bool:
     config: Any = modeling.config_class(family)
-    return any(hasattr(config, field) or field in config.attribute_map for field in _EXPERTS)
+    # None in families whose feed-forward may have experts beside it.
+    return any(
+        getattr(config, field, None) is not None or field in config.attribute_map
+        for field in _EXPERTS
+    )

@@ -18,8 +18,8 @@ from vllm.model_executor.models.transformers import (
     TransformersForCausalLM,
     TransformersMoEForCausalLM,
 )
-from vllm.model_executor.models.transformers.base import Base
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR, Base
+from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
 from ...model.attention import RapAttention
 from ...model.errors import CheckpointError, UnsupportedModelError
@@ -28,7 +28,7 @@ from ...model.modeling import RapModelMixin, config_class, model_class
 from ..paths import serving_path
 from .projections import place_attention
 from .routers import routers_kept
-from .widths import PaddedAttention
+from .widths import PaddedAttention, ReadingAttention
 
 
 class PrunedMixin(Base):
@@ -72,9 +72,23 @@ class PrunedMixin(Base):
                 told.fuse(self.get_submodule(name), name, self.vllm_config)
                 self.attention_fusers[index] = (name, told)
 
+    def _create_attention_instances(self, prefix: str = "") -> None:
+        self.sources = {
+            maybe_prefix(prefix, f"{reader}.{VLLM_ATTN_ATTR}"): source
+            for reader, source in sources(self)
+        }
+        super()._create_attention_instances(prefix)
+
     def _get_attn_cls(self) -> Any:
         found = super()._get_attn_cls()
-        return PaddedAttention if found is Attention else found
+        return self._make_attention if found is Attention else found
+
+    def _make_attention(self, **settings: Any) -> nn.Module:
+        source = self.sources.get(settings["prefix"])
+        if source is None:
+            return PaddedAttention(**settings)
+        # Layers are made in order, and a source comes before its readers.
+        return ReadingAttention(getattr(self.get_submodule(source), VLLM_ATTN_ATTR))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM's; CheckpointError if an index or a ratio of a pruned layer is missing."""
@@ -103,6 +117,27 @@ def register_backbone(base_type: str) -> None:
     body = {"__module__": __name__, "config_class": config, "config": config}
     made = type(f"Rap{base.__name__}", (RapModelMixin, base), body)
     AutoModel.register(config, made, exist_ok=True)
+
+
+def sources(model: Base) -> Iterator[tuple[str, str]]:
+    """Every layer's attention that reads the cache of another, and that other, dense or pruned.
+
+    Raises UnsupportedModelError if the other is on another device.
+    """
+    modules = {name: model.get_submodule(name) for name, _ in model.attention_fusers.values()}
+    read: dict[Any, str] = {
+        getattr(module, "layer_type", None): name
+        for name, module in modules.items()
+        if getattr(module, "store_full_length_kv", False)
+    }
+    for name, module in modules.items():
+        if getattr(module, "is_kv_shared_layer", False):
+            if module.layer_type not in read:
+                raise UnsupportedModelError(
+                    f"{name} reads the cache of a layer that another device has: serve with "
+                    "--pipeline-parallel-size 1"
+                )
+            yield name, read[module.layer_type]
 
 
 def tell_sinks(fuser: Any, attention: nn.Module) -> Any:

@@ -14,6 +14,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
+from vllm.distributed.utils import divide
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.models.transformers.utils import replace_linear_class
 
@@ -32,7 +33,7 @@ class ServedAttention(RapAttention):
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As ever, with values in one piece: vLLM views those narrower than keys to pad them."""
         q, k, v, gate = super().project(hidden_states)
-        if self.value_width < self.key_width:
+        if self.value_width < self.key_width and not self.spec.reads:
             v = v.transpose(1, 2).contiguous().transpose(1, 2)
         return q, k, v, gate
 
@@ -54,16 +55,14 @@ def place_attention(
     """
     _check_divisible(attention, name)
     mapped = _merge_projections(attention, name, vllm_config.quant_config)
-    merged = getattr(attention, MERGED if mapped else attention.spec.projections[0])
-    rank, shape = get_tensor_model_parallel_rank(), attention.dense_shape
-    own = merged.num_heads, merged.num_kv_heads
-    first = rank * own[0], rank // merged.num_kv_head_replicas * own[1]
-    query, key = (slice(start, start + count) for start, count in zip(first, own, strict=True))
+    shape = attention.dense_shape
+    query, key = _own_heads(shape.num_heads, shape.num_kv_heads)
     rows = set()
     for path, tensor, part in _by_heads(attention, query, key):
         _place(attention, path, tensor, part, f"{name}.{path}")
         rows.add(f"{name}.{path}")
-    attention.dense_shape = replace(shape, num_heads=own[0], num_kv_heads=own[1])
+    heads, groups = (part.stop - part.start for part in (query, key))
+    attention.dense_shape = replace(shape, num_heads=heads, num_kv_heads=groups)
     kind: Any = type(attention)
     attention.__class__ = served_class(kind)
     return mapped, rows
@@ -80,37 +79,44 @@ def _check_divisible(attention: RapAttention, name: str) -> None:
         )
 
 
+def _own_heads(num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
+    """The query heads and KV heads of this rank, as QKVParallelLinear takes them."""
+    size, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+    replicas, heads = max(1, size // num_kv_heads), divide(num_heads, size)
+    groups = divide(num_kv_heads * replicas, size)
+    query, key = rank * heads, rank // replicas * groups
+    return slice(query, query + heads), slice(key, key + groups)
+
+
 def _merge_projections(
     attention: RapAttention, name: str, quant_config: Any
 ) -> dict[str, tuple[str, str]]:
-    """One linear for q, k and v; the others (gate, output) one each."""
-    widths, shape, linears = attention.role_widths, attention.dense_shape, attention.spec.linears()
-    roles = {role: linear for linear, several in linears.items() for role in several}
-    sources = dict.fromkeys(roles[role] for role in QKV)
-    if [linears[source] for source in sources] not in ([QKV], [("q",), ("k",), ("v",)]):
+    """One linear for q, k and v, or for what a layer has of them; the others one each."""
+    linears = attention.spec.linears()
+    sources = [linear for linear, roles in linears.items() if set(roles) & set(QKV)]
+    found = [linears[source] for source in sources]
+    target, merged = "", sources
+    if found == [("q",), ("k", "v")]:
+        # Values are made of the same weights as keys: the two are one linear already.
+        merged = sources[1:]
+        target = merged[0]
+    elif found == [("q",)]:
+        # The layer attends to the cache of another.
+        merged = []
+    elif found in ([QKV], [("q",), ("k",), ("v",)]):
+        target = sources[0] if len(sources) == 1 else MERGED
+    else:
         raise UnsupportedModelError(f"{name} mixes q, k and v with a gate: not served by vLLM")
-    fused = len(sources) == 1
-    modules = [getattr(attention, source) for source in sources]
-    if len({module.bias is None for module in modules}) > 1:
-        raise UnsupportedModelError(f"{name} has a bias in some of q, k and v: not served by vLLM")
-    target = next(iter(sources)) if fused else MERGED
-    merged = QKVParallelLinear(
-        modules[0].in_features,
-        widths["q"],
-        shape.num_heads,
-        shape.num_kv_heads,
-        bias=modules[0].bias is not None,
-        quant_config=quant_config,
-        prefix=f"{name}.{target}",
-        return_bias=False,
-        v_head_size=widths["v"],
-    )
-    for source in sources:
-        delattr(attention, source)
-    setattr(attention, target, merged)
-    attention.inputs = [(target, QKV)]
+    attention.inputs = []
+    if merged:
+        roles = tuple(role for source in merged for role in linears[source])
+        linear = _merged_linear(attention, merged, roles, quant_config, f"{name}.{target}")
+        for source in merged:
+            delattr(attention, source)
+        setattr(attention, target, linear)
+        attention.inputs.append((target, roles))
     for linear, several in linears.items():
-        if linear in sources:
+        if linear in merged:
             continue
         style = "rowwise" if several == ("o",) else "colwise"
         placed = replace_linear_class(
@@ -119,12 +125,37 @@ def _merge_projections(
         setattr(attention, linear, placed)
         if isinstance(placed, ColumnParallelLinear):
             attention.inputs.append((linear, several))
-    if fused:
+    if len(merged) < 2:
         return {}
     return {
         f"{name}.{source}": (f"{name}.{target}", role)
-        for source, role in zip(sources, QKV, strict=True)
+        for source, role in zip(merged, QKV, strict=True)
     }
+
+
+def _merged_linear(
+    attention: RapAttention,
+    sources: list[str],
+    roles: tuple[str, ...],
+    quant_config: Any,
+    name: str,
+) -> QKVParallelLinear:
+    """The linear that gives the rows of several; without "q" among the roles, it has no queries."""
+    modules = [getattr(attention, source) for source in sources]
+    if len({module.bias is None for module in modules}) > 1:
+        raise UnsupportedModelError(f"{name} has a bias in some of q, k and v: not served by vLLM")
+    shape, widths = attention.dense_shape, attention.role_widths
+    return QKVParallelLinear(
+        modules[0].in_features,
+        widths["k"],
+        shape.num_heads if "q" in roles else 0,
+        shape.num_kv_heads,
+        bias=modules[0].bias is not None,
+        quant_config=quant_config,
+        prefix=name,
+        return_bias=False,
+        v_head_size=widths["v"],
+    )
 
 
 def _by_heads(
@@ -137,7 +168,9 @@ def _by_heads(
     if attention.norm is None or attention.exact_norm:
         return
     for name, part in zip(norm_names(attention.norm, exact=False), (query, key), strict=True):
-        norm = getattr(attention, name)
+        norm = getattr(attention, name, None)
+        if norm is None:  # of keys, where they are another layer's
+            continue
         assert isinstance(norm, KeptNorm)
         for leaf, tensor in (*norm.named_parameters(), *norm.named_buffers()):
             yield f"{name}.{leaf}", tensor, part

@@ -7,7 +7,7 @@ in the cache.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from vllm.config import get_current_vllm_config
 from vllm.config.model_arch import ModelArchitectureConfig
@@ -16,7 +16,7 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from vllm.v1.attention.selector import get_attn_backend
 
 from ...model.errors import CheckpointError
-from ..layout import head_layouts, num_kv_heads, padded_width
+from ..layout import head_layouts, is_grouped, padded_width
 
 
 class WidthConvertor(ModelArchConfigConvertorBase):
@@ -27,20 +27,25 @@ class WidthConvertor(ModelArchConfigConvertorBase):
 
     def convert(self, supports_multimodal: bool = True) -> ModelArchitectureConfig:
         """The architecture of the dense model, with the widths of the `rap` section by layer."""
-        whole = self.convert_layer(supports_multimodal)
+        whole = super().convert(supports_multimodal)
         try:
             layouts = head_layouts(self.hf_text_config)
         except CheckpointError:
             # The model class refuses it in the same words, which vLLM does not wrap there.
             return whole
+        # Of layers that differ in the dense model too, beside what else differs in them.
+        dense = whole.per_layer_overrides or [{} for _ in layouts]
         whole.per_layer_overrides = [
-            {} if layout is None else {"head_size": layout.width} for layout in layouts
+            own if layout is None else {**own, "head_size": layout.width}
+            for own, layout in zip(dense, layouts, strict=True)
         ]
         return whole
 
     def get_total_num_kv_heads(self) -> int:
         """The KV heads that the model has: a family without grouped queries may be told of some."""
-        return num_kv_heads(self.hf_text_config)
+        if is_grouped(self.hf_text_config):
+            return super().get_total_num_kv_heads()
+        return int(self.hf_text_config.num_attention_heads)
 
 
 class PaddedAttention(Attention):
@@ -59,14 +64,40 @@ class PaddedAttention(Attention):
         self, query: Tensor, key: Tensor, value: Tensor, output_shape: torch.Size | None = None
     ) -> Tensor:
         """Attention of [T, H W], [T, G W] and [T, G C], as [T, H C]."""
-        width = value.shape[-1] // self.num_kv_heads
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        padded = [
-            pad(states.unflatten(-1, (count, -1)), self.head_size).flatten(1)
-            for states, count in zip((query, key, value), heads, strict=True)
-        ]
-        mixed = super().forward(*padded).unflatten(-1, (self.num_heads, -1))
+        key, value = (states.unflatten(-1, (self.num_kv_heads, -1)) for states in (key, value))
+        new = (pad(states, self.head_size).flatten(1) for states in (key, value))
+        return self._attended(query, value.shape[-1], *new)
+
+    def read(self, query: Tensor, width: int) -> Tensor:
+        """What queries [T, H W] of another layer find in this layer's cache, as [T, H C].
+
+        Nothing is cached: this layer has done so already, for it comes before the other.
+        """
+        return self._attended(query, width, None, None)
+
+    def _attended(self, query: Tensor, width: int, *new: Tensor | None) -> Tensor:
+        padded = pad(query.unflatten(-1, (self.num_heads, -1)), self.head_size).flatten(1)
+        mixed = super().forward(padded, *new).unflatten(-1, (self.num_heads, -1))
         return mixed[..., :width].flatten(1)
+
+
+class ReadingAttention(nn.Module):
+    """Attention of a layer that reads the cache of another, its source, and has none of its own.
+
+    vLLM has a setting for that (`kv_sharing_target_layer_name`), but its runner has no entry for
+    such a layer where layers have heads of several sizes, and stops with a KeyError.
+    """
+
+    def __init__(self, source: PaddedAttention):
+        super().__init__()
+        # Not a submodule: the model has it already.
+        vars(self)["source"] = source
+        self.sliding_window, self.num_kv_heads = source.sliding_window, source.num_kv_heads
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of [T, H W] as [T, H C]; `key` and `value` are the source's, of this step."""
+        source: PaddedAttention = vars(self)["source"]
+        return source.read(query, value.shape[-1] // self.num_kv_heads)
 
 
 def pad(x: Tensor, width: int) -> Tensor:

@@ -1,0 +1,104 @@
+"""Layers that read the cache of an earlier one, in the real engine: they cache nothing.
+
+The reference is the pruned model in transformers, itself compared with the dense one elsewhere.
+"""
+
+import pytest
+import torch
+
+from cases.models import VOCABULARY, tiny_model
+from cases.plans import random_plan
+from rap.serving.agreement import agreement
+from rap.serving.engine import Round, run_vllm
+from rap.surgery.apply import apply
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
+
+TOLERANCE = 1e-4  # as in test_backbone
+FULL, SLIDING = "full_attention", "sliding_attention"
+SHARED = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8} | {
+    "vocab_size_per_layer_input": VOCABULARY
+}
+# Layers 3 and 4 read layer 2. Without windows the capacity is the plain sum over layers.
+GEMMA3N = SHARED | {
+    "layers": 5,
+    "layer_types": [FULL] * 5,
+    "rope_parameters": {
+        FULL: {"rope_type": "default", "rope_theta": 1e4},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e3},
+    },
+    "intermediate_size": [128] * 5,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+}
+# Layer 4 reads layer 2, layer 5 layer 3, whose keys and values are of one linear and one head.
+GEMMA4 = SHARED | {
+    "layers": 6,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
+    "sliding_window": 16,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e3},
+        FULL: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+    },
+    "global_head_dim": 128,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+}
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in (3, 40, 140)]
+
+
+def _pruned(path, family, fields, widths):
+    model = tiny_model(family, head_dim=64, hidden=64, **fields)
+    small = apply(model, random_plan(model, [*widths, None, None]))
+    small.set_attn_implementation("eager")
+    small.save_pretrained(path)
+    return small
+
+
+def _run(path, *rounds, **engine):
+    settings = {"max_model_len": 256, "kv_cache_memory_bytes": 2**27, **engine}
+    return run_vllm(path, rounds, skip_tokenizer_init=True, **settings)
+
+
+def assert_agrees(reference, found):
+    compared = agreement(reference, found)
+    print(f"{compared.num_tokens} tokens, max |delta logprob| {compared.max_logprob_error:.2e}")
+    assert compared.mismatched_tokens == 0
+    assert compared.max_logprob_error <= TOLERANCE
+
+
+def test_readers_take_no_cache_with_sizes_by_layer_chunks_and_prefix_cache(tmp_path):
+    """One source pruned, its readers with it; one layer of another size, one dense."""
+    small = _pruned(tmp_path, "gemma3n_text", GEMMA3N, [(20, 40), None, (16, 32)])
+    again = Round(_prompts(), max_tokens=8)
+    run = _run(
+        tmp_path,
+        Round(_prompts(), max_tokens=8, prompt_logprobs=True),
+        again,
+        again,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+    )
+    assert_agrees(small, run.rounds[0])
+    assert sum(one.cached_tokens for one in run.rounds[2]) >= 128
+    assert_agrees(small, run.rounds[2])
+    # Two KV heads of float32 keys and values: 40 as 64, 64 and 32 channels, none of the readers.
+    assert run.capacity_tokens == pytest.approx(2**27 / (2 * 4 * 2 * (64 + 64 + 32)), rel=0.01)
+
+
+@pytest.mark.parametrize("widths", [(16, 32), None], ids=["pruned", "dense"])
+def test_two_ranks_with_heads_divided_and_replicated(tmp_path, widths):
+    """The heads of layers with a window are divided, the one of those without is replicated."""
+    small = _pruned(tmp_path, "gemma4_text", GEMMA4, [(16, 32), (40, 80), widths, (20, 64)])
+    run = _run(
+        tmp_path,
+        Round(_prompts(), max_tokens=8, prompt_logprobs=True),
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        tensor_parallel_size=2,
+    )
+    assert_agrees(small, run.rounds[0])
