@@ -1,24 +1,24 @@
 """Long answers and small sums of SmolLM2-135M-Instruct, dense and with 0.7 of its cache.
 
     python experiments/smollm2-long-output/run.py --kept-in FOLDER [--checkpoint NAME=DIRECTORY ...]
-        [--part greedy] [--part sampled] [--part sums] [--tokens 1024]
+        [--part greedy] [--part sampled] [--part sums] [--shards 5]
 
 The bundled fifty prompts are answered greedily and sampled, and a hundred additions greedily, each
 after four others. Calibration reads wikitext2-valid-tokenized.txt in the current folder; FOLDER
-keeps its statistics and the answers. What one model does in one part is a file in
-cells/ beside this file and is not measured again, so the command can be killed and repeated, and
-its parts can run at the same time. long-output.json there has all cells that are finished.
+keeps its statistics and whatever is finished, so that the command can be killed and repeated. A
+shard is every fifth prompt. Writes long-output.json beside this file when all it was asked for is
+there.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.card import interval_text
@@ -26,7 +26,7 @@ from rap.checkpoint.files import write_json
 from rap.checkpoint.load import load
 from rap.checkpoint.provenance import provenance
 from rap.checkpoint.source import resolve_source
-from rap.evaluation.quality.answers import compare_answers
+from rap.evaluation.quality.answers import divergences, long_output
 from rap.evaluation.quality.chats import chat_tokens, read_prompts
 from rap.evaluation.quality.decoding import Sampling, Text, end_tokens, write
 from rap.evaluation.quality.documents import evaluation_rng
@@ -40,13 +40,8 @@ READING = CalibrationText("wikitext2-valid-tokenized.txt", num_windows=24, windo
 MODES: dict[str, Sampling | None] = {"greedy": None, "sampled": Sampling(0.7, 0.9, seed=0)}
 SUMS = {"one digit": (1, 9), "two digits": (10, 99)}
 NUM_SUMS, EXAMPLES, SUM_TOKENS = 50, 4, 6
-BATCH_SIZE = 25
+NUM_TOKENS, SHARDS, BATCH_SIZE = 1024, 5, 10
 HERE = Path(__file__).parent
-# Whole, whichever part ran last.
-COMMAND = (
-    "python experiments/smollm2-long-output/run.py --kept-in kept "
-    "--checkpoint 'rap 0.7 fit=fitted/0.7'"
-)
 
 
 class Subjects:
@@ -63,6 +58,8 @@ class Subjects:
     def model(self, name: str) -> Any:
         """The model of that name."""
         if name not in self._made:
+            # One cut model at a time beside the dense one.
+            self._made = {"dense": self.bench.model}
             if name == CUT:
                 text, retain = name.split()
                 method = parse_method(text, retain=float(retain))
@@ -71,125 +68,109 @@ class Subjects:
                 self._made[name] = load(resolve_source(self._folders[name]), dtype="float32")
         return self._made[name]
 
-    def texts(self, name: str, mode: str, make: Callable[[], list[Text]]) -> list[Text]:
-        """A model's answers, kept: writing them takes longest, and the dense ones serve all."""
-        path = self.kept_in / f"answers-{mode}-{name.replace(' ', '-')}.pt"
+    def kept(self, what: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives, from the folder if it was made before."""
+        path = self.kept_in / f"{what.replace(' ', '-')}.pt"
         if not path.is_file():
-            torch.save([asdict(text) for text in make()], path)
-        return [Text(**fields) for fields in torch.load(path)]
+            started = time.monotonic()
+            torch.save(make(), path)
+            print(f"{what}: {time.monotonic() - started:.0f} s", flush=True)
+        return torch.load(path)
+
+    def answers(
+        self, name: str, mode: str, shard: int, prompts: list[Tensor], ends: frozenset[int]
+    ) -> list[Text]:
+        """What a model writes after a shard of the prompts."""
+        chosen = MODES[mode]
+        # Rows of a shard count from 0, so another seed gives them other numbers.
+        sampling = chosen and replace(chosen, seed=shard)
+
+        def make() -> list[dict[str, Tensor]]:
+            written = write(
+                self.model(name),
+                prompts,
+                NUM_TOKENS,
+                ends=ends,
+                sampling=sampling,
+                batch_size=BATCH_SIZE,
+            )
+            return [asdict(text) for text in written]
+
+        return [Text(**fields) for fields in self.kept(f"answers {mode} {name} {shard}", make)]
 
 
-def cell(name: str, part: str, measure: Callable[[], dict[str, Any]]) -> None:
-    """Measure one model in one part, unless that was done."""
-    path = cell_path(name, part)
-    if path.is_file():
-        return
-    started = time.monotonic()
-    found = measure()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(
-        path,
-        {
-            "model": name,
-            "part": part,
-            **found,
-            "seconds": round(time.monotonic() - started, 1),
-            "command": COMMAND,
-            "provenance": provenance(batch_size=BATCH_SIZE),
-        },
-    )
-    print(f"{name}, {part}: {time.monotonic() - started:.0f} s", flush=True)
-
-
-def cell_path(name: str, part: str) -> Path:
-    """Where a cell is stored."""
-    return HERE / "cells" / f"{part}-{name.replace(' ', '-')}.json"
-
-
-def measure_answers(subjects: Subjects, mode: str, num_tokens: int) -> None:
-    """A cell a pruned model: its answers beside those of the dense one."""
+def measure_answers(subjects: Subjects, mode: str, shards: Sequence[int]) -> list[dict[str, Any]]:
+    """A row a pruned model: its answers beside those of the dense one."""
     dense, tokenizer = subjects.bench.model, subjects.bench.tokenizer
     prompts, ends = chat_tokens(read_prompts("bundled"), tokenizer), end_tokens(dense)
-
-    def answer(name: str) -> list[Text]:
-        started = time.monotonic()
-        found: list[Text] = write(
-            subjects.model(name),
-            prompts,
-            num_tokens,
-            ends=ends,
-            sampling=MODES[mode],
-            batch_size=BATCH_SIZE,
-        )
-        length = sum(len(text.tokens) for text in found)
-        print(f"{name}, {mode}: {length} tokens, {time.monotonic() - started:.0f} s", flush=True)
-        return found
-
-    def texts(name: str) -> list[Text]:
-        return subjects.texts(name, mode, lambda: answer(name))
-
-    def measure(name: str) -> dict[str, Any]:
-        compared = compare_answers(
-            subjects.model(name),
-            dense,
-            prompts,
-            texts(name),
-            texts("dense"),
-            num_tokens=num_tokens,
-            ends=ends,
-            progress=True,
-        )
-        about = {"fingerprint": fingerprint_model(subjects.model(name))}
-        return {**about, **asdict(compared)}
-
-    for name in subjects.pruned:
-        cell(name, mode, lambda name=name: measure(name))
+    found: dict[str, list[Any]] = {name: [[], [], []] for name in subjects.pruned}
+    for shard in shards:
+        asked = prompts[shard::SHARDS]
+        for name in subjects.pruned:
+            ours, theirs = (
+                subjects.answers(one, mode, shard, asked, ends) for one in (name, "dense")
+            )
+            kl = subjects.kept(
+                f"divergence {mode} {name} {shard}",
+                lambda name=name, asked=asked, ours=ours, theirs=theirs: divergences(
+                    subjects.model(name), dense, asked, ours, theirs, progress=True
+                ),
+            )
+            for part, more in zip(found[name], (ours, theirs, kl), strict=True):
+                part += more
+    return [
+        {
+            "model": name,
+            "mode": mode,
+            "fingerprint": subjects.kept(
+                f"fingerprint {name}", lambda name=name: fingerprint_model(subjects.model(name))
+            ),
+            **asdict(long_output(*parts, num_tokens=NUM_TOKENS, ends=ends)),
+        }
+        for name, parts in found.items()
+    ]
 
 
-def measure_sums(subjects: Subjects) -> None:
-    """A cell a model: the share of additions that it finishes right, greedily."""
+def measure_sums(subjects: Subjects) -> list[dict[str, Any]]:
+    """A row a model: the share of additions that it finishes right, greedily."""
     tokenizer = subjects.bench.tokenizer
 
-    def right(model: Any, low: int, high: int) -> list[bool]:
+    def share(model: Any, low: int, high: int) -> dict[str, float]:
         rng = evaluation_rng(0, low, high)
         drawn = rng.integers(low, high + 1, size=(NUM_SUMS, EXAMPLES + 1, 2)).tolist()
         asked = ["".join(f"{a} + {b} = {a + b}\n" for a, b in sums) for sums in drawn]
-        answers = [sum(sums[-1]) for sums in drawn]
         prompts = [
             torch.tensor(tokenizer(text.rpartition(" ")[0], add_special_tokens=False).input_ids)
             for text in asked
         ]
         written = write(model, prompts, SUM_TOKENS, batch_size=BATCH_SIZE)
-        said = [tokenizer.decode(text.tokens).strip().split("\n")[0] for text in written]
-        return [one.strip() == str(answer) for one, answer in zip(said, answers, strict=True)]
+        said = [tokenizer.decode(text.tokens).strip().split("\n")[0].strip() for text in written]
+        right = [one == str(sum(sums[-1])) for one, sums in zip(said, drawn, strict=True)]
+        return asdict(share_interval(sum(right) / NUM_SUMS, NUM_SUMS))
 
-    def measure(name: str) -> dict[str, Any]:
-        found = {kind: right(subjects.model(name), *ends) for kind, ends in SUMS.items()}
-        return {
-            "sums": {
-                kind: asdict(share_interval(sum(each) / NUM_SUMS, NUM_SUMS))
-                for kind, each in found.items()
-            }
+    return [
+        {
+            "model": name,
+            "mode": "sums",
+            "sums": subjects.kept(
+                f"sums {name}",
+                lambda name=name: {
+                    kind: share(subjects.model(name), *ends) for kind, ends in SUMS.items()
+                },
+            ),
         }
-
-    for name in ("dense", *subjects.pruned):
-        cell(name, "sums", lambda name=name: measure(name))
-
-
-def stored(name: str, part: str) -> dict[str, Any] | None:
-    """A finished cell, or None."""
-    path = cell_path(name, part)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        for name in ("dense", *subjects.pruned)
+    ]
 
 
 def tables(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What `rap report` shows: answers and divergence of each mode, and sums."""
     found = []
     for mode in MODES:
-        rows = [one for one in cells if one["part"] == mode]
+        rows = [one for one in cells if one["mode"] == mode]
         if rows:
             found += [answers_table(mode, rows), divergence_table(mode, rows)]
-    sums = [one for one in cells if one["part"] == "sums"]
+    sums = [one for one in cells if one["mode"] == "sums"]
     if sums:
         found.append(sums_table(sums))
     return found
@@ -291,29 +272,28 @@ def named(text: str) -> tuple[str, Path]:
 
 
 def main() -> None:
-    """Measure what is missing of the chosen parts; write all cells there are."""
+    """Measure what is missing of the chosen parts; write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kept-in", type=relative, required=True)
     parser.add_argument("--checkpoint", type=named, action="append", default=[])
     parser.add_argument("--part", choices=[*MODES, "sums"], action="append")
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--shards", type=int, choices=range(1, SHARDS + 1), default=SHARDS)
     arguments = parser.parse_args()
-    made = provenance(tokens=arguments.tokens, batch_size=BATCH_SIZE)
+    made = provenance(tokens=NUM_TOKENS, batch_size=BATCH_SIZE)
     subjects = Subjects(arguments.kept_in, arguments.checkpoint)
+    rows: list[dict[str, Any]] = []
     for part in arguments.part or [*MODES, "sums"]:
         if part == "sums":
-            measure_sums(subjects)
+            rows += measure_sums(subjects)
         else:
-            measure_answers(subjects, part, arguments.tokens)
-    names, parts = ["dense", *subjects.pruned], [*MODES, "sums"]
-    found = [one for part in parts for name in names if (one := stored(name, part))]
+            rows += measure_answers(subjects, part, range(arguments.shards))
     result = {
         "model": SOURCE,
         "fingerprint": subjects.bench.fingerprint,
         "calibration": READING.describe(subjects.bench.bos),
-        "cells": found,
-        "tables": tables(found),
-        "command": COMMAND,
+        "rows": rows,
+        "tables": tables(rows),
+        "command": made["command"],
         "provenance": made,
     }
     write_json(HERE / "long-output.json", result)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cases.command import run
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import assets
@@ -310,3 +311,54 @@ def test_a_prompt_is_what_the_template_makes_of_it(tokenizer):
     own.chat_template = TEMPLATE
     (found,) = chat_tokens(["Hello."], own)
     assert own.decode(found) == "Q: Hello.\nA:"
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory, tokenizer):
+    """The bundled model with a template of a chat, as a checkpoint."""
+    folder = tmp_path_factory.mktemp("chatty")
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TEMPLATE
+    own.save_pretrained(folder)
+    assets.reference_model().save_pretrained(folder)
+    return folder
+
+
+def test_the_command_answers_and_writes(chatty, tmp_path):
+    output = tmp_path / "answers.json"
+    call = ("evaluate", "generation", chatty, "--dense", chatty, "--chat", "bundled")
+    few = ("--prompts", 3, "--tokens", 6)
+    found = run(*call, *few, "--json", "-o", output)
+    assert found.code == 0, found.err
+    assert json.loads(output.read_text()) == found.json
+    assert found.json["agreement"]["value"] == 1.0
+    assert found.json["num_prompts"] == 3
+    assert found.json["pruned"]["kl"]["value"] < 1e-5
+    assert "KL along it, 0 to 5" in run(*call, *few).out
+    drawn = [run(*call, *few, "--temperature", 0.9, "--top-p", 0.8, "--json") for _ in range(2)]
+    assert drawn[0].json["pruned"] == drawn[1].json["pruned"] != found.json["pruned"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--chat", "bundled", "--text", "bundled"), "leave out --text"),
+        (("--chat", "bundled", "--prompt-tokens", 9), "leave out --prompt-tokens"),
+        (("--chat", "bundled", "--bos", "never"), "leave out --bos"),
+        (("--temperature", 0.5), "--temperature needs --chat"),
+        (("--chat", "bundled", "--top-p", 0.5), "give a --temperature too"),
+        (("--chat", "bundled", "--temperature", -1), "not above 0"),
+        (("--chat", "bundled", "--tokens", 0), "cannot continue nothing"),
+        (("--chat", "bundled", "--prompts", 51), "50 prompts, not 51: ask for fewer"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(chatty, options, message):
+    found = run("evaluate", "generation", chatty, "--dense", chatty, *options)
+    assert found.code == 2
+    assert message in found.err
+
+
+def test_a_model_without_a_template_is_refused():
+    found = run("evaluate", "generation", "bundled", "--dense", "bundled", "--chat", "bundled")
+    assert found.code == 2
+    assert "no chat template" in found.err

@@ -77,7 +77,6 @@ class LongOutput:
     num_tokens: int
 
 
-@torch.no_grad()
 def compare_answers(
     model: Any,
     dense: Any,
@@ -91,29 +90,58 @@ def compare_answers(
 ) -> LongOutput:
     """Compare the texts that both models wrote after prompts [P], up to `num_tokens` each.
 
-    Each model reads the other's texts once; its states along its own are those it wrote them from.
     Raises RapError for a divergence that is not finite.
     """
+    kl = divergences(model, dense, prompts, texts, dense_texts, progress=progress)
+    return long_output(texts, dense_texts, kl, num_tokens=num_tokens, ends=ends)
+
+
+@torch.no_grad()
+def divergences(
+    model: Any,
+    dense: Any,
+    prompts: Sequence[Tensor],
+    texts: Sequence[Text],
+    dense_texts: Sequence[Text],
+    *,
+    progress: bool = False,
+) -> list[tuple[Tensor, Tensor]]:
+    """KL(dense || model) in nats at every token of the model's text [T] and of the dense one's [T].
+
+    A pair a prompt. Each model reads the other's texts once; its states along its own are those it
+    wrote them from. Raises RapError for a divergence that is not finite.
+    """
     total = sum(len(text.tokens) for text in (*texts, *dense_texts))
-    heads = Head(dense), Head(model)
-    own, theirs = [], []
+    heads, step = (Head(dense), Head(model)), chunk_tokens(dense)
+    found = []
     bar = Progress("divergence", total, "tokens", tokens=1, shown=progress, transient=True)
     with evaluating(model), evaluating(dense), bar:
         for prompt_P, text, dense_text in zip(prompts, texts, dense_texts, strict=True):
-            states = read(dense, prompt_P, text.tokens), text.states
-            own.append(divergences(heads, states, chunk_tokens(dense)))
-            bar.advance(len(text.tokens))
-            states = dense_text.states, read(model, prompt_P, dense_text.tokens)
-            theirs.append(divergences(heads, states, chunk_tokens(dense)))
-            bar.advance(len(dense_text.tokens))
-    tokens, dense_tokens = ([one.tokens for one in group] for group in (texts, dense_texts))
-    same = [alike(*pair) for pair in zip(tokens, dense_tokens, strict=True)]
+            own = read(dense, prompt_P, text.tokens), text.states
+            theirs = dense_text.states, read(model, prompt_P, dense_text.tokens)
+            found.append((_along(heads, own, step), _along(heads, theirs, step)))
+            bar.advance(len(text.tokens) + len(dense_text.tokens))
+    return found
+
+
+def long_output(
+    texts: Sequence[Text],
+    dense_texts: Sequence[Text],
+    kl: Sequence[tuple[Tensor, Tensor]],
+    *,
+    num_tokens: int,
+    ends: frozenset[int],
+) -> LongOutput:
+    """What texts of up to `num_tokens` tokens, and `divergences` along them, come to."""
+    ours, theirs = ([one.tokens for one in group] for group in (texts, dense_texts))
+    along_ours, along_theirs = zip(*kl, strict=True)
+    same = [alike(*pair) for pair in zip(ours, theirs, strict=True)]
     return LongOutput(
-        pruned=summary(tokens, own, num_tokens, ends),
-        dense=summary(dense_tokens, theirs, num_tokens, ends),
+        pruned=summary(ours, along_ours, num_tokens, ends),
+        dense=summary(theirs, along_theirs, num_tokens, ends),
         agreement=mean_interval([share for share, _ in same]),
         common_prefix=mean_interval([prefix for _, prefix in same]),
-        num_prompts=len(prompts),
+        num_prompts=len(texts),
         num_tokens=num_tokens,
     )
 
@@ -125,20 +153,6 @@ def read(model: Any, prompt_P: Tensor, tokens_T: Tensor) -> Tensor:
     output = decoder_of(model)[1](input_ids=ids.to(device), use_cache=False)
     states_TE: Tensor = output.last_hidden_state[0, len(prompt_P) - 1 :].cpu()
     return states_TE
-
-
-def divergences(heads: tuple[Head, Head], states: tuple[Tensor, Tensor], step: int) -> Tensor:
-    """KL [T] in nats from what the first head makes of its states [T, E] to what the other does.
-
-    Logits are made for `step` tokens at a time. Raises RapError for one that is not finite.
-    """
-    chunks = (
-        head.chunks(BaseModelOutput(), x, step) for head, x in zip(heads, states, strict=True)
-    )
-    kl_T = torch.cat([divergence(*pair)[0].cpu() for pair in zip(*chunks, strict=True)])
-    if not torch.isfinite(kl_T).all():
-        raise RapError("the divergence along a text is not finite: check the checkpoint")
-    return kl_T
 
 
 def summary(
@@ -198,3 +212,15 @@ def alike(ours_T: Tensor, theirs_T: Tensor) -> tuple[float, int]:
 
 def _share(values: Sequence[bool]) -> Interval:
     return share_interval(sum(values) / len(values), len(values))
+
+
+def _along(heads: tuple[Head, Head], states: tuple[Tensor, Tensor], step: int) -> Tensor:
+    """KL [T] from what the first head makes of its states [T, E] to what the other makes of its."""
+    chunks = (
+        head.chunks(BaseModelOutput(), states_TE, step)
+        for head, states_TE in zip(heads, states, strict=True)
+    )
+    kl_T = torch.cat([divergence(*pair)[0].cpu() for pair in zip(*chunks, strict=True)])
+    if not torch.isfinite(kl_T).all():
+        raise RapError("the divergence along a text is not finite: check the checkpoint")
+    return kl_T
