@@ -25,7 +25,8 @@ from rap.evaluation.quality.intervals import mean_interval, share_interval
 from rap.model.errors import RapError
 from rap.surgery.apply import apply
 
-TEMPLATE = "{% for m in messages %}Q: {{ m['content'] }}\nA:{% endfor %}"
+TEMPLATE = "{% for m in messages %}Q: {{ m['content'] }}\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}A:{% endif %}"
 NONE = frozenset()
 
 
