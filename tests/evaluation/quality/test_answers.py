@@ -363,3 +363,16 @@ def test_a_model_without_a_template_is_refused():
     found = run("evaluate", "generation", "bundled", "--dense", "bundled", "--chat", "bundled")
     assert found.code == 2
     assert "no chat template" in found.err
+
+
+def test_positions_count_the_tokens_of_the_prompt_alone():
+    """Pairs do not feel where a text begins, but scalings of positions do."""
+    model, seen = tiny_model(), []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs.get("position_ids")), with_kwargs=True
+    )
+    write(model, [torch.tensor([3, 4, 5]), torch.tensor([6])], 2)
+    assert [one.tolist() for one in seen] == [[[0, 0, 0], [0, 1, 2]], [[1], [3]]]
+    seen.clear()
+    write(model, [torch.tensor([3, 4]), torch.tensor([6, 7])], 2)
+    assert seen == [None, None]
