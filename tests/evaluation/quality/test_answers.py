@@ -125,9 +125,14 @@ def test_the_bar_is_full_at_the_end(prompts):
 
 
 def test_attention_and_mode_are_put_back(prompts):
-    model = tiny_model().train()
+    model = tiny_model(attention_dropout=0.5).train()
     before = model.config._attn_implementation
-    write(model, prompts, 2)
+    expected = write(tiny_model(), prompts, 6)
+    # Inside, nothing is dropped.
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(tokens_of(write(model, prompts, 6)), tokens_of(expected), strict=True)
+    )
     assert (model.config._attn_implementation, model.training) == (before, True)
 
 
