@@ -174,9 +174,16 @@ def _answered(
             )
             for model in (opened.model, dense)
         )
-    models = opened.model, dense
-    written = prompts, ours, theirs
-    return compare_answers(*models, *written, num_tokens=asked.tokens, ends=ends, progress=shown)
+    return compare_answers(
+        opened.model,
+        dense,
+        prompts,
+        ours,
+        theirs,
+        num_tokens=asked.tokens,
+        ends=ends,
+        progress=shown,
+    )
 
 
 def _table(title: str, compared: Generation) -> dict[str, Any]:
