@@ -35,6 +35,11 @@ def reference_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(reference_path(), local_files_only=True)
 
 
+def prompts_path() -> Path:
+    """The bundled prompts of a chat: fifty lines of JSON, each with its `kind` and `text`."""
+    return _FOLDER / "prompts.jsonl"
+
+
 def reference_text(split: str) -> str:
     """One split of the bundled novels: "calibration" (seen in training), "validation" or "test".
 

@@ -114,6 +114,19 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     return _read_dataset(ALIASES.get(str(source), str(source)), max_characters)
 
 
+def read_entries(path: str | Path) -> list[str]:
+    """The texts of a file one by one: lines of a .txt, or those of a .jsonl as `read_text` says.
+
+    Blank lines are left out. Raises CalibrationError for a file that cannot be read.
+    """
+    path = Path(path)
+    lines = enumerate(_content(path).split("\n"), start=1)
+    filled = [(number, line) for number, line in lines if line.strip()]
+    if path.suffix == ".txt":
+        return [line.strip() for _, line in filled]
+    return [_field_of(path, number, line) for number, line in filled]
+
+
 def evaluation_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Token ids [N] of a held-out text: `bundled` test novels, a file, or a dataset name.
 
@@ -178,18 +191,18 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _read_file(path: Path) -> str:
+    return _content(path) if path.suffix == ".txt" else "\n\n".join(read_entries(path))
+
+
+def _content(path: Path) -> str:
     if path.suffix not in FILE_TYPES:
         raise CalibrationError(f"{path} is neither .txt nor .jsonl: convert it to one of them")
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise CalibrationError(f"there is no file {path}: check the path") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"cannot read {path} as UTF-8 text: {error}") from error
-    if path.suffix == ".txt":
-        return text
-    lines = enumerate(text.split("\n"), start=1)
-    return "\n\n".join(_field_of(path, number, line) for number, line in lines if line.strip())
 
 
 def _field_of(path: Path, number: int, line: str) -> str:

@@ -1,29 +1,85 @@
 """`rap evaluate generation`: long continuations beside those of the dense model."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
+from ..calibration.progress import Progress
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.card import interval_text
 from ..checkpoint.provenance import provenance
+from ..evaluation.quality.answers import Answers, LongOutput, compare_answers
+from ..evaluation.quality.chats import chat_tokens, read_prompts
+from ..evaluation.quality.decoding import Sampling, end_tokens, write
 from ..evaluation.quality.generation import Generation, generation
+from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from . import options
-from .checkpoints import HELD_OUT, Dense, ResultFile, deliver, label, open_checkpoint, open_dense
+from .checkpoints import (
+    HELD_OUT,
+    Dense,
+    Opened,
+    ResultFile,
+    deliver,
+    label,
+    open_checkpoint,
+    open_dense,
+)
 from .groups import grouped
 from .options import print_table
+
+NUM_PROMPTS, PROMPT_TOKENS = 64, 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuations:
-    """What is continued, and how far."""
+    """What is continued, how far, and how tokens are chosen."""
 
-    prompts: Annotated[int, typer.Option(help="Prompts to continue.")] = 64
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 64
+    text: Annotated[
+        str | None,
+        typer.Option(help="What prompts are cut from: 'bundled' (default), a file, or a dataset."),
+    ] = None
+    chat: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer prompts of a chat instead: 'bundled' (50), a .txt with one a line, or a "
+            ".jsonl."
+        ),
+    ] = None
+    prompts: Annotated[
+        int | None, typer.Option(help="Prompts to continue; default 64, of a chat all.")
+    ] = None
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt cut from a text; default 64.")
+    ] = None
     tokens: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 512
+    temperature: Annotated[
+        float, typer.Option(help="With --chat: draw tokens at this temperature; 0 is greedy.")
+    ] = 0.0
+    top_p: Annotated[
+        float, typer.Option(help="With --temperature: of the most likely with this probability.")
+    ] = 1.0
     batch_size: Annotated[int, typer.Option(help="Prompts per forward pass.")] = 16
+
+    def check(self, bos: str) -> None:
+        """RapError for options that do not go together, or counts below one."""
+        counts = (self.prompts, self.prompt_tokens, self.tokens, self.batch_size)
+        if min(count for count in counts if count is not None) < 1:
+            raise RapError(
+                "cannot continue nothing: prompts and their numbers of tokens are 1 or more"
+            )
+        if self.chat is not None:
+            idle = {"--text": self.text, "--prompt-tokens": self.prompt_tokens}
+            given = [flag for flag, value in idle.items() if value is not None]
+            given += ["--bos"] if bos != "auto" else []
+            if given:
+                raise RapError(f"with --chat the template makes the prompts: leave out {given[0]}")
+        elif self.temperature:
+            raise RapError("stretches of a text are continued greedily: --temperature needs --chat")
+        if not self.temperature and self.top_p != 1:
+            raise RapError("greedy has no use for --top-p: give a --temperature too")
 
 
 @grouped
@@ -31,9 +87,6 @@ def generation_command(
     pruned: Annotated[str, typer.Argument(help="Pruned checkpoint, or any of that vocabulary.")],
     dense: Dense,
     *,
-    text: Annotated[
-        str, typer.Option(help="What prompts are cut from: 'bundled', a file, or a dataset.")
-    ] = "bundled",
     asked: Continuations,
     device_map: options.DeviceMap = None,
     bos: options.Bos = "auto",
@@ -42,33 +95,35 @@ def generation_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Greedy continuations by PRUNED and by its dense model: agreement, common prefix, repetition.
+    """Continuations by PRUNED and by its dense model: agreement, common prefix, repetition.
 
-    Both run in float32 with their own cache. Intervals are bootstrap intervals over prompts.
+    With --chat they are answers that may end, and the divergence along both models' answers is
+    measured too. Both run in float32 with their own cache. Intervals are over prompts.
     """
+    asked.check(bos)
     opened = open_checkpoint(pruned, device_map, [output], dtype="float32", bos=bos)
     original = open_dense(dense, device_map)
-    compared = generation(
-        opened.model,
-        original,
-        evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer),
-        num_prompts=asked.prompts,
-        prompt_tokens=asked.prompt_tokens,
-        num_tokens=asked.tokens,
-        batch_size=asked.batch_size,
+    if asked.chat is None:
+        title = f"Greedy continuations by {label(opened)} beside {dense}"
+        compared = _continued(opened, original, asked, seed, shown=not as_json)
+        about = {"text": asked.text or "bundled", "bos": opened.bos, **asdict(compared)}
+        table = _table(title, compared)
+    else:
+        title = f"Answers by {label(opened)} beside {dense}"
+        answered = _answered(opened, original, asked, seed, shown=not as_json)
+        about = {"chat": asked.chat, **asdict(answered)}
+        table = _answers_table(title, answered)
+    made = provenance(
         seed=seed,
-        bos=opened.bos,
-        progress=not as_json,
+        batch_size=asked.batch_size,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
     )
-    title = f"Greedy continuations by {label(opened)} beside {dense}"
-    table, made = _table(title, compared), provenance(seed=seed, batch_size=asked.batch_size)
     result = {
         **opened.record,
         "dense": dense,
         "dense_fingerprint": fingerprint_model(original),
-        "text": text,
-        "bos": opened.bos,
-        **asdict(compared),
+        **about,
         "table": table,
         "command": made["command"],
         "provenance": made,
@@ -76,6 +131,59 @@ def generation_command(
     deliver(result, output, as_json)
     if not as_json:
         print_table(title, table["header"], table["rows"])
+
+
+def _continued(
+    opened: Opened, dense: Any, asked: Continuations, seed: int, *, shown: bool
+) -> Generation:
+    text = asked.text or "bundled"
+    return generation(
+        opened.model,
+        dense,
+        evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer),
+        num_prompts=asked.prompts or NUM_PROMPTS,
+        prompt_tokens=asked.prompt_tokens or PROMPT_TOKENS,
+        num_tokens=asked.tokens,
+        batch_size=asked.batch_size,
+        seed=seed,
+        bos=opened.bos,
+        progress=shown,
+    )
+
+
+def _answered(
+    opened: Opened, dense: Any, asked: Continuations, seed: int, *, shown: bool
+) -> LongOutput:
+    found = chat_tokens(read_prompts(str(asked.chat)), opened.tokenizer)
+    prompts = found[: asked.prompts]
+    if asked.prompts is not None and len(found) < asked.prompts:
+        raise RapError(f"{asked.chat} has {len(found)} prompts, not {asked.prompts}: ask for fewer")
+    ends = end_tokens(dense)
+    sampling = Sampling(asked.temperature, asked.top_p, seed) if asked.temperature else None
+    total = 2 * len(prompts) * asked.tokens
+    with Progress("answers", total, "tokens", tokens=1, shown=shown, transient=True) as bar:
+        ours, theirs = (
+            write(
+                model,
+                prompts,
+                asked.tokens,
+                ends=ends,
+                sampling=sampling,
+                batch_size=asked.batch_size,
+                bar=bar,
+            )
+            for model in (opened.model, dense)
+        )
+    return compare_answers(
+        opened.model,
+        dense,
+        prompts,
+        ours,
+        theirs,
+        num_tokens=asked.tokens,
+        ends=ends,
+        progress=shown,
+    )
 
 
 def _table(title: str, compared: Generation) -> dict[str, Any]:
@@ -88,3 +196,41 @@ def _table(title: str, compared: Generation) -> dict[str, Any]:
     prompts = f"{compared.num_prompts} prompts of {compared.prompt_tokens}"
     asked = f"{prompts}, {compared.num_tokens} tokens after"
     return {"title": title, "header": [asked, "mean (95 % interval)"], "rows": rows}
+
+
+def _answers_table(title: str, found: LongOutput) -> dict[str, Any]:
+    """A row a measure, a column a writer of the answers; KL is always of pruned from dense."""
+
+    def row(name: str, key: str, form: str) -> list[str]:
+        return [
+            name,
+            *(interval_text(vars(vars(who)[key]), form) for who in (found.pruned, found.dense)),
+        ]
+
+    parts = [_by_start(who) for who in (found.pruned, found.dense)]
+    along = [
+        [
+            f"KL along it, {start:,} to {stop - 1:,}",
+            *(part.get((start, stop), "") for part in parts),
+        ]
+        for start, stop in sorted(parts[0].keys() | parts[1].keys())
+    ]
+    rows = [
+        row("tokens", "length", ".1f"),
+        row("came to an end", "ended", ".0%"),
+        row("in a loop at the end", "looping", ".0%"),
+        row("4-grams that occurred before", "repetition", ".1%"),
+        row("KL along it", "kl", ".4f"),
+        *along,
+        ["same token at the same place", interval_text(vars(found.agreement), ".1%"), ""],
+        ["tokens before the first difference", interval_text(vars(found.common_prefix), ".1f"), ""],
+    ]
+    asked = f"{found.num_prompts} answers of up to {found.num_tokens:,} tokens"
+    return {"title": title, "header": [asked, "pruned (95 % interval)", "dense"], "rows": rows}
+
+
+def _by_start(answers: Answers) -> Mapping[tuple[int, int], str]:
+    return {
+        (part.start, part.stop): f"{interval_text(vars(part.kl), '.4f')}, {part.num_texts} answers"
+        for part in answers.positions
+    }

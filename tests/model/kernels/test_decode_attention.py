@@ -12,6 +12,7 @@ from cases.models import ROPES, random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import GrowingCache
 from rap.model.kernels import decode_attention, interface
+from rap.model.kernels.growing_cache import GrowingLayer, grow
 from rap.model.rope import gather_pairs, rotate_pairs, rotate_step
 from rap.surgery.apply import apply
 
@@ -201,6 +202,22 @@ def test_growing_cache_generates_what_the_dynamic_one_does(model_type, options):
     expected = _generate(small, tokens, **options)
     cache = GrowingCache(small.config)
     assert torch.equal(_generate(small, tokens, past_key_values=cache, **options), expected)
+
+
+@torch.no_grad()
+def test_a_cache_that_the_model_made_grows_on_with_what_it_holds():
+    small, tokens = _pruned(), random_tokens(2, 9)
+    plain, made = (small(tokens, use_cache=True).past_key_values for _ in range(2))
+    assert grow(made, 50) is made
+    assert all(type(layer) is GrowingLayer for layer in made.layers)
+    store = None
+    for token in random_tokens(2, 20, seed=1).split(1, dim=1):
+        expected, found = (small(token, past_key_values=cache).logits for cache in (plain, made))
+        assert torch.equal(found, expected)
+        assert store in (None, made.layers[0].keys.data_ptr())
+        store = made.layers[0].keys.data_ptr()
+    other = object()
+    assert grow(other) is other
 
 
 @torch.no_grad()

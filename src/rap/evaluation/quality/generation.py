@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...calibration.bos import Bos, bos_token, with_bos
 from ...calibration.progress import Progress
-from ...calibration.state import evaluating
 from ...model.errors import RapError
+from .decoding import write
 from .documents import evaluation_rng
 from .fidelity import check_vocabularies
 from .intervals import Interval, mean_interval
@@ -104,21 +104,18 @@ def generation(
     )
 
 
-@torch.no_grad()
 def continue_greedily(
     model: Any, prompts_BP: Tensor, num_tokens: int, bar: Progress | None = None
 ) -> Tensor:
     """The most likely token after the prompts, again and again with the model's cache, [B, T]."""
-    ids = prompts_BP.to(model.get_input_embeddings().weight.device)
-    cache, made = None, []
-    with evaluating(model):
-        for _ in range(num_tokens):
-            output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
-            made.append(ids.cpu())
-            if bar is not None:
-                bar.advance(len(ids))
-    return torch.cat(made, 1)
+    return torch.stack(
+        [
+            text.tokens
+            for text in write(
+                model, list(prompts_BP), num_tokens, batch_size=len(prompts_BP), bar=bar
+            )
+        ]
+    )
 
 
 def compare(ours_T: Tensor, theirs_T: Tensor) -> Continuation:

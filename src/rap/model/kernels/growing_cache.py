@@ -74,6 +74,26 @@ class GrowingCache(DynamicCache):
         ]
 
 
+def grow(cache: Any, capacity: int = 0) -> Any:
+    """The cache that a model made, its full-attention layers growing in place from here on.
+
+    What it holds stays, and so do all other layers; a cache of another class is left as it is.
+    """
+    if type(cache) is DynamicCache:
+        cache.layers = [
+            _growing(layer, capacity) if type(layer) is DynamicLayer else layer
+            for layer in cache.layers
+        ]
+    return cache
+
+
+def _growing(layer: DynamicLayer, capacity: int) -> GrowingLayer:
+    grown = GrowingLayer(capacity)
+    # States that lie in no store of its own are moved into one at the next token.
+    vars(grown).update(vars(layer))
+    return grown
+
+
 def _moved(old: Tensor, new: Tensor, held: int, room: int) -> Tensor:
     """A store for `room` tokens like `new`, with the first `held` taken from `old`."""
     store = torch.empty(*new.shape[:2], room, new.shape[-1], dtype=new.dtype, device=new.device)

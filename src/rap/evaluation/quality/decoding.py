@@ -1,0 +1,219 @@
+"""Text that a model writes after prompts of any lengths, token by token with its cache.
+
+Prompts of a batch are padded on the left, which neither mask nor positions show to the model. A
+text ends with the first of the end tokens; its row then leaves the batch.
+
+Shapes: B rows of a batch, P tokens of a prompt, T tokens of a text, S tokens in the cache, E model
+dim, V vocabulary, N tokens of it.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import BaseModelOutput
+
+from ...calibration.logits import Head, decoder_of
+from ...calibration.progress import Progress
+from ...calibration.state import evaluating
+from ...model.errors import RapError
+from ...model.kernels.growing_cache import grow
+from ...model.kernels.interface import NAME
+from .documents import evaluation_rng
+
+_LIKELY = 1024  # tokens that hold most nuclei
+_TINY = float(np.finfo(np.float32).tiny)  # an exponential can be 0, by which nothing is divided
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Tokens drawn at `temperature` from the fewest most likely that have `top_p` of probability.
+
+    Every prompt has random numbers of its own from `seed`, an exponential for each token of the
+    vocabulary at each step, the same for every model: the token with the largest probability a
+    number wins (the Gumbel-max trick). So two models that think alike draw alike.
+    """
+
+    temperature: float = 0.7
+    top_p: float = 0.9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """RapError for a temperature that is not above 0, or a `top_p` outside (0, 1]."""
+        if not self.temperature > 0:
+            raise RapError(
+                f"temperature {self.temperature} is not above 0: leave it out for greedy"
+            )
+        if not 0 < self.top_p <= 1:
+            raise RapError(f"top_p {self.top_p} is not above 0 and at most 1: 1 keeps all tokens")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens [T] that a model wrote, and the states [T, E] that its head chose each of them from.
+
+    Both are on the CPU. An end token is the last of them, if there is one.
+    """
+
+    tokens: Tensor
+    states: Tensor
+
+
+@torch.no_grad()
+def write(
+    model: Any,
+    prompts: Sequence[Tensor],
+    num_tokens: int,
+    *,
+    ends: Collection[int] = (),
+    sampling: Sampling | None = None,
+    batch_size: int = 16,
+    bar: Progress | None = None,
+) -> list[Text]:
+    """What the model writes after each prompt [P]: `num_tokens` tokens, or up to one of `ends`.
+
+    Greedily, or as `sampling` says. Batches are of prompts of similar length, and change a text
+    only by rounding. Attention in SDPA runs as `rap`, which copies no cache; it is put back.
+    `bar` is in tokens, and counts those that an end leaves out when it comes.
+    """
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    found: dict[int, Text] = {}
+    with evaluating(model), _shared_reads(model):
+        for start in range(0, len(order), batch_size):
+            batch = _Batch(model, prompts, order[start : start + batch_size], sampling)
+            found |= batch.write(num_tokens, frozenset(ends), bar)
+    return [found[row] for row in range(len(prompts))]
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """The tokens by which a model ends its text, as its generation config says."""
+    config = getattr(model, "generation_config", None) or model.config
+    found = config.eos_token_id
+    return frozenset([found] if isinstance(found, int) else found or ())
+
+
+def padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompts [P] padded on their left, and 1 where a token is theirs, 0 elsewhere; both [B, P]."""
+    ids_BP = pad_sequence(list(prompts), batch_first=True, padding_side="left")
+    ones = [torch.ones_like(prompt) for prompt in prompts]
+    return ids_BP, pad_sequence(ones, batch_first=True, padding_side="left")
+
+
+def nucleus(probabilities_BV: Tensor, top_p: float) -> Tensor:
+    """The probabilities [B, V] with 0 outside the fewest most likely tokens that sum to `top_p`.
+
+    Holtzman et al. 2020, arXiv 1904.09751, section 3.1, not yet scaled to sum to 1.
+    """
+    vocabulary = probabilities_BV.shape[-1]
+    # A sort of a whole vocabulary takes longer than the layers of a small model.
+    for size in (min(_LIKELY, vocabulary), vocabulary):
+        sorted_BN, order_BN = probabilities_BV.topk(size)
+        if bool((sorted_BN.sum(-1) >= top_p).all()):
+            break
+    before_BN = sorted_BN.cumsum(-1) - sorted_BN
+    kept_BN = sorted_BN.masked_fill(before_BN >= top_p, 0.0)
+    return torch.zeros_like(probabilities_BV).scatter(-1, order_BN, kept_BN)
+
+
+class _Batch:
+    """Prompts that are continued together; `rows` are those that are still read and written."""
+
+    def __init__(
+        self, model: Any, prompts: Sequence[Tensor], rows: list[int], sampling: Sampling | None
+    ) -> None:
+        self.head, self.decoder = Head(model), decoder_of(model)[1]
+        self.rows, self.sampling = rows, sampling
+        device = model.get_input_embeddings().weight.device
+        ids_BP, mask_BP = padded([prompts[row] for row in rows])
+        self.ids, self.mask_BS = ids_BP.to(device), mask_BP.to(device)
+        # Without padding there is nothing to say, and a mask costs time.
+        self.masked = not bool(mask_BP.all())
+        self.cache: Any = None
+        seed = 0 if sampling is None else sampling.seed
+        self.draws = {row: evaluation_rng(seed, row) for row in rows}
+
+    def write(self, num_tokens: int, ends: frozenset[int], bar: Progress | None) -> dict[int, Text]:
+        """The text of every row."""
+        tokens: dict[int, list[int]] = {row: [] for row in self.rows}
+        states: dict[int, list[Tensor]] = {row: [] for row in self.rows}
+        ended: set[int] = set()
+        for step in range(num_tokens):
+            hidden_BE = self._step(num_tokens)
+            chosen_B = self._choose(hidden_BE)
+            for row, token, state_E in zip(
+                self.rows, chosen_B.tolist(), hidden_BE.cpu(), strict=True
+            ):
+                if row in ended:
+                    continue
+                tokens[row].append(token)
+                states[row].append(state_E)
+                if token in ends:
+                    ended.add(row)
+                if bar is not None:
+                    bar.advance(num_tokens - step if token in ends else 1)
+            if len(ended) == len(tokens):
+                break
+            self._next(chosen_B, ended)
+        return {row: Text(torch.tensor(tokens[row]), torch.stack(states[row])) for row in tokens}
+
+    def _step(self, num_tokens: int) -> Tensor:
+        """States [B, E] behind the tokens that were not read yet."""
+        new = self.ids.shape[1]
+        placed = {}
+        if self.masked:
+            # A padding's place is any that exists: nothing attends to it.
+            positions_BS = (self.mask_BS.cumsum(1) - 1).clamp_min(0)
+            placed = {"attention_mask": self.mask_BS, "position_ids": positions_BS[:, -new:]}
+        output = self.decoder(
+            input_ids=self.ids, past_key_values=self.cache, use_cache=True, **placed
+        )
+        if self.cache is None:
+            self.cache = grow(output.past_key_values, self.mask_BS.shape[1] + num_tokens)
+        hidden_BE: Tensor = output.last_hidden_state[:, -1]
+        return hidden_BE
+
+    def _choose(self, hidden_BE: Tensor) -> Tensor:
+        """A token for every row, [B]."""
+        logits_BV = next(self.head.chunks(BaseModelOutput(), hidden_BE, len(hidden_BE)))
+        if self.sampling is None:
+            return logits_BV.argmax(-1)
+        probabilities_BV = (logits_BV.float() / self.sampling.temperature).softmax(-1)
+        size = logits_BV.shape[-1]
+        draws = [self.draws[row].standard_exponential(size, np.float32) for row in self.rows]
+        race_BV = torch.from_numpy(np.stack(draws)).to(logits_BV.device).clamp_min(_TINY)
+        return (nucleus(probabilities_BV, self.sampling.top_p) / race_BV).argmax(-1)
+
+    def _next(self, chosen_B: Tensor, ended: Collection[int]) -> None:
+        """Take the chosen tokens as read next, and the ended rows out where the cache lets go."""
+        lasting = [place for place, row in enumerate(self.rows) if row not in ended]
+        if len(lasting) < len(self.rows) and _selects(self.cache):
+            kept = torch.tensor(lasting, device=chosen_B.device)
+            self.cache.batch_select_indices(kept)
+            chosen_B, self.mask_BS = chosen_B[kept], self.mask_BS[kept]
+            self.rows = [self.rows[place] for place in lasting]
+        self.ids = chosen_B[:, None]
+        self.mask_BS = torch.cat([self.mask_BS, torch.ones_like(self.ids)], 1)
+
+
+def _selects(cache: Any) -> bool:
+    """Whether rows can be taken out of every layer of a cache."""
+    return all(isinstance(layer, DynamicLayer) for layer in getattr(cache, "layers", [None]))
+
+
+@contextmanager
+def _shared_reads(model: Any) -> Iterator[None]:
+    """SDPA as `rap` inside, which reads the keys of a group once, also under a mask."""
+    before = model.config._attn_implementation
+    if before == "sdpa":
+        model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        if before == "sdpa":
+            model.set_attn_implementation(before)
