@@ -12,11 +12,11 @@ import torch
 from cases.models import tiny_model
 from rap import RapError
 from rap.calibration import sampling
-from rap.calibration.sampling import Sampling, draw, first_token, one_of_nucleus, write_documents
+from rap.calibration.sampling import Corpus, draw, first_token, nucleus, write_documents
 from rap.calibration.text import load_windows
 from rap.model.errors import CheckpointError
 
-ASKED = Sampling(documents=5, tokens=7, batch_size=2)
+ASKED = Corpus(documents=5, tokens=7, batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -34,27 +34,33 @@ def test_every_token_follows_from_those_before(model: Any) -> None:
     assert torch.equal(draw(model, 3, 1, asked), ids[:, 1:])
 
 
-def test_a_nucleus_is_the_fewest_tokens_that_reach_its_share() -> None:
-    probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.97, 0.01, 0.01, 0.01]])
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.cat([one_of_nucleus(probabilities, 0.6, generator) for _ in range(400)], 1)
-    assert set(drawn[0].tolist()) == {1, 3}
-    assert set(drawn[1].tolist()) == {0}
-    share = (drawn[0] == 1).double().mean()
-    assert share == pytest.approx(4 / 7, abs=0.1)  # four standard deviations of 400 draws
+@pytest.mark.parametrize("few", [1024, 2])  # a small vocabulary at once, or first without its tail
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.4, [0.5, 0]), (0.5, [0.5, 0]), (0.6, [0.5, 0.25]), (0.8, [0.5, 0.25, 0.125])],
+)
+def test_a_nucleus_is_the_fewest_tokens(
+    top_p: float, kept: list[float], few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "FEW", few)
+    tokens, likely = nucleus(torch.tensor([[0.125, 0.5, 0.25, 0.125]]), top_p)
+    assert tokens[0, :2].tolist() == [1, 2]
+    found = likely[0].tolist()
+    assert found == [*kept, *[0.0] * (len(found) - len(kept))]
 
 
-def test_a_flat_distribution_is_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flat_distribution_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "FEW", 2)
-    generator = torch.Generator().manual_seed(0)
     flat = torch.full((1, 8), 1 / 8)
-    drawn = {int(one_of_nucleus(flat, 0.999, generator)) for _ in range(200)}
-    assert drawn == set(range(8))
+    tokens, likely = nucleus(flat, 1.0)
+    assert set(tokens[0].tolist()) == set(range(8))
+    assert torch.equal(likely, flat)
+    assert nucleus(flat, 0.1)[0].shape == (1, 2)
 
 
 def test_temperature_spreads_what_is_drawn(model: Any) -> None:
     def kinds(temperature: float) -> int:
-        asked = Sampling(tokens=64, temperature=temperature, top_p=1.0)
+        asked = Corpus(tokens=64, temperature=temperature, top_p=1.0)
         return len(draw(model, 3, 4, asked).unique())
 
     assert kinds(0.05) < kinds(1.0)
@@ -108,7 +114,7 @@ def test_what_it_writes_is_a_text_to_calibrate_on(
     reference_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     output = tmp_path / "own.jsonl"
-    write_documents(reference_model, tokenizer, output, Sampling(documents=4, tokens=32))
+    write_documents(reference_model, tokenizer, output, Corpus(documents=4, tokens=32))
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 4
     assert all(set(line) == {"text"} and line["text"].strip() for line in lines)
@@ -146,4 +152,4 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
 )
 def test_settings_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(RapError, match=f"sampling {name}"):
-        Sampling(**{name: value})
+        Corpus(**{name: value})

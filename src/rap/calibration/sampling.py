@@ -4,7 +4,7 @@ What a model was trained on is seldom at hand, and a text of one kind teaches a 
 alone. Documents drawn from the dense model are spread as its own training text was
 (self-calibration: https://arxiv.org/abs/2410.17170; LLM-QAT: https://arxiv.org/abs/2305.17888).
 
-Shapes: B documents of a batch, T tokens of a document, V vocabulary.
+Shapes: B documents of a batch, T tokens of a document, V vocabulary, N tokens of it.
 """
 
 import json
@@ -25,7 +25,7 @@ FEW = 2048  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Corpus:
     """What a model writes: documents of `tokens` tokens, `batch_size` of them side by side.
 
     Each token is drawn at `temperature` among the likeliest that have `top_p` together. Raises
@@ -54,7 +54,7 @@ def write_documents(
     model: Any,
     tokenizer: Any,
     output: Path,
-    asked: Sampling,
+    asked: Corpus,
     *,
     force: bool = False,
     progress: bool = False,
@@ -101,7 +101,7 @@ def draw(
     model: Any,
     first: int,
     count: int,
-    asked: Sampling,
+    asked: Corpus,
     *,
     start: int = 0,
     bar: Progress | None = None,
@@ -122,27 +122,28 @@ def draw(
             )
             cache = output.past_key_values
             logits = output.logits[:, -1].float().cpu() / asked.temperature
-            ids = one_of_nucleus(logits.softmax(-1), asked.top_p, generator)
+            token_BN, likely_BN = nucleus(logits.softmax(-1), asked.top_p)
+            ids = token_BN.gather(1, torch.multinomial(likely_BN, 1, generator=generator))
             drawn.append(ids)
             if bar is not None:
                 bar.advance(count)
     return torch.cat(drawn, 1)
 
 
-def one_of_nucleus(probabilities_BV: Tensor, top_p: float, generator: torch.Generator) -> Tensor:
-    """A token of every row, [B, 1], among the likeliest that have `top_p` together.
+def nucleus(probabilities_BV: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The most likely tokens [B, N] and their probabilities, 0 outside the fewest with `top_p`.
 
+    Both are sorted by probability; what is left does not sum to 1.
     Nucleus sampling, https://arxiv.org/abs/1904.09751, section 3.1.
     """
     vocabulary = probabilities_BV.shape[-1]
     # Few tokens are nearly always enough, and a whole vocabulary is slow to sort.
     for count in (min(FEW, vocabulary), vocabulary):
-        likely_BC, token_BC = probabilities_BV.topk(count)
-        above_BC = likely_BC.cumsum(-1) - likely_BC
-        if (above_BC[:, -1] >= top_p).all():
+        likely_BN, token_BN = probabilities_BV.topk(count)
+        if bool((likely_BN.sum(-1) >= top_p).all()):
             break
-    likely_BC = likely_BC.masked_fill(above_BC >= top_p, 0)
-    return token_BC.gather(1, torch.multinomial(likely_BC, 1, generator=generator))
+    before_BN = likely_BN.cumsum(-1) - likely_BN
+    return token_BN, likely_BN.masked_fill(before_BN >= top_p, 0.0)
 
 
 def _kept(path: Path, settings: str) -> list[str]:

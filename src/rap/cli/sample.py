@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..calibration.sampling import Sampling, write_documents
+from ..calibration.sampling import Corpus, write_documents
 from ..checkpoint.files import check_output_file
 from ..model.errors import RapError
 from . import options
@@ -24,15 +24,15 @@ def add_commands(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is drawn: the fields of Sampling, as options."""
+    """What is drawn: the fields of Corpus, as options."""
 
-    documents: Annotated[int, typer.Option(help="Documents to write.")] = Sampling.documents
-    tokens: Annotated[int, typer.Option(help="Tokens of a document.")] = Sampling.tokens
-    temperature: Annotated[float, typer.Option(help="Above 1 wilder.")] = Sampling.temperature
+    documents: Annotated[int, typer.Option(help="Documents to write.")] = Corpus.documents
+    tokens: Annotated[int, typer.Option(help="Tokens of a document.")] = Corpus.tokens
+    temperature: Annotated[float, typer.Option(help="Above 1 wilder.")] = Corpus.temperature
     top_p: Annotated[
         float, typer.Option(help="Draw among the likeliest tokens of this probability.")
-    ] = Sampling.top_p
-    batch_size: Annotated[int, typer.Option(help="Documents side by side.")] = Sampling.batch_size
+    ] = Corpus.top_p
+    batch_size: Annotated[int, typer.Option(help="Documents side by side.")] = Corpus.batch_size
 
 
 @grouped
@@ -57,7 +57,7 @@ def sample_command(
         raise RapError(f"{output} must end in {TEXT}: one document is written by line")
     check_output_file(output, force=force)
     opened = open_checkpoint(model, device_map, [], dtype=dtype)
-    drawn = Sampling(**asdict(asked), seed=seed)
+    drawn = Corpus(**asdict(asked), seed=seed)
     write_documents(
         opened.model, opened.tokenizer, output, drawn, force=force, progress=not as_json
     )

@@ -21,13 +21,13 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ...calibration.logits import Head, decoder_of
 from ...calibration.progress import Progress
+from ...calibration.sampling import nucleus
 from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ...model.kernels.growing_cache import grow
 from ...model.kernels.interface import NAME
 from .documents import evaluation_rng
 
-_LIKELY = 1024  # tokens that hold most nuclei
 _TINY = float(np.finfo(np.float32).tiny)  # an exponential can be 0, by which nothing is divided
 
 
@@ -105,22 +105,6 @@ def padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return ids_BP, pad_sequence(ones, batch_first=True, padding_side="left")
 
 
-def nucleus(probabilities_BV: Tensor, top_p: float) -> Tensor:
-    """The probabilities [B, V] with 0 outside the fewest most likely tokens that sum to `top_p`.
-
-    Holtzman et al. 2020, arXiv 1904.09751, section 3.1, not yet scaled to sum to 1.
-    """
-    vocabulary = probabilities_BV.shape[-1]
-    # A sort of a whole vocabulary takes longer than the layers of a small model.
-    for size in (min(_LIKELY, vocabulary), vocabulary):
-        sorted_BN, order_BN = probabilities_BV.topk(size)
-        if bool((sorted_BN.sum(-1) >= top_p).all()):
-            break
-    before_BN = sorted_BN.cumsum(-1) - sorted_BN
-    kept_BN = sorted_BN.masked_fill(before_BN >= top_p, 0.0)
-    return torch.zeros_like(probabilities_BV).scatter(-1, order_BN, kept_BN)
-
-
 class _Batch:
     """Prompts that are continued together; `rows` are those that are still read and written."""
 
@@ -187,7 +171,9 @@ class _Batch:
         size = logits_BV.shape[-1]
         draws = [self.draws[row].standard_exponential(size, np.float32) for row in self.rows]
         race_BV = torch.from_numpy(np.stack(draws)).to(logits_BV.device).clamp_min(_TINY)
-        return (nucleus(probabilities_BV, self.sampling.top_p) / race_BV).argmax(-1)
+        token_BN, likely_BN = nucleus(probabilities_BV, self.sampling.top_p)
+        winner_B1 = (likely_BN / race_BV.gather(-1, token_BN)).argmax(-1, keepdim=True)
+        return token_BN.gather(-1, winner_B1)[:, 0]
 
     def _next(self, chosen_B: Tensor, ended: Collection[int]) -> None:
         """Take the chosen tokens as read next, and the ended rows out where the cache lets go."""
