@@ -21,7 +21,10 @@ REPOSITORY = Path(__file__).parents[1]
 EXPERIMENTS = REPOSITORY / "experiments"
 README, FIGURE = REPOSITORY / "README.md", "docs/first-page.svg"
 BEGIN, END = "<!-- measured: python docs/first_page.py -->\n", "<!-- end of what is measured -->\n"
-COMPARED = ("smollm2", "smollm2-sweep", "smollm2-fit-block", "smollm2-fit-sweep", "smollm2-distil")
+COMPARED = (
+    *("smollm2", "smollm2-sweep", "smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods"),
+    "smollm2-distil",
+)
 SCORED = "smollm2-zero-shot/zero-shot.json"
 RATIOS = (0.7, 0.5)
 STORED_BYTES = {"float32": 4}  # of the caches that were counted
@@ -41,6 +44,7 @@ class Row:
 ROWS = (
     Row("the paper's cut", "rap:paper", "none", "#b5651d"),
     Row("PaLU, low rank", "palu", "none", "#7d7d7d"),
+    Row("PaLU, fitted", "palu", "fit", "#3d3d3d"),
     Row("**rap**", "rap", "none", "#7fb0e6"),
     Row("**rap, fitted**", "rap", "fit", "#1f5fa8"),
     Row("**rap, fitted and distilled**", "rap", "fit+full", "#0b2f5c"),

@@ -27,6 +27,7 @@ REAL = tuple(
         "-sweep",
         "-fit-block",
         "-fit-sweep",
+        "-fit-methods",
         "-distil",
         "-defaults",
         "-refit",
