@@ -111,6 +111,17 @@ def finished(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     return cell if cell["key"] == json.loads(json.dumps(key)) else None
 
 
+def cell_key(bench: Workbench, subject: Subject, task: str, limit: int) -> dict[str, Any]:
+    """What a finished cell of a model and a task must agree in."""
+    return {**subject.key(bench), "task": task, "limit": limit}
+
+
+def is_finished(bench: Workbench, subject: Subject, limit: int) -> bool:
+    """Whether all tasks of a model are stored."""
+    keys = {task: cell_key(bench, subject, task, limit) for task in TASKS}
+    return all(finished(cell_path(subject, task), key) for task, key in keys.items())
+
+
 def measure(
     bench: Workbench, subject: Subject, folder: Path, limit: int
 ) -> Iterator[dict[str, Any]]:
@@ -118,7 +129,7 @@ def measure(
     made: tuple[Any, dict[str, Any]] | None = None
     for task, title in TASKS.items():
         path = cell_path(subject, task)
-        key = {**subject.key(bench), "task": task, "limit": limit}
+        key = cell_key(bench, subject, task, limit)
         cell = finished(path, key)
         if cell is None:
             made = made or subject.make(bench)
@@ -215,8 +226,10 @@ def main() -> None:
         SOURCE, dtype=torch.float32, reading=READING, kept_in=arguments.statistics, progress=True
     )
     chosen = subjects(arguments.checkpoint)
-    # Whatever all cuts need is read at once, if it is not there.
-    bench.statistics_for([subject.method for subject in chosen if subject.method is not None])
+    # Whatever the missing cuts need is read at once, if it is not there.
+    cuts = [one for one in chosen if one.method is not None and not is_finished(bench, one, limit)]
+    if cuts:
+        bench.statistics_for([one.method for one in cuts if one.method is not None])
     rows: list[dict[str, Any]] = []
     for subject in chosen:
         cells = list(measure(bench, subject, arguments.task_folder, limit))
