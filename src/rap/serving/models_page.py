@@ -12,7 +12,8 @@ from textwrap import fill
 from ..model.families import FAMILIES, WRAPPERS
 from ..model.refusals import REASONS
 from ..model.specs import NORM_MODES, AttentionSpec
-from .paths import BESIDE, REFUSED, family_path
+from .paths import BESIDE, REFUSED, family_path, is_divisible
+from .stock import STOCK_FAMILIES
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = "5.19.0, those of the first release in 5.16.1 too"
@@ -48,13 +49,19 @@ models cannot be worked on layer by layer: no streamed calibration, no closed-fo
 `rap apply --stream` and distillation work. A linear that is keys and values in one
 (`attention_k_eq_v`) has rows of both after the cut, so that W_k itself becomes no smaller there.
 
-The last column is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this
-package (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were
-compared with transformers in vLLM on a CPU (`make test-families`).
-`rap verify OUT --engine vllm` compares a checkpoint.
+Every family is cut in memory and from files (`rap apply --stream`); those that say `all` are also
+calibrated and fitted from files, layer by layer (`--stream --recover fit`).
 
-| model type | pairs | layers that rotate | QK-norm | other features | vLLM |
-|---|---|---|---|---|---|
+`vLLM` is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this package
+(`native`), vLLM's backend for models of transformers (`transformers`), or none. All were compared
+with transformers in vLLM on a CPU (`make test-families`); `rap verify OUT --engine vllm` compares a
+checkpoint. `devices` says whether vLLM may divide the heads over several. What divides them is the
+same for all of one way; it was run on two CPU ranks with Llama, Qwen2 and Qwen3 (native),
+Qwen3-MoE, Phi-3.5-MoE and Gemma 4 (transformers). `plain`: the stock profile has a checkpoint for
+other engines (`rap export stock`) and a GGUF file (`rap export gguf`).
+
+| model type | pairs | layers that rotate | QK-norm | other | from files | vLLM | devices | plain |
+|---|---|---|---|---|---|---|---|---|
 """
 _FOOTER = """
 Windows of text, to calibrate, recover or evaluate on, begin with BOS where the model's tokenizer
@@ -119,8 +126,24 @@ def _reasons(reasons: Mapping[str, str]) -> str:
 def _row(spec: AttentionSpec) -> str:
     rotates = "all" if spec.rotates is None else (spec.rotates.__doc__ or "").strip()
     path = family_path(spec.model_type) or "-"
-    cells = (f"`{spec.model_type}`", spec.pairing, rotates, _norm(spec), _features(spec), path)
+    cells = (
+        f"`{spec.model_type}`",
+        spec.pairing,
+        rotates,
+        _norm(spec),
+        _features(spec),
+        "cut" if spec.value_norm else "all",
+        path,
+        _devices(spec),
+        "yes" if spec.model_type in STOCK_FAMILIES else "-",
+    )
     return f"| {' | '.join(cells)} |"
+
+
+def _devices(spec: AttentionSpec) -> str:
+    if family_path(spec.model_type) is None:
+        return "-"
+    return "several" if is_divisible(spec.norm) else "one"
 
 
 def _norm(spec: AttentionSpec) -> str:

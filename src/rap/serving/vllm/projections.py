@@ -21,6 +21,7 @@ from vllm.model_executor.models.transformers.utils import replace_linear_class
 from ...model.attention import RapAttention
 from ...model.errors import UnsupportedModelError
 from ...model.norms import KeptNorm, norm_names
+from ..paths import is_divisible
 from .rows import check_stored
 
 MERGED = "qkv_proj"
@@ -69,10 +70,7 @@ def place_attention(
 
 
 def _check_divisible(attention: RapAttention, name: str) -> None:
-    norm = attention.norm
-    if get_tensor_model_parallel_world_size() == 1 or norm is None:
-        return
-    if norm.over == "all" or norm.one_module_per_head:
+    if get_tensor_model_parallel_world_size() > 1 and not is_divisible(attention.norm):
         raise UnsupportedModelError(
             f"{name} normalises the channels of all heads together, which are not on one device: "
             "serve with --tensor-parallel-size 1"
