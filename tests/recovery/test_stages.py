@@ -159,8 +159,9 @@ def test_too_little_text_is_refused(tokenizer, tmp_path):
     path.write_text("Too short a text.")
     with pytest.raises(RapError, match="one window needs 32"):
         recovery_windows([str(path)], tokenizer, CONFIG)
-    with pytest.raises(RapError, match="at least one source"):
-        recovery_windows([], tokenizer, CONFIG)
+    for sources in ([], [","]):
+        with pytest.raises(RapError, match="at least one source"):
+            recovery_windows(sources, tokenizer, CONFIG)
     with pytest.raises(RapError, match="two windows or more"):
         hold_out(torch.zeros(1, 8, dtype=torch.long), 4)
 

@@ -150,5 +150,5 @@ def _kept(path: Path, settings: str) -> list[str]:
     """The finished lines of a run with these settings."""
     if not path.is_file():
         return []
-    found, *lines = path.read_text(encoding="utf-8").splitlines()
-    return lines if found == settings else []
+    found, _, lines = path.read_text(encoding="utf-8").partition("\n")
+    return lines.splitlines() if found == settings else []

@@ -68,9 +68,9 @@ def recovery_windows(
 
     Raises RapError for no source, or a text too short for two windows.
     """
+    sources = [name for source in sources for name in named_sources(source)]
     if not sources:
         raise RapError("recovery needs a text: name at least one source")
-    sources = [name for source in sources for name in named_sources(source)]
     window = min(config.window, longest or config.window)
     share = None if config.num_windows is None else -(-config.num_windows // len(sources))
     held_out = -(-config.validation_windows // len(sources))
