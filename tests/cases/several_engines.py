@@ -2,14 +2,19 @@
 
 Most of what an engine of a tiny model costs is the import of vLLM. JOBS is a JSON file of jobs by
 name, as `rap.serving.vllm.worker` takes them; OUT receives each job's result, or its `error`.
+
+On several ranks every rank is such a process, started as torchrun would: each runs an engine of its
+own with its part of the heads, and all take the same steps.
 """
 
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,23 +23,63 @@ from typing import Any
 from rap.serving.engine import Transcript, engine_environment
 
 
-def run_several(jobs: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
-    """The result of every job by its name, from one process."""
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = engine_environment({"PYTHONPATH": os.pathsep.join(paths)})
+def run_several(jobs: Mapping[str, Any], *, timeout: float, ranks: int = 1) -> dict[str, Any]:
+    """The result of every job by its name, from one process, or one process a rank."""
+    if ranks > 1:
+        jobs = {name: _divided(job, ranks) for name, job in jobs.items()}
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("jobs.json", "results.json")]
-        files[0].write_text(json.dumps(jobs), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, "-m", "cases.several_engines", *map(str, files)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
+        source = Path(folder) / "jobs.json"
+        source.write_text(json.dumps(jobs), encoding="utf-8")
+        started = [_start(source, rank, ranks) for rank in range(ranks)]
+        try:
+            _wait(started, time.monotonic() + timeout)
+        finally:
+            for one in started:
+                one.kill()
+        results = source.with_name("results-0.json")
+        last = source.with_name("log-0").read_text(encoding="utf-8", errors="replace")[-3000:]
+        assert results.exists(), last
+        found = json.loads(results.read_text(encoding="utf-8"))
+    never = {"error": f"the process ended before this job did:\n{last}"}
+    return {name: found.get(name, never) for name in jobs}
+
+
+def _divided(job: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """The job on several ranks, which meet at a port of their own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    engine = {"tensor_parallel_size": ranks, "distributed_executor_backend": "external_launcher"}
+    return {**job, "engine": {**job["engine"], **engine}, "port": port}
+
+
+def _start(source: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"PYTHONPATH": os.pathsep.join(paths)}
+    if ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        settings |= {name: str(value) for name, value in place.items()}
+        settings |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in range(ranks)),
+        }
+    out = source.with_name(f"results-{rank}.json")
+    with source.with_name(f"log-{rank}").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cases.several_engines", str(source), str(out)],
+            env=engine_environment(settings),
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
-        assert files[1].exists(), done.stderr[-3000:]
-        return json.loads(files[1].read_text(encoding="utf-8"))
+
+
+def _wait(started: list[subprocess.Popen[bytes]], until: float) -> None:
+    """Wait for all; where one fails the others would wait for it for ever."""
+    while any(one.poll() is None for one in started):
+        if any(one.poll() for one in started):
+            return
+        assert time.monotonic() < until, "the engines took too long"
+        time.sleep(0.2)
 
 
 def transcripts(result: Mapping[str, Any]) -> list[Transcript]:
@@ -51,6 +96,8 @@ def main(jobs: Path, out: Path) -> None:
 
     results: dict[str, Any] = {}
     for name, job in json.loads(jobs.read_text(encoding="utf-8")).items():
+        if "port" in job:
+            os.environ["MASTER_PORT"] = str(job["port"])
         try:
             results[name] = run(job)
         except Exception:

@@ -12,14 +12,16 @@ from cases.family_cases import CASES, Case, random_case_plan
 from cases.models import VOCABULARY
 from cases.plans import random_plan
 from cases.several_engines import run_several, transcripts
+from rap.model.families import FAMILIES
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round, run_vllm
-from rap.serving.paths import family_path
+from rap.serving.paths import family_path, is_divisible
 from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]
 
 SERVED = [case for case in CASES if family_path(case.model_type) == "transformers"]
+DIVISIBLE = [case for case in SERVED if is_divisible(FAMILIES[case.model_type].norm)]
 # One for each thing that the path does for a family: `make test-families` runs all.
 FEW = ("gemma3_text", "gpt_oss", "granite", "olmo2", "phi3", "qwen3_moe")
 # As in test_vllm: other kernels, other order of sums. A wrong pair or channel costs 0.1 and more.
@@ -62,20 +64,32 @@ def _eager(small):
     return small
 
 
-def _selected(session) -> set[str]:
-    """The cases that this run of pytest asks for."""
+def _selected(session, argument: str) -> set[str]:
+    """The cases that this run of pytest asks for as this argument."""
     calls = (getattr(item, "callspec", None) for item in session.items)
-    return {call.params["case"].name for call in calls if call and "case" in call.params}
+    return {call.params[argument].name for call in calls if call and argument in call.params}
 
 
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory):
     """The selected families' models, and what the engine made of each, by names of cases."""
-    wanted = _selected(request.session)
+    models, jobs = _saved(_selected(request.session, "case"), tmp_path_factory)
+    return models, run_several(jobs, timeout=3600)
+
+
+@pytest.fixture(scope="module")
+def divided(request, tmp_path_factory):
+    """The same of engines whose heads are on two ranks."""
+    models, jobs = _saved(_selected(request.session, "divisible"), tmp_path_factory)
+    return models, run_several(jobs, timeout=3600, ranks=2)
+
+
+def _saved(wanted: set[str], folders):
+    """The wanted families' models, and a job for each."""
     models = {case.name: _pruned(case) for case in SERVED if case.name in wanted}
     jobs = {}
     for name, small in models.items():
-        path = tmp_path_factory.mktemp("family")
+        path = folders.mktemp("family")
         small.save_pretrained(path)
         jobs[name] = {
             "engine": {
@@ -88,7 +102,7 @@ def served(request, tmp_path_factory):
             },
             "rounds": [{"prompts": _prompts(3, 40, 90), "max_tokens": 8, "prompt_logprobs": True}],
         }
-    return models, run_several(jobs, timeout=3600)
+    return models, jobs
 
 
 def assert_agrees(reference, found):
@@ -107,6 +121,12 @@ def _marked(case: Case):
 def test_a_family_agrees_with_transformers(served, case):
     models, results = served
     assert_agrees(models[case.name], transcripts(results[case.name]))
+
+
+@pytest.mark.parametrize("divisible", [_marked(case) for case in DIVISIBLE])
+def test_a_family_agrees_on_two_ranks(divided, divisible):
+    models, results = divided
+    assert_agrees(models[divisible.name], transcripts(results[divisible.name]))
 
 
 @pytest.fixture(scope="module")
