@@ -4,17 +4,15 @@ The reference is the pruned model in transformers, itself compared with the dens
 """
 
 import pytest
-import torch
 
 from cases.models import VOCABULARY, tiny_model
 from cases.plans import random_plan
-from rap.serving.agreement import agreement
-from rap.serving.engine import Round, run_vllm
+from cases.served import assert_agrees, eager, prompts_of, run_divided, run_tiny
+from rap.serving.engine import Round
 from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(1800)]
 
-TOLERANCE = 1e-4  # as in test_backbone
 FULL, SLIDING = "full_attention", "sliding_attention"
 SHARED = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8} | {
     "vocab_size_per_layer_input": VOCABULARY
@@ -47,38 +45,20 @@ GEMMA4 = SHARED | {
 }
 
 
-def _prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in (3, 40, 140)]
-
-
 def _pruned(path, family, fields, widths):
     model = tiny_model(family, head_dim=64, hidden=64, **fields)
-    small = apply(model, random_plan(model, [*widths, None, None]))
-    small.set_attn_implementation("eager")
+    small = eager(apply(model, random_plan(model, [*widths, None, None])))
     small.save_pretrained(path)
     return small
-
-
-def _run(path, *rounds, **engine):
-    settings = {"max_model_len": 256, "kv_cache_memory_bytes": 2**27, **engine}
-    return run_vllm(path, rounds, skip_tokenizer_init=True, **settings)
-
-
-def assert_agrees(reference, found):
-    compared = agreement(reference, found)
-    print(f"{compared.num_tokens} tokens, max |delta logprob| {compared.max_logprob_error:.2e}")
-    assert compared.mismatched_tokens == 0
-    assert compared.max_logprob_error <= TOLERANCE
 
 
 def test_readers_take_no_cache_with_sizes_by_layer_chunks_and_prefix_cache(tmp_path):
     """One source pruned, its readers with it; one layer of another size, one dense."""
     small = _pruned(tmp_path, "gemma3n_text", GEMMA3N, [(20, 40), None, (16, 32)])
-    again = Round(_prompts(), max_tokens=8)
-    run = _run(
+    again = Round(prompts_of(3, 40, 140), max_tokens=8)
+    run = run_tiny(
         tmp_path,
-        Round(_prompts(), max_tokens=8, prompt_logprobs=True),
+        Round(prompts_of(3, 40, 140), max_tokens=8, prompt_logprobs=True),
         again,
         again,
         max_num_batched_tokens=64,
@@ -95,10 +75,4 @@ def test_readers_take_no_cache_with_sizes_by_layer_chunks_and_prefix_cache(tmp_p
 def test_two_ranks_with_heads_divided_and_replicated(tmp_path, widths):
     """The heads of layers with a window are divided, the one of those without is replicated."""
     small = _pruned(tmp_path, "gemma4_text", GEMMA4, [(16, 32), (40, 80), widths, (20, 64)])
-    run = _run(
-        tmp_path,
-        Round(_prompts(), max_tokens=8, prompt_logprobs=True),
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        tensor_parallel_size=2,
-    )
-    assert_agrees(small, run.rounds[0])
+    assert_agrees(small, run_divided(tmp_path, 3, 40, 140))

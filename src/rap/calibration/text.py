@@ -45,9 +45,15 @@ def load_windows(
     Each source gives an equal share of the windows, the first ones what is left over. A window
     begins with BOS as `bos.bos_token` decides; give it the token for a family's own default.
 
-    Raises CalibrationError if a source cannot be read or is too short.
+    Raises CalibrationError if a source cannot be read or is too short, or if there are fewer
+    windows than sources.
     """
-    names = named_sources(source)[:num_windows] or [str(source)]
+    names = named_sources(source) or [str(source)]
+    if num_windows < len(names):
+        raise CalibrationError(
+            f"{num_windows} windows cannot be shared by {len(names)} texts: take {len(names)} or "
+            "more (--windows), or fewer texts"
+        )
     parts = []
     for index, name in enumerate(names):
         share = num_windows // len(names) + (index < num_windows % len(names))

@@ -63,6 +63,10 @@ class KeptNorm(nn.Module):
         self.ratio = kept.to(self.ratio.device, torch.float32)
         return self
 
+    def over_heads(self, mean_BHT1: Tensor) -> Tensor:
+        """The mean of what all heads have, [B, 1, T, 1]."""
+        return mean_BHT1.mean(1, keepdim=True)
+
     def forward(self, x_BHTW: Tensor) -> Tensor:
         """x over the estimated root mean square of the dense head, times the weight.
 
@@ -72,7 +76,7 @@ class KeptNorm(nn.Module):
         square_BHT1 = x.square().sum(-1, keepdim=True) * self.ratio[:, None, None].to(x.dtype)
         mean = square_BHT1 / self.head_dim
         if self.over == "all":
-            mean = mean.mean(1, keepdim=True)
+            mean = self.over_heads(mean)
         x = x[..., : self.width] * torch.rsqrt(mean + self.eps)
         if self.weight is not None:
             x = x * (self.weight[:, None].to(x.dtype) + self.offset)

@@ -12,7 +12,7 @@ from textwrap import fill
 from ..model.families import FAMILIES, WRAPPERS
 from ..model.refusals import REASONS
 from ..model.specs import NORM_MODES, AttentionSpec
-from .paths import BESIDE, REFUSED, family_path, is_divisible
+from .paths import BESIDE, REFUSED, family_path
 from .stock import STOCK_FAMILIES
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
@@ -54,14 +54,13 @@ calibrated and fitted from files, layer by layer (`--stream --recover fit`).
 
 `vLLM` is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this package
 (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were compared
-with transformers in vLLM on a CPU (`make test-families`); `rap verify OUT --engine vllm` compares a
-checkpoint. `devices` says whether vLLM may divide the heads over several. What divides them is the
-same for all of one way; it was run on two CPU ranks with Llama, Qwen2 and Qwen3 (native),
-Qwen3-MoE, Phi-3.5-MoE and Gemma 4 (transformers). `plain`: the stock profile has a checkpoint for
-other engines (`rap export stock`) and a GGUF file (`rap export gguf`).
+with transformers in vLLM on a CPU, whole and with their heads on two ranks
+(`--tensor-parallel-size 2`), those with QK-norm in every mode there (`make test-families`);
+`rap verify OUT --engine vllm` compares a checkpoint. `plain`: the stock profile has a checkpoint
+for other engines (`rap export stock`) and a GGUF file (`rap export gguf`).
 
-| model type | pairs | layers that rotate | QK-norm | other | from files | vLLM | devices | plain |
-|---|---|---|---|---|---|---|---|---|
+| model type | pairs | layers that rotate | QK-norm | other | from files | vLLM | plain |
+|---|---|---|---|---|---|---|---|
 """
 _FOOTER = """
 Windows of text, to calibrate, recover or evaluate on, begin with BOS where the model's tokenizer
@@ -134,16 +133,9 @@ def _row(spec: AttentionSpec) -> str:
         _features(spec),
         "cut" if spec.value_norm else "all",
         path,
-        _devices(spec),
         "yes" if spec.model_type in STOCK_FAMILIES else "-",
     )
     return f"| {' | '.join(cells)} |"
-
-
-def _devices(spec: AttentionSpec) -> str:
-    if family_path(spec.model_type) is None:
-        return "-"
-    return "several" if is_divisible(spec.norm) else "one"
 
 
 def _norm(spec: AttentionSpec) -> str:

@@ -12,7 +12,6 @@ from ..model.errors import UnsupportedModelError
 from ..model.families import INNER, WRAPPERS
 from ..model.layers import base_model_type
 from ..model.modeling import norm_mode
-from ..model.specs import QKNorm
 from .layout import head_layouts
 
 Path = Literal["native", "transformers"]
@@ -48,11 +47,6 @@ def family_path(model_type: str) -> Path | None:
     if model_type in REFUSED:
         return None
     return "native" if model_type in NATIVE else "transformers"
-
-
-def is_divisible(norm: QKNorm | None) -> bool:
-    """Whether a layer's heads may be on several devices: its QK-norm reads none but a head."""
-    return norm is None or not (norm.over == "all" or norm.one_module_per_head)
 
 
 def serving_path(config: PreTrainedConfig) -> Path:

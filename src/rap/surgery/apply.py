@@ -146,7 +146,8 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
         if planned is None:
             continue
         assert layer.shape is not None
-        index = planned.frequency_GM.to(torch.int32, copy=True)  # readers share their source's
+        # Copies, because readers share their source's.
+        index = planned.frequency_GM.to(torch.int32, copy=True)
         added = {"frequency_index": index.contiguous()}
         if layer.norm is not None and plan.qk_norm == "exact":
             added["kept_channels"] = planned.kept_channels(layer.shape).to(torch.int32)
@@ -157,7 +158,8 @@ def added_tensors(plan: Plan, layers: list[AttentionLayer]) -> dict[str, dict[st
             for name, ratio, count in zip(names, ratios, counts, strict=True):
                 if name == names[1] and layer.shape.source is not None:
                     continue
-                added[f"{name}.ratio"] = torch.ones(count) if ratio is None else ratio.float()
+                ratio = torch.ones(count) if ratio is None else ratio
+                added[f"{name}.ratio"] = ratio.to(torch.float32, copy=True)
         by_path[layer.path] = added
     return by_path
 

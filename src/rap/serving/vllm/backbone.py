@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.transformers import (
     TransformersForCausalLM,
@@ -26,6 +27,7 @@ from ...model.errors import CheckpointError, UnsupportedModelError
 from ...model.layers import base_model_type
 from ...model.modeling import RapModelMixin, config_class, model_class
 from ..paths import serving_path
+from .division import WholeLayers, divide_sparsity
 from .projections import place_attention
 from .routers import routers_kept
 from .widths import PaddedAttention, ReadingAttention
@@ -59,12 +61,16 @@ class PrunedMixin(Base):
         """As vLLM's, after the linears of pruned attention have been replaced."""
         stacked: dict[str, tuple[str, str]] = {}
         self.loaded_by_rows: set[str] = set()
+        divided = get_tensor_model_parallel_world_size() > 1
+        self.whole_layers = WholeLayers(self.model) if divided else None
         for name, attention in self.pruned_layers():
             mapped, rows = place_attention(attention, name, self.vllm_config)
             stacked |= mapped
             self.loaded_by_rows |= rows
         with routers_kept(self.model):
             super().recursive_replace()
+        if divided:
+            divide_sparsity(self.model)
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_stacked=stacked)
         for index, (name, fuser) in self.attention_fusers.items():
             told = tell_sinks(fuser, self.get_submodule(name))
@@ -92,6 +98,8 @@ class PrunedMixin(Base):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM's; CheckpointError if an index or a ratio of a pruned layer is missing."""
+        if self.whole_layers is not None:
+            weights = self.whole_layers.cut(weights)
         loaded = super().load_weights(weights)
         missing = sorted(self.loaded_by_rows - loaded)
         if missing:

@@ -20,8 +20,7 @@ from vllm.model_executor.models.transformers.utils import replace_linear_class
 
 from ...model.attention import RapAttention
 from ...model.errors import UnsupportedModelError
-from ...model.norms import KeptNorm, norm_names
-from ..paths import is_divisible
+from .head_norms import divide_norms, norms_by_heads
 from .rows import check_stored
 
 MERGED = "qkv_proj"
@@ -52,12 +51,13 @@ def place_attention(
 
     Returns what vLLM must know to load it: names of linears that became one, with the new name and
     the part, and the names of tensors that are divided by heads. Raises UnsupportedModelError for
-    what cannot be divided over several devices.
+    projections that vLLM has no linear for.
     """
-    _check_divisible(attention, name)
     mapped = _merge_projections(attention, name, vllm_config.quant_config)
     shape = attention.dense_shape
     query, key = _own_heads(shape.num_heads, shape.num_kv_heads)
+    if get_tensor_model_parallel_world_size() > 1:
+        divide_norms(attention, query, key)
     rows = set()
     for path, tensor, part in _by_heads(attention, query, key):
         _place(attention, path, tensor, part, f"{name}.{path}")
@@ -67,14 +67,6 @@ def place_attention(
     kind: Any = type(attention)
     attention.__class__ = served_class(kind)
     return mapped, rows
-
-
-def _check_divisible(attention: RapAttention, name: str) -> None:
-    if get_tensor_model_parallel_world_size() > 1 and not is_divisible(attention.norm):
-        raise UnsupportedModelError(
-            f"{name} normalises the channels of all heads together, which are not on one device: "
-            "serve with --tensor-parallel-size 1"
-        )
 
 
 def _own_heads(num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
@@ -163,15 +155,7 @@ def _by_heads(
     for name in ("frequency_index", "kept_channels"):
         if hasattr(attention, name):
             yield name, getattr(attention, name), key
-    if attention.norm is None or attention.exact_norm:
-        return
-    for name, part in zip(norm_names(attention.norm, exact=False), (query, key), strict=True):
-        norm = getattr(attention, name, None)
-        if norm is None:  # of keys, where they are another layer's
-            continue
-        assert isinstance(norm, KeptNorm)
-        for leaf, tensor in (*norm.named_parameters(), *norm.named_buffers()):
-            yield f"{name}.{leaf}", tensor, part
+    yield from norms_by_heads(attention, query, key)
 
 
 def _place(attention: RapAttention, path: str, tensor: Tensor, part: slice, name: str) -> None:

@@ -1,0 +1,117 @@
+"""What vLLM's backend for models of transformers cannot divide over devices by itself.
+
+Shapes: G KV heads, P pairs, F channels that do not rotate, D head dim, I channels of this rank.
+"""
+
+from collections.abc import Iterable, Iterator
+from statistics import NormalDist
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+
+from ...model.layers import AttentionLayer, attention_layers, attention_spec, projection_tensors
+from ...model.modeling import build_attention, norm_mode
+from ...model.rope import AttentionShape
+from ...model.specs import AttentionSpec
+from ...planning.plan import LayerPlan, Plan
+from ...surgery.apply import added_tensors, cut_layer, widths_of
+
+
+class WholeLayers:
+    """Layers that a plan left dense, as pruned ones that keep everything: those can be divided.
+
+    vLLM divides what it finds in a module's code: q, k and v in linears of their own, and norms of
+    each head whose weights all heads share. Of a layer that has something else it would take some
+    heads of one thing and all of another.
+    """
+
+    def __init__(self, model: Any):
+        config = model.config
+        self.spec, self.layers = attention_spec(config), attention_layers(model)
+        planned = [
+            _keep_all(layer.shape) if _is_beyond(layer, self.spec) else None
+            for layer in self.layers
+        ]
+        shapes = tuple(layer.shape for layer in self.layers)
+        family, mode = self.spec.model_type, norm_mode(config)
+        self.plan = Plan(tuple(planned), shapes, family, retain=1.0, qk_norm=mode)
+        # Described while the modules are dense: they are replaced below.
+        self.cuts = projection_tensors(self.layers, self.spec)
+        self.added = added_tensors(self.plan, self.layers)
+        for layer, kept in zip(self.layers, planned, strict=True):
+            widths = widths_of(kept, mode)
+            if widths is not None:
+                whole = build_attention(model, layer, self.spec, widths, layer.norm, mode)
+                model.set_submodule(layer.path, whole)
+
+    def cut(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Stored weights with those of such layers as `rap apply` would have stored them."""
+        names = {
+            name: cut
+            for name, cut in self.cuts.items()
+            if self.plan.layers[cut[0].index] is not None
+        }
+        told: set[str] = set()
+        for stored, tensor in weights:
+            # What comes before the layers is called otherwise in a model without its head.
+            start = stored.find("layers.")
+            layer, role = names.get(stored[start:], (None, ""))
+            if layer is None:
+                yield stored, tensor
+                continue
+            yield stored, cut_layer(role, tensor, layer, self.plan, self.spec)
+            if layer.path not in told:
+                told.add(layer.path)
+                for name, value in self.added[layer.path].items():
+                    yield f"{stored[:start]}{layer.path}.{name}", value
+
+
+def divide_sparsity(model: nn.Module) -> None:
+    """Let gates that keep the largest of their channels (Gemma 3n) know those of all ranks."""
+    for module in model.modules():
+        if getattr(module, "activation_sparsity", 0.0) and hasattr(module, "_gaussian_topk"):
+            vars(module)["_gaussian_topk"] = MethodType(_sparse_gate, module)
+
+
+def _sparse_gate(module: Any, gate_TI: Tensor) -> Tensor:
+    """What a gate has above the quantile of a normal distribution with its mean and deviation."""
+    count = gate_TI.shape[-1] * get_tensor_model_parallel_world_size()
+
+    def mean(x_TI: Tensor) -> Tensor:
+        return tensor_model_parallel_all_reduce(x_TI.sum(-1, keepdim=True)) / count
+
+    centre_T1 = mean(gate_TI)
+    deviation_T1 = mean((gate_TI - centre_T1).square()).sqrt()
+    quantile = NormalDist().inv_cdf(module.activation_sparsity)
+    return functional.relu(gate_TI - (centre_T1 + deviation_T1 * quantile))
+
+
+def _is_beyond(layer: AttentionLayer, spec: AttentionSpec) -> bool:
+    """Whether a layer is dense and has what vLLM does not divide."""
+    if layer.shape is None or hasattr(layer.module, "role_widths"):
+        return False
+    if spec.fused is not None or spec.gate is not None:
+        return True
+    if spec.norm is not None and spec.norm.one_module_per_head:
+        # Its code also counts all heads where it has no norm.
+        return True
+    if layer.norm is None:
+        return False
+    if layer.norm.over == "all":
+        return True
+    weight = getattr(getattr(layer.module, layer.norm.names[0]), "weight", None)
+    return weight is not None and weight.ndim > 1
+
+
+def _keep_all(shape: AttentionShape | None) -> LayerPlan:
+    assert shape is not None
+    geometry, heads = shape.geometry, shape.num_kv_heads
+    sizes = (geometry.num_pairs, geometry.num_free, geometry.head_dim)
+    return LayerPlan(*(torch.arange(size).expand(heads, -1) for size in sizes))
