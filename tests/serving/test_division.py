@@ -2,7 +2,6 @@
 
 import pytest
 
-from cases.models import tiny_model
 from cases.plans import random_plan
 from cases.served import (
     NORMALISED,
@@ -57,9 +56,9 @@ def test_a_mode_of_norms_on_two_ranks(modes, case, mode):
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1], ids=["divided", "replicated"])
-def test_heads_on_two_ranks(tmp_path, kv_heads):
+def test_heads_on_two_ranks(tiny, tmp_path, kv_heads):
     """As a user starts it: vLLM starts the ranks, and sends them the config."""
-    model = tiny_model("qwen3_moe", kv_heads=kv_heads, **EXPERT_FIELDS)
+    model = tiny("qwen3_moe", kv_heads=kv_heads, **EXPERT_FIELDS)
     small = eager(apply(model, random_plan(model, WIDTHS)))
     small.save_pretrained(tmp_path)
     assert_agrees(small, run_divided(tmp_path, 3, 40, 140))
@@ -73,14 +72,14 @@ def test_a_router_and_older_names_of_weights_on_two_ranks(tmp_path):
     assert_agrees(small, run_divided(tmp_path, 3, 40))
 
 
-def test_heads_of_the_other_rank_are_noticed(damaged, tmp_path):
+def test_heads_of_the_other_rank_are_noticed(tiny, damaged, tmp_path):
     """The negative control: values of one layer's two KV heads, which are on two ranks, change."""
 
     def swap(tensors):
         name = "model.layers.1.self_attn.v_proj.weight"
         tensors[name] = tensors[name].unflatten(0, (2, -1)).flip(0).flatten(0, 1).contiguous()
 
-    model = tiny_model("qwen3_moe", **EXPERT_FIELDS)
+    model = tiny("qwen3_moe", **EXPERT_FIELDS)
     small = eager(apply(model, random_plan(model, WIDTHS)))
     small.save_pretrained(tmp_path)
     found = agreement(small, run_divided(damaged(tmp_path, tensors=swap), 40, 140))

@@ -76,3 +76,18 @@ def test_two_ranks_with_heads_divided_and_replicated(tmp_path, widths):
     """The heads of layers with a window are divided, the one of those without is replicated."""
     small = _pruned(tmp_path, "gemma4_text", GEMMA4, [(16, 32), (40, 80), widths, (20, 64)])
     assert_agrees(small, run_divided(tmp_path, 3, 40, 140))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize(
+    ("family", "fields", "widths"),
+    [
+        ("gemma3n_text", GEMMA3N, [(20, 40), None, (16, 32)]),
+        ("gemma4_text", GEMMA4, [(16, 32), (40, 80), (16, 32), (20, 64)]),
+    ],
+    ids=["gemma3n", "gemma4"],
+)
+def test_compiled(tmp_path, family, fields, widths):
+    small = _pruned(tmp_path, family, fields, widths)
+    asked = Round(prompts_of(3, 40, 140), max_tokens=8, prompt_logprobs=True)
+    assert_agrees(small, run_tiny(tmp_path, asked, enforce_eager=False).rounds[0])
