@@ -16,6 +16,7 @@ from cases.served import (
     selected,
     serve_all,
 )
+from rap.model.errors import UnsupportedModelError
 from rap.serving.agreement import agreement
 from rap.surgery.apply import apply
 
@@ -84,3 +85,12 @@ def test_heads_of_the_other_rank_are_noticed(tiny, damaged, tmp_path):
     small.save_pretrained(tmp_path)
     found = agreement(small, run_divided(damaged(tmp_path, tensors=swap), 40, 140))
     assert found.max_logprob_error > 100 * TOLERANCE
+
+
+def test_quantized_layers_that_cannot_be_divided_are_refused():
+    """vLLM is imported here for once: what it quantizes by has no kernels on a CPU."""
+    from rap.serving.vllm.division import WholeLayers
+
+    small = pruned(next(case for case in SERVED if case.name == "phi3"))
+    with pytest.raises(UnsupportedModelError, match="layer 0 was left dense, and vLLM cannot"):
+        WholeLayers(small.model, quantized=True)

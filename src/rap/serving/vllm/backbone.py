@@ -62,7 +62,9 @@ class PrunedMixin(Base):
         stacked: dict[str, tuple[str, str]] = {}
         self.loaded_by_rows: set[str] = set()
         divided = get_tensor_model_parallel_world_size() > 1
-        self.whole_layers = WholeLayers(self.model) if divided else None
+        self.whole_layers = (
+            WholeLayers(self.model, quantized=self.quant_config is not None) if divided else None
+        )
         for name, attention in self.pruned_layers():
             mapped, rows = place_attention(attention, name, self.vllm_config)
             stacked |= mapped

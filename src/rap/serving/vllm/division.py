@@ -16,6 +16,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
+from ...model.errors import UnsupportedModelError
 from ...model.layers import AttentionLayer, attention_layers, attention_spec, projection_tensors
 from ...model.modeling import build_attention, norm_mode
 from ...model.rope import AttentionShape
@@ -32,13 +33,24 @@ class WholeLayers:
     heads of one thing and all of another.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, *, quantized: bool = False):
+        """Replace such layers of a model on the meta device.
+
+        Raises UnsupportedModelError if there are any and the checkpoint is quantized: its scales
+        would have to be put in another order too.
+        """
         config = model.config
         self.spec, self.layers = attention_spec(config), attention_layers(model)
         planned = [
             _keep_all(layer.shape) if _is_beyond(layer, self.spec) else None
             for layer in self.layers
         ]
+        first = next((index for index, kept in enumerate(planned) if kept is not None), None)
+        if quantized and first is not None:
+            raise UnsupportedModelError(
+                f"layer {first} was left dense, and vLLM cannot divide quantized ones of "
+                f"{self.spec.model_type}: serve with --tensor-parallel-size 1, or cut every layer"
+            )
         shapes = tuple(layer.shape for layer in self.layers)
         family, mode = self.spec.model_type, norm_mode(config)
         self.plan = Plan(tuple(planned), shapes, family, retain=1.0, qk_norm=mode)
