@@ -53,7 +53,9 @@ COMMAND = (
     "python experiments/smollm2-zero-shot/run.py --task-folder tasks --statistics statistics "
     "--checkpoint 'rap 0.5 fit=fitted/rap-0.5' --checkpoint 'rap 0.7 fit=fitted/rap-0.7' "
     "--checkpoint 'rap 0.5 fit+full=distilled/rap-0.5' "
-    "--checkpoint 'rap 0.7 fit+full=distilled/rap-0.7'"
+    "--checkpoint 'rap 0.7 fit+full=distilled/rap-0.7' "
+    "--checkpoint 'rap 0.7 fit, mixed text=fitted/mixed-0.7' "
+    "--checkpoint 'palu 0.7 fit=fitted/palu-0.7'"
 )
 
 
