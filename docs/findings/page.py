@@ -28,6 +28,7 @@ REAL = tuple(
         "-fit-block",
         "-fit-sweep",
         "-fit-methods",
+        "-fit-svdllm",
         "-distil",
         "-defaults",
         "-refit",
