@@ -12,6 +12,7 @@ import torch
 
 from cases.family_cases import CASES, Case, random_case_plan
 from cases.models import VOCABULARY
+from cases.plans import random_plan
 from cases.several_engines import run_several, transcripts
 from rap.model.families import FAMILIES
 from rap.planning.plan import Plan
@@ -30,6 +31,9 @@ TOLERANCE = 1e-4
 # Kernels for experts take multiples of 32.
 SIZES = {"hidden": 96, "intermediate_size": 192}
 EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+EXPERT_FIELDS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Sizes that the CPU backend takes, and 40 and 24 channels, which it does not; one layer dense.
+WIDTHS = [(16, 32), (20, 40), None, (12, 64)]
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 TINY = {"max_model_len": 256, "kv_cache_memory_bytes": 2**27, "skip_tokenizer_init": True}
 NORM_ROWS = 2
@@ -100,25 +104,37 @@ def marked(cases: list[Case], few: tuple[str, ...] = ()) -> list[Any]:
     ]
 
 
-def selected(session: Any, test: str) -> list[dict[str, Any]]:
-    """The parameters of every run of a test that this run of pytest asks for."""
+def serve_selected(
+    session: Any, test: str, folders: Any, *, ranks: int = 1
+) -> dict[tuple[str, str | None], tuple[Any, Any]]:
+    """`serve_all` of what this run of pytest asks a test for, by the case's name and its mode."""
     items = (item for item in session.items if getattr(item, "originalname", None) == test)
-    return [dict(item.callspec.params) for item in items]
+    asked = [(item.callspec.params["case"], item.callspec.params.get("mode")) for item in items]
+    models = {(case.name, mode): pruned(case, mode) for case, mode in asked}
+    return serve_all(models, folders, ranks=ranks)
+
+
+def save_mixture(tiny: Any, path: Path, **fields: Any) -> Any:
+    """A pruned mixture of experts whose layers have sizes of their own, saved."""
+    model = tiny("qwen3_moe", **EXPERT_FIELDS, **fields)
+    small = eager(apply(model, random_plan(model, WIDTHS)))
+    small.save_pretrained(path)
+    return small
 
 
 def serve_all(
-    models: dict[str, Any], folders: Any, *, ranks: int = 1
-) -> dict[str, tuple[Any, Any]]:
-    """Every model and what an engine made of it, by name."""
+    models: dict[tuple[str, str | None], Any], folders: Any, *, ranks: int = 1
+) -> dict[tuple[str, str | None], tuple[Any, Any]]:
+    """Every model and what an engine made of it, by the key of the model."""
     jobs = {}
-    for name, small in models.items():
+    for key, small in models.items():
         path = folders.mktemp("family")
         small.save_pretrained(path)
         engine = {"model": str(path), "dtype": "float32", "enforce_eager": True, **TINY}
         asked = {"prompts": prompts_of(3, 40, 90), "max_tokens": 8, "prompt_logprobs": True}
-        jobs[name] = {"engine": engine, "rounds": [asked]}
+        jobs[str(key)] = {"engine": engine, "rounds": [asked]}
     results = run_several(jobs, timeout=3600, ranks=ranks)
-    return {name: (small, results[name]) for name, small in models.items()}
+    return {key: (small, results[str(key)]) for key, small in models.items()}
 
 
 def assert_served(served: tuple[Any, Any]) -> None:

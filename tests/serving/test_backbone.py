@@ -5,54 +5,43 @@ On two ranks: test_division.
 
 import pytest
 
-from cases.plans import random_plan
 from cases.served import (
     SERVED,
     TOLERANCE,
     assert_agrees,
     assert_served,
-    eager,
     marked,
     prompts_of,
-    pruned,
     run_tiny,
-    selected,
-    serve_all,
+    save_mixture,
+    serve_selected,
 )
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round
-from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]
 
 # One for each thing that the path does for a family: `make test-families` runs all.
 FEW = ("gemma3_text", "gpt_oss", "granite", "olmo2", "phi3", "qwen3_moe")
-EXPERT_FIELDS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# Sizes that the CPU backend takes, and 40 and 24 channels, which it does not; one layer dense.
-WIDTHS = [(16, 32), (20, 40), None, (12, 64)]
 
 
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory):
-    """The selected families' models, and what the engine made of each, by names of cases."""
-    asked = selected(request.session, "test_a_family_agrees_with_transformers")
-    cases = [parameters["case"] for parameters in asked]
-    return serve_all({case.name: pruned(case) for case in cases}, tmp_path_factory)
+    """The selected families' models, and what the engine made of each."""
+    test = "test_a_family_agrees_with_transformers"
+    return serve_selected(request.session, test, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", marked(SERVED, FEW))
 def test_a_family_agrees_with_transformers(served, case):
-    assert_served(served[case.name])
+    assert_served(served[case.name, None])
 
 
 @pytest.fixture(scope="module")
 def sizes(tiny, tmp_path_factory):
-    """A pruned mixture of experts whose layers have sizes of their own."""
-    model = tiny("qwen3_moe", **EXPERT_FIELDS)
-    small = eager(apply(model, random_plan(model, WIDTHS)))
+    """A pruned mixture of experts whose layers have sizes of their own, and where it is."""
     path = tmp_path_factory.mktemp("sizes")
-    small.save_pretrained(path)
-    return small, path
+    return save_mixture(tiny, path), path
 
 
 def test_sizes_by_layer_chunks_and_prefix_cache(sizes):

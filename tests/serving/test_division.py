@@ -2,66 +2,56 @@
 
 import pytest
 
-from cases.plans import random_plan
 from cases.served import (
     NORMALISED,
     SERVED,
     TOLERANCE,
     assert_agrees,
     assert_served,
-    eager,
     marked,
     pruned,
     run_divided,
-    selected,
-    serve_all,
+    save_mixture,
+    serve_selected,
 )
 from rap.model.errors import UnsupportedModelError
 from rap.serving.agreement import agreement
-from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]
 
 # One for each thing that vLLM does not divide by itself: `make test-families` runs all.
 FEW = ("afmoe", "cohere:norm", "gemma3n_text", "olmo2", "persimmon:norm", "phi3", "qwen3_moe")
-EXPERT_FIELDS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-WIDTHS = [(16, 32), (20, 40), None, (12, 64)]
 
 
 @pytest.fixture(scope="module")
 def divided(request, tmp_path_factory):
-    """The selected families on two ranks, by names of cases."""
-    asked = selected(request.session, "test_a_family_on_two_ranks")
-    cases = [parameters["case"] for parameters in asked]
-    return serve_all({case.name: pruned(case) for case in cases}, tmp_path_factory, ranks=2)
+    """The selected families on two ranks."""
+    test = "test_a_family_on_two_ranks"
+    return serve_selected(request.session, test, tmp_path_factory, ranks=2)
 
 
 @pytest.mark.parametrize("case", marked(SERVED, FEW))
 def test_a_family_on_two_ranks(divided, case):
-    assert_served(divided[case.name])
+    assert_served(divided[case.name, None])
 
 
 @pytest.fixture(scope="module")
 def modes(request, tmp_path_factory):
-    """The same of families with QK-norm, by the name of the case and the mode."""
-    asked = selected(request.session, "test_a_mode_of_norms_on_two_ranks")
-    pairs = [(parameters["case"], parameters["mode"]) for parameters in asked]
-    models = {f"{case.name} {mode}": pruned(case, mode) for case, mode in pairs}
-    return serve_all(models, tmp_path_factory, ranks=2)
+    """The same of families with QK-norm, by mode."""
+    test = "test_a_mode_of_norms_on_two_ranks"
+    return serve_selected(request.session, test, tmp_path_factory, ranks=2)
 
 
 @pytest.mark.parametrize("mode", ["constant", "exact", "rows"])
 @pytest.mark.parametrize("case", marked(NORMALISED))
 def test_a_mode_of_norms_on_two_ranks(modes, case, mode):
-    assert_served(modes[f"{case.name} {mode}"])
+    assert_served(modes[case.name, mode])
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1], ids=["divided", "replicated"])
 def test_heads_on_two_ranks(tiny, tmp_path, kv_heads):
     """As a user starts it: vLLM starts the ranks, and sends them the config."""
-    model = tiny("qwen3_moe", kv_heads=kv_heads, **EXPERT_FIELDS)
-    small = eager(apply(model, random_plan(model, WIDTHS)))
-    small.save_pretrained(tmp_path)
+    small = save_mixture(tiny, tmp_path, kv_heads=kv_heads)
     assert_agrees(small, run_divided(tmp_path, 3, 40, 140))
 
 
@@ -80,9 +70,7 @@ def test_heads_of_the_other_rank_are_noticed(tiny, damaged, tmp_path):
         name = "model.layers.1.self_attn.v_proj.weight"
         tensors[name] = tensors[name].unflatten(0, (2, -1)).flip(0).flatten(0, 1).contiguous()
 
-    model = tiny("qwen3_moe", **EXPERT_FIELDS)
-    small = eager(apply(model, random_plan(model, WIDTHS)))
-    small.save_pretrained(tmp_path)
+    small = save_mixture(tiny, tmp_path)
     found = agreement(small, run_divided(damaged(tmp_path, tensors=swap), 40, 140))
     assert found.max_logprob_error > 100 * TOLERANCE
 

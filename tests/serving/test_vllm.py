@@ -1,11 +1,9 @@
 """A pruned checkpoint in the real vLLM engine, against the stock model with zeroed weights."""
 
-from dataclasses import replace
-
 import pytest
-import torch
 
 from cases.plans import random_plan
+from cases.served import TWO_RANKS, in_mode, run_tiny
 from rap import assets
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round, run_vllm
@@ -17,7 +15,6 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 # The same stock model in vLLM and in transformers differs by 4e-6 to 1e-5 in float32: other
 # kernels, other order of sums. A wrong pair or channel costs 0.1 and more.
 TOLERANCE = 5e-5
-TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +66,19 @@ def test_biases_and_kv_heads_sharded_over_two_ranks(prune, tiny, tiny_prompts):
     model = tiny("qwen2")
     checkpoint = prune(model, [(16, 32), (20, 40), None, (12, 64)])
     assert model.model.layers[0].self_attn.k_proj.bias is not None
-    found = _on_two_ranks(checkpoint, tiny_prompts, tensor_parallel_size=2)
+    found = _run_tiny(checkpoint.path, tiny_prompts, ranks=2)
     assert_agrees(checkpoint.reference, found)
 
 
-def test_one_kv_head_replicated_over_two_ranks(prune, tiny, tiny_prompts):
-    model = tiny("mistral", kv_heads=1, sliding_window=None, rope="llama3")
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("llama", {}), ("mistral", {"sliding_window": None})],
+    ids=["llama", "mistral"],
+)
+def test_one_kv_head_replicated_over_two_ranks(prune, tiny, tiny_prompts, family, fields):
+    model = tiny(family, kv_heads=1, rope="llama3", **fields)
     checkpoint = prune(model, [(16, 32), (32, 24), (28, 28), None])
-    found = _on_two_ranks(checkpoint, tiny_prompts, tensor_parallel_size=2)
+    found = _run_tiny(checkpoint.path, tiny_prompts, ranks=2)
     assert_agrees(checkpoint.reference, found)
 
 
@@ -85,34 +87,14 @@ def test_qk_norm(tiny, tiny_prompts, tmp_path, mode, ranks):
     """Against the pruned model in transformers, itself compared with the dense one elsewhere."""
     model = tiny("qwen3")
     plan = random_plan(model, [(16, 32), (20, 40), None, (12, 64)])
-    generator = torch.Generator().manual_seed(2)
-    ratios = {"query_ratio_H": 4, "key_ratio_G": 2}
-    layers = [
-        layer
-        and replace(
-            layer, **{name: 1 + torch.rand(n, generator=generator) for name, n in ratios.items()}
-        )
-        for layer in plan.layers
-    ]
-    small = apply(model, replace(plan, layers=tuple(layers), qk_norm=mode))
+    small = apply(model, in_mode(plan, mode))
     small.save_pretrained(tmp_path)
-    settings = {"environment": TWO_RANKS, "tensor_parallel_size": 2} if ranks == 2 else {}
-    assert_agrees(small, _run_tiny(tmp_path, tiny_prompts, **settings))
+    assert_agrees(small, _run_tiny(tmp_path, tiny_prompts, ranks=ranks))
 
 
-def _on_two_ranks(checkpoint, prompts, **engine):
-    return _run_tiny(checkpoint.path, prompts, environment=TWO_RANKS, **engine)
-
-
-def _run_tiny(path, prompts, **engine):
-    return run_vllm(
-        path,
-        [Round(prompts, max_tokens=8, prompt_logprobs=True)],
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        kv_cache_memory_bytes=2**27,
-        **engine,
-    ).rounds[0]
+def _run_tiny(path, prompts, *, ranks):
+    divided = {"environment": TWO_RANKS, "tensor_parallel_size": ranks} if ranks > 1 else {}
+    return run_tiny(path, Round(prompts, max_tokens=8, prompt_logprobs=True), **divided).rounds[0]
 
 
 def test_swapped_indices_are_noticed(mixed, damaged, prompts):

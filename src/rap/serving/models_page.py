@@ -55,7 +55,8 @@ calibrated and fitted from files, layer by layer (`--stream --recover fit`).
 `vLLM` is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this package
 (`native`), vLLM's backend for models of transformers (`transformers`), or none. All were compared
 with transformers in vLLM on a CPU, whole and with their heads on two ranks
-(`--tensor-parallel-size 2`), those with QK-norm in every mode there (`make test-families`);
+(`--tensor-parallel-size 2`), those of the second way with QK-norm in every mode there
+(`make test-families`);
 `rap verify OUT --engine vllm` compares a checkpoint. `plain`: the stock profile has a checkpoint
 for other engines (`rap export stock`) and a GGUF file (`rap export gguf`).
 
