@@ -49,7 +49,7 @@ def load_windows(
     windows than sources.
     """
     names = named_sources(source) or [str(source)]
-    if num_windows < len(names):
+    if 1 <= num_windows < len(names):
         raise CalibrationError(
             f"{num_windows} windows cannot be shared by {len(names)} texts: take {len(names)} or "
             "more (--windows), or fewer texts"
