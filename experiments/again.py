@@ -6,7 +6,8 @@ Runs in a work tree of the current commit, `runs/evidence`, from which the resul
 experiments were removed, so that nothing is taken as measured. What was done is kept in
 `runs/evidence.json`, with seconds and the largest relative change of a figure: a killed run goes on
 with the experiment it stood at, and a comparison in it at the cell. FOLDER holds the texts that
-`experiments/README.md` names (and `tasks`); what reads a text that is not there is left out.
+`experiments/README.md` names (and `tasks`); what reads a text that is not there is left out. What
+reads a model that another experiment keeps has that one run first.
 """
 
 import argparse
@@ -25,9 +26,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE, RECORD = ROOT / "runs" / "evidence", ROOT / "runs" / "evidence.json"
-TEXTS = ("wikitext2-test.txt", "wikitext2-valid-tokenized.txt", "tasks")
-# Models that an earlier command wrote, which no result file holds.
-MADE_BEFORE = ("fitted/", "distilled/")
+TEXTS = ("wikitext2-test.txt", "wikitext2-valid-tokenized.txt", "own.jsonl", "code.txt", "tasks")
+# Models that commands read, and what an experiment keeps them as: OUT/models/CELL.
+MODELS = {
+    "fitted/0.7": "smollm2-distil/models/rap-0.7-fit-*",
+    "fitted/rap-0.7": "smollm2-distil/models/rap-0.7-fit-*",
+    "fitted/rap-0.5": "smollm2-distil/models/rap-0.5-fit-*",
+    "fitted/mixed-0.7": "smollm2-fit-mixed/models/rap-0.7-fit-*",
+    "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",
+    "fitted/stock-0.5": "smollm2-fit-stock/models/rap-profile=stock-0.5-fit-*",
+    "distilled/rap-0.7": "smollm2-distil/models/rap-0.7-fit+full-*",
+    "distilled/rap-0.5": "smollm2-distil/models/rap-0.5-fit+full-*",
+}
 NO_FIGURES = ("provenance", "second", "_ms", "time", "tokens_per", "paper", "tables", "table")
 
 
@@ -66,10 +76,26 @@ def commands(names: list[str]) -> list[tuple[str, str]]:
 
 def missing(command: str, texts: Path) -> str | None:
     """Why a command cannot run here, or None."""
-    words = set(re.split(r"[\s=]+", command))
+    words = _words(command)
+    for model in _models(command):
+        words = words.union(*(_words(maker) for _, maker in commands([_maker(model)])))
     lacks = [name for name in TEXTS if name in words and not _has(texts, name)]
-    lacks += [f"{name} (models)" for name in MADE_BEFORE if name in command]
     return f"left out, there is no {' and no '.join(lacks)}" if lacks else None
+
+
+def _words(command: str) -> set[str]:
+    """The words of a command, also those that an equals sign or a comma joins."""
+    return set(re.split(r"[\s=,']+", command))
+
+
+def _models(command: str) -> list[str]:
+    """The models of other experiments that a command reads."""
+    return sorted(_words(command) & MODELS.keys())
+
+
+def _maker(model: str) -> str:
+    """The experiment that keeps a model."""
+    return MODELS[model].partition("/")[0]
 
 
 def _has(texts: Path, name: str) -> bool:
@@ -94,15 +120,19 @@ def prepare(texts: Path) -> None:
 
 def again(name: str, command: str, texts: Path) -> dict[str, Any]:
     """Run one command in the work tree, unless that was done; its row of the record."""
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if command in record and not record[command].get("failed"):
-        return dict(record[command])
+    done = _record().get(command, {"failed": True})
+    if not done.get("failed"):
+        return dict(done)
     why_not = missing(command, texts)
     if why_not:
         return {"experiment": name, "said": why_not}
-    if command not in record:
+    for model in _models(command):
+        why_not = link_model(model, texts)
+        if why_not:
+            return {"experiment": name, "failed": True, "said": why_not}
+    if command not in _record():
         _forget(name, command)
-        _keep(record, command, {"experiment": name, "failed": True, "said": "begun"})
+        _keep(command, {"experiment": name, "failed": True, "said": "begun"})
     environment = os.environ | {"PYTHONPATH": str(TREE / "src")}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     print(f"{name}: {command}", flush=True)
@@ -114,8 +144,27 @@ def again(name: str, command: str, texts: Path) -> dict[str, Any]:
     else:
         row |= compared(name, command)
         row["said"] = f"{row['seconds']} s, {row['figures']} figures, {_change(row)}"
-    _keep(record, command, row)
+    _keep(command, row)
     return row
+
+
+def link_model(model: str, texts: Path) -> str | None:
+    """Have a model made where commands find it, by the experiment that keeps it; why not, or None.
+
+    A comparison that ended without one of its models has failed in a cell.
+    """
+    for maker, command in commands([_maker(model)]):
+        row = again(maker, command, texts)
+        if row.get("failed"):
+            return f"its model {model} was not made: {maker}: {row['said']}"
+    found = list(TREE.glob(f"experiments/{MODELS[model]}"))
+    if len(found) != 1:
+        return f"its model {model} is not in {_maker(model)}: {len(found)} of {MODELS[model]}"
+    link = TREE / model
+    link.parent.mkdir(exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(found[0])
+    return None
 
 
 def compared(name: str, command: str) -> dict[str, Any]:
@@ -165,8 +214,13 @@ def _forget(name: str, command: str) -> None:
         shutil.rmtree(cells)
 
 
-def _keep(record: dict[str, Any], command: str, row: dict[str, Any]) -> None:
-    record[command] = row
+def _record() -> dict[str, Any]:
+    """The rows of what was begun, by command."""
+    return dict(json.loads(RECORD.read_text())) if RECORD.exists() else {}
+
+
+def _keep(command: str, row: dict[str, Any]) -> None:
+    record = _record() | {command: row}
     RECORD.parent.mkdir(exist_ok=True)
     partial = RECORD.with_suffix(".partial")
     partial.write_text(json.dumps(record, indent=2) + "\n")

@@ -77,6 +77,76 @@ def test_what_reads_a_text_that_is_not_there_is_left_out(again, tmp_path):
     assert "there is no wikitext2-test.txt" in again.missing(command, tmp_path)
     (tmp_path / "wikitext2-test.txt").touch()
     assert again.missing(command, tmp_path) is None
+    assert "no own.jsonl" in again.missing("rap compare --calibration bundled,own.jsonl", tmp_path)
+
+
+KEEPER = """import pathlib
+cell = pathlib.Path("experiments/keeper/models/rap-0.7-fit-1")
+cell.mkdir(parents=True)
+(cell / "weights").write_text("2")
+pathlib.Path("keeper.txt").write_text("once")
+figures = '{"command": "python experiments/keeper/keeper.py wikitext2-test.txt"}'
+pathlib.Path("experiments/keeper/keeper.json").write_text(figures)
+"""
+READER = """import json, pathlib, sys
+name, folder = sys.argv[1].split("=")
+row = {"perplexity": int((pathlib.Path(folder) / "weights").read_text())}
+command = "python experiments/reader/reader.py 'rap 0.7=fitted/rap'"
+pathlib.Path("experiments/reader/reader.json").write_text(json.dumps({"command": command} | row))
+"""
+
+
+@pytest.fixture
+def models(again, tmp_path, monkeypatch):
+    """Two more experiments: one reads a model that the other keeps."""
+    commands = {
+        "keeper": "python experiments/keeper/keeper.py wikitext2-test.txt",
+        "reader": "python experiments/reader/reader.py 'rap 0.7=fitted/rap'",
+    }
+    for name, script in {"keeper": KEEPER, "reader": READER}.items():
+        folder = tmp_path / "experiments" / name
+        folder.mkdir()
+        (folder / "README.md").write_text("Question: ?\n")
+        (folder / f"{name}.py").write_text(script)
+        result = {"command": commands[name], "perplexity": 1}
+        (folder / f"{name}.json").write_text(json.dumps(result))
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["add", "-A"], ["commit", "-qm", "Keep a model"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(again, "MODELS", {"fitted/rap": "keeper/models/rap-0.7-fit-*"})
+    return again
+
+
+def test_a_model_that_another_experiment_keeps_is_made_first_and_once(models, tmp_path, capsys):
+    (tmp_path / "wikitext2-test.txt").touch()
+    texts = ["--texts", str(tmp_path)]
+    assert models.run("reader", *texts) == 0
+    assert "1 figures, the largest change 100.00%" in capsys.readouterr().out
+    assert (models.TREE / "keeper.txt").read_text() == "once"
+    # The keeper would fail at its folder of models if it ran a second time.
+    assert models.run("keeper", "reader", *texts) == 0
+
+
+def test_a_model_whose_text_is_not_there_or_that_was_not_kept_is_said(models, tmp_path, capsys):
+    assert models.run("reader") == 0
+    assert "reader: left out, there is no wikitext2-test.txt" in capsys.readouterr().out
+    (tmp_path / "wikitext2-test.txt").touch()
+    models.MODELS["fitted/rap"] = "keeper/models/rap-0.5-fit-*"
+    assert models.run("reader", "--texts", str(tmp_path)) == 1
+    assert "its model fitted/rap is not in keeper: 0 of keeper" in capsys.readouterr().out
+
+
+def test_every_model_that_an_experiment_reads_has_its_keeper():
+    module = load_script("experiments/again.py")
+    commands = module.commands([])
+    words = {word for _, command in commands for word in module._words(command)}
+    read = {word for word in words if word.startswith(("fitted/", "distilled/"))}
+    assert read == module.MODELS.keys()
+    makers = dict(commands)
+    for kept in module.MODELS.values():
+        experiment, _, cells = kept.partition("/models/")
+        assert "--keep" in makers[experiment]
+        assert len(list((REPOSITORY / "experiments" / experiment / "cells").glob(cells))) == 1
 
 
 def test_an_unknown_experiment_and_a_tree_of_another_commit_are_one_line(again):
