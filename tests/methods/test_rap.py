@@ -33,6 +33,25 @@ def test_stock_profile_shares_widths_and_frequencies(calibrated: tuple, keys: st
     assert method.apply(model, plan)(random_tokens(1, 8)).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("profile", ["per-head", "stock"])
+def test_reach_decides_how_keys_are_folded(calibrated: tuple, profile: str) -> None:
+    model, statistics = calibrated
+    asked = {"retain": 0.5, "budget": "uniform", "profile": profile, "context": 400}
+    usual, root, long = (
+        rap.Rap(**asked, reach=reach).plan(model, statistics) for reach in (None, 20, 4000)
+    )
+    for plan, same in ((root, True), (long, False)):
+        pairs = zip(plan.layers, usual.layers, strict=True)
+        assert all(torch.equal(a.key_mix_GMP2, b.key_mix_GMP2) for a, b in pairs) is same
+    assert "reach" not in usual.method
+    assert long.method["reach"] == 4000
+
+
+def test_a_reach_of_no_token_is_refused() -> None:
+    with pytest.raises(rap.RapError, match="reach is a distance in tokens"):
+        rap.Rap(retain=0.5, reach=0)
+
+
 def test_per_head_profile_lets_heads_differ(calibrated: tuple) -> None:
     model, statistics = calibrated
     plan = rap.Rap(retain=0.5, keys="pairs", budget="uniform").plan(model, statistics)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rap.planning.folding import EDGES, fold_head, group_directions, logit_error
+from rap.planning.folding import EDGES, fold_head, group_directions, logit_error, usual_reach
 from rap.planning.subspace import hermitian_root
 
 SIZE, CONTEXT = 6, 400
@@ -44,6 +44,25 @@ def test_the_best_of_candidates_that_differ_is_chosen():
     assert fold_head(query, key, slow, 3, CONTEXT).error == min(alone)
 
 
+def test_a_longer_reach_keeps_far_logits_nearer():
+    """Folded for near tokens alone, a head is wrong far away: what reach is for."""
+    query, key = moment(4), moment(5)
+    slow = FREQUENCIES / 10
+    roots = hermitian_root(query), hermitian_root(key)
+    near, far = (fold_head(query, key, slow, 3, CONTEXT, reach=reach) for reach in (4, 4000))
+    errors = {
+        reach: [
+            logit_error(*roots, slow, head.frequency, head.key_mix, head.query_mix, reach)
+            for head in (near, far)
+        ]
+        for reach in (4, 4000)
+    }
+    assert errors[4][0] < 0.9 * errors[4][1]
+    assert errors[4000][1] < 0.9 * errors[4000][0]
+    usual = fold_head(query, key, slow, 3, CONTEXT)
+    assert usual.error == fold_head(query, key, slow, 3, CONTEXT, reach=CONTEXT**0.5).error
+
+
 def test_a_direction_turns_with_the_pair_that_gives_it_most():
     """Most of the key's energy, not the largest entry of its combination: the two differ here."""
     differ = 0
@@ -73,7 +92,7 @@ def test_errors_are_means_over_distances():
             for pair, other in zip(kept, turning, strict=True):
                 lost[pair, pair] -= turn[other]
             mean += float((roots[0] @ lost @ roots[1]).abs().square().sum()) / len(distances)
-        slots = (torch.tensor(turning), unit[kept], unit[kept], CONTEXT)
+        slots = (torch.tensor(turning), unit[kept], unit[kept], usual_reach(CONTEXT))
         errors.append((logit_error(*roots, FREQUENCIES, *slots), mean))
     (first, by_hand), (second, other) = errors
     assert first / second == pytest.approx(by_hand / other, rel=1e-6)

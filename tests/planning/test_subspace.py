@@ -16,6 +16,7 @@ from rap.planning.folding import (
     frequency_groups,
     logit_error,
     spectrum,
+    usual_reach,
 )
 from rap.planning.subspace import hermitian_root, output_gram, weighted_subspace
 
@@ -127,7 +128,7 @@ def test_mismatch_counts() -> None:
     head = fold_head(query, key, frequencies, 2, context=1000, candidates=[(30.0,)])
     roots = hermitian_root(query), hermitian_root(key)
     wrong = torch.full_like(head.frequency, 3)
-    slots = (head.key_mix, head.query_mix, 1000)
+    slots = (head.key_mix, head.query_mix, usual_reach(1000))
     assert head.error < logit_error(*roots, frequencies, wrong, *slots)
 
 
@@ -162,8 +163,7 @@ def test_logit_error_is_that_of_rotated_channels(turned: bool) -> None:
         short = turned_by(queries @ head.query_mix.T, kept)
         errors.append(full - short @ turned_by(keys @ head.key_mix.T, 0 * kept).T)
     explicit = torch.stack(errors).square().mean()
-    # How far distances reach is rounded to float32.
-    assert head.error == pytest.approx(float(explicit), rel=1e-6)
+    assert head.error == pytest.approx(float(explicit), rel=1e-9)
     weights = spectrum(*moments, frequencies, context, edges=())
     assert float(weights.sum()) == pytest.approx(_without(readers, keys), rel=1e-9)
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import assets
 from ..model.errors import CalibrationError, RapError
 from .bos import Bos, bos_token, with_bos
+from .repeats import repeat_passages
 
 # The paper calibrates on the first of these: 32 windows of 1024 tokens, which are the defaults.
 ALIASES = {
@@ -24,6 +25,7 @@ ALIASES = {
     "c4": "allenai/c4:en:train",
 }
 STREAMED = ("allenai/c4",)
+REPEATED = "repeated:"  # before the name of any other source
 FILE_TYPES = (".txt", ".jsonl")
 
 # Characters that surely hold one token of running text; English has four to five.
@@ -73,6 +75,13 @@ def named_sources(source: str | Path) -> list[str]:
     return [name.strip() for name in str(source).split(",") if name.strip()]
 
 
+def shown_name(source: str) -> str:
+    """A source as reports name it: a file without its folder, for they are for others."""
+    prefix = REPEATED if source.startswith(REPEATED) else ""
+    path = Path(source.removeprefix(prefix))
+    return f"{prefix}{path.name}" if path.is_file() else source
+
+
 def windows_from_text(
     text: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -104,14 +113,18 @@ def windows_from_text(
 
 
 def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
-    """The text behind `bundled`, a .txt or .jsonl path, or a `datasets` name.
+    """The text behind `bundled`, a .txt or .jsonl path, a `datasets` name, or `repeated:` and one.
 
     A JSONL line gives its `text` field, else its first string field. A dataset is
     `name[:config[:split]]`, split `train` unless told; `paper`, `wikitext-2-raw-v1` and `c4` are
     short names. `max_characters` bounds what is read of a streamed dataset, nothing else.
+    `repeated:NAME` is that text with all its passages twice, as `repeats.repeat_passages` has it.
 
     Raises CalibrationError for a missing or unreadable file, or a dataset that cannot be loaded.
     """
+    if str(source).startswith(REPEATED):
+        once = str(source).removeprefix(REPEATED)
+        return repeat_passages(read_text(once, max_characters=max_characters))
     if str(source) == "bundled":
         return assets.reference_text("calibration")
     path = Path(source)

@@ -25,7 +25,7 @@ from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
 from .run import calibrate, check_windows
 from .statistics import Statistics
-from .text import evaluation_tokens, load_windows, named_sources
+from .text import evaluation_tokens, load_windows, named_sources, shown_name
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class CalibrationText:
     bos: Bos = "auto"
 
     def describe(self, bos: int | None) -> str:
-        """For a report, which is for others: a file goes by its name, without its folder."""
-        names = (Path(x).name if Path(x).is_file() else x for x in named_sources(self.text))
+        """For a report: sources as `text.shown_name` has them."""
+        names = (shown_name(source) for source in named_sources(self.text))
         read = f"{self.num_windows} windows of {self.window} tokens from {' and '.join(names)}"
         return f"{read}, {describe_bos(bos)}"
 

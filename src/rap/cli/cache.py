@@ -13,7 +13,16 @@ from ..evaluation.cache.presses import PRESSES, parse_press
 from ..evaluation.cache.quantized_cache import CACHE_KINDS
 from ..model.errors import RapError
 from . import options
-from .checkpoints import HELD_OUT, Opened, Quantize, ResultFile, deliver, label, open_checkpoint
+from .checkpoints import (
+    HELD_OUT,
+    Opened,
+    Quantize,
+    ResultFile,
+    Words,
+    deliver,
+    label,
+    open_checkpoint,
+)
 from .groups import Loading, grouped
 from .options import print_table
 
@@ -59,6 +68,7 @@ class Asked:
     max_windows: MaxWindows = None
     distance: Distance = 256
     documents: Documents = 16
+    wording: Words = "plain"
 
 
 @grouped
@@ -90,19 +100,24 @@ def cache_command(
     exact, compressed = (
         _measured(opened, ids, one, asked, load.seed) for one in (CacheCompression(), compression)
     )
+    title = f"{label(opened)}: {asked.prefix} tokens read, then the cache compressed"
+    rows = [_row(row, exact) for row in (exact, compressed)]
+    made = provenance(seed=load.seed, quantize=quantize, dtype=load.dtype)
     result = {
         **opened.record,
         "text": text,
         "bits": bits,
         "press": press,
+        "wording": asked.wording,
         "exact": exact,
         "compressed": compressed,
-        "provenance": provenance(seed=load.seed, quantize=quantize, dtype=load.dtype),
+        "table": {"title": title, "header": HEADER, "rows": rows},
+        "command": made["command"],
+        "provenance": made,
     }
     deliver(result, output, as_json)
     if not as_json:
-        title = f"{label(opened)}: {asked.prefix} tokens read, then the cache compressed"
-        print_table(title, HEADER, [_row(row, exact) for row in (exact, compressed)])
+        print_table(title, HEADER, rows)
 
 
 def _measured(
@@ -129,6 +144,7 @@ def _measured(
         num_documents=asked.documents,
         seed=seed,
         bos=opened.bos,
+        wording=asked.wording,
     )
     cells = [asdict(cell) for cell in recall]
     return {"compression": str(compression), **asdict(quality), "recall": cells}

@@ -123,7 +123,8 @@ Calibration = Annotated[
     typer.Option(
         "--calibration",
         help="'bundled' novels, 'paper' (WikiText-2, 32 x 1024), a .txt or .jsonl file (`rap "
-        "sample` writes one), or a dataset name; a comma list mixes them in equal shares.",
+        "sample` writes one), or a dataset name; a comma list mixes them in equal shares. "
+        "'repeated:mine.txt' is a source too: all of it twice, passage by passage.",
     ),
 ]
 NumWindows = Annotated[int, typer.Option("--windows", help="Calibration windows.")]

@@ -1,6 +1,7 @@
 """What methods ask of keys: folded slots, one list of them for all heads, free channels."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ def folded_apart(
     dense: DenseLayers,
     context: int,
     metric: Metric,
+    reach: float | None = None,
 ) -> list[dict[str, Tensor]]:
     """Every head's own slots, as fields of a LayerPlan; none of a layer without moments."""
     turned = metric == "loss"  # gradients of keys
@@ -29,7 +31,7 @@ def folded_apart(
             folded.append({})
             continue
         heads = [
-            fold_head(read, key, own, width, context, turned=turned)
+            fold_head(read, key, own, width, context, reach=reach, turned=turned)
             for key, read in zip(*layer, strict=True)
         ]
         folded.append(_folded(heads))
@@ -58,12 +60,14 @@ def folded_alike(
     dense: DenseLayers,
     context: int,
     metric: Metric,
+    reach: float | None = None,
 ) -> list[dict[str, Tensor]]:
     """One list of slots: heads' losses compare as they are, their errors only as shares."""
     present = [(read, key) for key, read in (layer for layer in moments if layer is not None)]
     frequencies = shared_frequencies(dense.frequencies)
     loss = metric == "loss"  # gradients of keys
-    slots = shared_slots(present, frequencies, max(widths), context, relative=not loss, turned=loss)
+    asked: dict[str, Any] = {"reach": reach, "relative": not loss, "turned": loss}
+    slots = shared_slots(present, frequencies, max(widths), context, **asked)
     heads = iter(slots)
     return [_folded(next(heads)) if layer is not None else {} for layer in moments]
 

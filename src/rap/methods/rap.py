@@ -53,6 +53,8 @@ class Rap(PairPruning):
         engines pad them.
     context: distance in tokens over which folded pairs may drift; None is all the model was made
         for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
+    reach: distance in tokens up to which a way of folding is held against what it replaces; None
+        is the root of the context. A long one keeps what a document said far back (docs/log.md).
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
         width and one list of slot frequencies, which `rap export stock` needs.
     """
@@ -69,6 +71,7 @@ class Rap(PairPruning):
     keys: Literal["pairs", "fold"] = "fold"
     values: Literal["channels", "subspace"] = "subspace"
     context: int | None = None
+    reach: int | None = None
     profile: Literal["per-head", "stock"] = "per-head"
 
     def __post_init__(self) -> None:
@@ -83,6 +86,8 @@ class Rap(PairPruning):
                 f"budget {self.budget!r} gives K and V one width (key_share 0.5), or lets them "
                 f"compete by metric 'loss' (pooled): key_share cannot be {self.key_share} here"
             )
+        if self.reach is not None and self.reach < 1:
+            raise RapError(f"reach is a distance in tokens, 1 or more: not {self.reach}")
         if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):
             raise RapError(
                 "profile 'stock' needs one width for all: budget 'uniform', key_share 0.5"
@@ -92,6 +97,11 @@ class Rap(PairPruning):
     def paper(cls, **settings: Any) -> "Rap":
         """The paper's recipe: root-Fisher scores, adaptive budgets, dense pairs and channels."""
         return cls(**{"budget": "adaptive", "keys": "pairs", "values": "channels"} | settings)
+
+    def describe(self) -> dict[str, Any]:
+        """As of every method, but no reach where none is set: older records have no such field."""
+        record = super().describe()
+        return {key: value for key, value in record.items() if key != "reach" or value is not None}
 
     def _spends_by_error(self) -> bool:
         """Whether budget `error` knows this share: only losses of K and V compare."""
@@ -237,8 +247,8 @@ class Rap(PairPruning):
             widths = [layer.num_pairs if layer is not None else 0 for layer in plain]
             context = self.context or dense.context
             if self.profile == "stock":
-                return folded_alike(moments, widths, dense, context, self.metric)
-            folded = folded_apart(moments, widths, dense, context, self.metric)
+                return folded_alike(moments, widths, dense, context, self.metric, self.reach)
+            folded = folded_apart(moments, widths, dense, context, self.metric, self.reach)
             for index, layer in enumerate(plain):
                 if layer is not None and layer.num_free and dense.mixes_keys[index]:
                     free = free_moments(statistics.layers[index] or {}, self.metric)

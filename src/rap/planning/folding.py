@@ -11,6 +11,7 @@ of one, and a group that keeps all its slots is left as it is, so full width is 
 Shapes: P pairs, M slots. Moments are E[x x^H] of one KV head's pairs, as first + i second channel.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -71,13 +72,16 @@ def fold_head(
     context: int,
     candidates: Sequence[Sequence[float]] = EDGES,
     *,
+    reach: float | None = None,
     turned: bool = False,
 ) -> FoldedHead:
     """The best way to keep `num_slots` slots of one head, over the candidate groupings.
 
     Within a grouping the directions with the largest weights stay, whichever their group. Between
-    groupings `logit_error` decides, rotation mismatch included; `turned` as it says.
+    groupings `logit_error` decides, rotation mismatch included; `turned` as it says. Its `reach`
+    is `usual_reach(context)` if none is given.
     """
+    reach = usual_reach(context) if reach is None else reach
     heads = []
     for edges in candidates:
         groups = frequency_groups(frequencies, context, edges)
@@ -88,10 +92,18 @@ def fold_head(
         for group, rank in ranked[:num_slots]:
             slots.setdefault(group, []).append(directions[group][rank].pair)
         head = fill_slots(
-            query_PP, key_PP, frequencies, groups, directions, slots, context, turned=turned
+            query_PP, key_PP, frequencies, groups, directions, slots, reach, turned=turned
         )
         heads.append(head)
     return min(heads, key=lambda head: head.error)
+
+
+def usual_reach(context: int) -> float:
+    """How far the mismatch of slots is looked at if nothing is said, in tokens.
+
+    The root of the context: attention looks at near tokens most (docs/log.md).
+    """
+    return float(context) ** 0.5
 
 
 def frequency_groups(frequencies: Tensor, context: int, edges: Sequence[float]) -> list[int]:
@@ -137,7 +149,7 @@ def fill_slots(
     groups: Sequence[int],
     directions: Mapping[int, Sequence[Direction]],
     slots: Mapping[int, Sequence[int]],
-    context: int,
+    reach: float,
     *,
     turned: bool = False,
 ) -> FoldedHead:
@@ -161,7 +173,7 @@ def fill_slots(
     key_mix = torch.stack([direction.key_mix for direction in filled])
     query_mix = torch.stack([direction.query_mix for direction in filled])
     roots = hermitian_root(query_PP), hermitian_root(key_PP)
-    error = logit_error(*roots, frequencies, frequency, key_mix, query_mix, context, turned=turned)
+    error = logit_error(*roots, frequencies, frequency, key_mix, query_mix, reach, turned=turned)
     return FoldedHead(frequency, key_mix, query_mix, error)
 
 
@@ -189,7 +201,7 @@ def logit_error(
     frequency: Tensor,
     key_mix: Tensor,
     query_mix: Tensor,
-    context: int,
+    reach: float,
     *,
     turned: bool = False,
 ) -> float:
@@ -198,12 +210,10 @@ def logit_error(
     It is the mean over d of half ||C_q^1/2 (R_d - B^H R'_d A) C_k^1/2||^2, with A and B the key and
     query mixing, and R_d = diag(e^{-i theta d}): a query stands d tokens after its key.
     With `turned`, C_q is of queries as the key sees them, R_d^H q, as gradients of keys are: those
-    of queries are R_d C_q R_d^H. Distances are spaced evenly in log(1 + d) up to the root of
-    `context`: attention looks at near tokens most, and a longer reach chose worse groupings
-    (docs/log.md).
+    of queries are R_d C_q R_d^H. Distances are spaced evenly in log(1 + d) up to `reach` tokens.
     """
     steps = torch.linspace(0, 1, NUM_DISTANCES, dtype=torch.float64)
-    distances = -torch.expm1(steps * torch.log1p(torch.tensor(float(context)).sqrt()))
+    distances = -torch.expm1(steps * math.log1p(reach))
     dense = torch.polar(torch.ones(()).double(), distances[:, None] * frequencies)
     turning = torch.polar(torch.ones(()).double(), distances[:, None] * frequencies[frequency])
     # The roots are absorbed once, the rotations applied as diagonals per distance. A root of

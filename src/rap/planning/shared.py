@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from ..model.errors import RapError
-from .folding import EDGES, Direction, FoldedHead, fill_slots, frequency_groups, group_directions
+from .folding import (
+    EDGES,
+    Direction,
+    FoldedHead,
+    fill_slots,
+    frequency_groups,
+    group_directions,
+    usual_reach,
+)
 
 # What an engine's attention takes without padding. vLLM on CPUs declares no size between 32 and 64;
 # a stock export must suit every engine, so it takes the strictest of the usual ones.
@@ -92,6 +100,7 @@ def shared_slots(
     context: int,
     candidates: Sequence[Sequence[float]] = EDGES,
     *,
+    reach: float | None = None,
     relative: bool = True,
     turned: bool = False,
 ) -> list[list[FoldedHead]]:
@@ -102,8 +111,9 @@ def shared_slots(
     carry over all heads, and each slot takes the pair that weighs most in that rank of the group;
     the grouping with the smallest sum of errors wins. With `relative` every head has one vote, its
     error and energy divided by its total; else heads weigh by what they lose. A group that keeps
-    all its slots stays plain. `turned` as in `folding.logit_error`.
+    all its slots stays plain. `reach` and `turned` as in `folding.fold_head`.
     """
+    reach = usual_reach(context) if reach is None else reach
     heads = [pair for layer in moments for pair in zip(*layer, strict=True)]
     best: list[FoldedHead] = []
     lowest = float("inf")
@@ -113,7 +123,7 @@ def shared_slots(
         totals = [_total(directions) if relative else 1.0 for directions in by_head]
         slots = _shared_list(by_head, totals, num_slots)
         filled = [
-            fill_slots(query, key, frequencies, groups, directions, slots, context, turned=turned)
+            fill_slots(query, key, frequencies, groups, directions, slots, reach, turned=turned)
             for (query, key), directions in zip(heads, by_head, strict=True)
         ]
         error = sum(head.error / total for head, total in zip(filled, totals, strict=True))

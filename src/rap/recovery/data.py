@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import assets
 from ..calibration.bos import Bos, bos_token, with_bos
-from ..calibration.text import ALIASES, named_sources, read_text, windows_from_text
+from ..calibration.repeats import repeat_passages
+from ..calibration.text import ALIASES, REPEATED, named_sources, read_text, windows_from_text
 from ..model.errors import RapError
 
 SHARED_RUN = 16  # tokens: natural text repeats fewer
@@ -91,6 +92,9 @@ def recovery_windows(
             held = _pack(other, tokenizer, window, held_out, config.seed, bos)
         train.append(rows)
         validation.append(held)
+    if any(source.startswith(REPEATED) for source in sources):
+        # What is repeated may be another source too, and its passages go on in the next window.
+        train = [apart(rows, torch.cat(validation)) for rows in train]
     return alternating(train), alternating(validation)
 
 
@@ -102,6 +106,9 @@ def alternating(parts: Sequence[Tensor]) -> Tensor:
 
 def validation_text(source: str) -> str | None:
     """The text of a source's validation split, None if it has no such split."""
+    if source.startswith(REPEATED):
+        once = validation_text(source.removeprefix(REPEATED))
+        return None if once is None else repeat_passages(once)
     if source == "bundled":
         return assets.reference_text("validation")
     name = ALIASES.get(source)

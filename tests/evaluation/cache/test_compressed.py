@@ -433,6 +433,8 @@ def test_command_measures_both_rows(reference_model, tokenizer, tmp_path, roundi
         assert result.json[name]["kv_bytes_per_token"] == expected.kv_bytes_per_token
         assert [cell["distance"] for cell in result.json[name]["recall"]] == [64]
     assert result.json["compressed"]["perplexity"] != result.json["exact"]["perplexity"]
+    assert [row[0] for row in result.json["table"]["rows"]] == ["nothing", f"cache {rounding}"]
+    assert result.json["command"] == result.json["provenance"]["command"]
     assert result.json["fingerprint"] == rap.fingerprint_model(reference_model)
 
 

@@ -147,9 +147,13 @@ def compressed_recall(
     num_documents: int = 16,
     seed: int = 0,
     bos: Bos = "auto",
+    wording: str = "plain",
 ) -> list[RecallCell]:
-    """`recall_grid` on the same documents, their question asked after the compression."""
-    text, writer = np.asarray(text_ids), FactWriter(tokenizer)
+    """`recall_grid` on the same documents, their question asked after the compression.
+
+    Raises RapError for a `wording` that is not one of documents.WORDINGS.
+    """
+    text, writer = np.asarray(text_ids), FactWriter(tokenizer, wording=wording)
     first = bos_token(bos, tokenizer, model.config)
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
     cells = []

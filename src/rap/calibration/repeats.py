@@ -1,0 +1,32 @@
+"""A text in which every passage is read again: what makes a model look back.
+
+Running text seldom asks for what stands far above, so calibration on it alone takes the heads that
+would find it for useless (docs/log.md). Text that comes again is best predicted by looking up what
+followed the first time, which is what induction heads do (Olsson et al. 2022,
+https://arxiv.org/abs/2209.11895). No task is shown, only the text itself.
+"""
+
+import random
+import re
+from itertools import islice
+
+PASSAGE = (30, 130)  # words
+GROUP = (1, 6)  # passages that are read before the first of them comes again
+
+
+def repeat_passages(text: str, seed: int = 0) -> str:
+    """All words of `text` in passages, each group of which is followed by itself in another order.
+
+    Twice as long as the text. The same text and seed give the same passages.
+    """
+    rng = random.Random(seed)
+    words = re.finditer(r"\S+\s*", text)
+    groups: list[str] = []
+    while True:
+        sizes = [rng.randint(*PASSAGE) for _ in range(rng.randint(*GROUP))]
+        found = ("".join(word[0] for word in islice(words, size)).strip() for size in sizes)
+        passages = [passage for passage in found if passage]
+        if not passages:
+            return "\n\n".join(groups)
+        again = rng.sample(passages, len(passages))
+        groups.append("\n\n".join([*passages, *again]))
