@@ -140,7 +140,7 @@ def test_every_model_that_an_experiment_reads_has_its_keeper():
     module = load_script("experiments/again.py")
     commands = module.commands([])
     words = {word for _, command in commands for word in module._words(command)}
-    read = {word for word in words if word.startswith(("fitted/", "distilled/"))}
+    read = {word for word in words if word.startswith(("cut/", "fitted/", "distilled/"))}
     assert read == module.MODELS.keys()
     makers = dict(commands)
     for kept in module.MODELS.values():
