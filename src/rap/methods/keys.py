@@ -1,7 +1,6 @@
 """What methods ask of keys: folded slots, one list of them for all heads, free channels."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,8 +65,10 @@ def folded_alike(
     present = [(read, key) for key, read in (layer for layer in moments if layer is not None)]
     frequencies = shared_frequencies(dense.frequencies)
     loss = metric == "loss"  # gradients of keys
-    asked: dict[str, Any] = {"reach": reach, "relative": not loss, "turned": loss}
-    slots = shared_slots(present, frequencies, max(widths), context, **asked)
+    width = max(widths)
+    slots = shared_slots(
+        present, frequencies, width, context, reach=reach, relative=not loss, turned=loss
+    )
     heads = iter(slots)
     return [_folded(next(heads)) if layer is not None else {} for layer in moments]
 

@@ -54,7 +54,7 @@ class Rap(PairPruning):
     context: distance in tokens over which folded pairs may drift; None is all the model was made
         for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
     reach: distance in tokens up to which a way of folding is held against what it replaces; None
-        is the root of the context. A long one keeps what a document said far back (docs/log.md).
+        is the root of the context. A longer one looks at what stands far back (docs/log.md).
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
         width and one list of slot frequencies, which `rap export stock` needs.
     """
