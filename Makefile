@@ -34,7 +34,7 @@ demo: $(STAMP) ## fetch a real model, cut it, compare it with dense (ARGS=bundle
 test: $(STAMP) ## run the tests (ARGS="-k rope" for some of them)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-test-faults: $(STAMP) ## kill, starve and damage everything (ten minutes): docs/reliability.md
+test-faults: $(STAMP) ## kill, starve and damage everything (twenty minutes): docs/reliability.md
 	$(BIN)/python experiments/reliability/reliability.py --share 1
 	$(BIN)/python docs/reliability/page.py
 
