@@ -28,7 +28,7 @@ def test_every_word_comes_twice_and_passages_are_whole():
     assert [word for passage in places for word in passage.split()] == WORDS
     lengths = [len(passage.split()) for passage in list(places)[:-1]]
     assert PASSAGE[0] <= min(lengths) < max(lengths) <= PASSAGE[1]
-    # A passage is read again after at least its own group's others, in any order.
+    # The last of a group may come again at once, the first after all others twice.
     away = [second - first for first, second in places.values()]
     assert 1 <= min(away) < max(away) <= 2 * GROUP[1] - 1
 
@@ -41,6 +41,15 @@ def test_the_order_is_another_one_and_the_seed_decides():
     starts = [int(passage.split()[0][1:]) for passage in found]
     backwards = sum(second < first for first, second in pairwise(starts))
     assert backwards > len(found) / 5  # read again in order, it would be one a group, a seventh
+
+
+def test_a_text_without_blanks_comes_again_too():
+    text = "".join(chr(0x4E00 + number) for number in range(20000))
+    found = passages(repeat_passages(text))
+    once = list(dict.fromkeys(found))
+    assert "".join(once) == text
+    assert sorted(found) == sorted(2 * once)
+    assert max(map(len, found)) <= 2 * PASSAGE[1]
 
 
 @pytest.mark.parametrize("text", ["", "  \n ", "one"])

@@ -105,6 +105,7 @@ def test_a_file_with_a_comma_in_its_name_is_one_source(tmp_path):
     path = tmp_path / "a,b.txt"
     path.write_text("one", encoding="utf-8")
     assert named_sources(path) == [str(path)]
+    assert named_sources(f"repeated:{path}") == [f"repeated:{path}"]
     assert named_sources("bundled, paper,") == ["bundled", "paper"]
 
 

@@ -25,7 +25,8 @@ def calibrated() -> tuple:
 @pytest.mark.parametrize("keys", ["pairs", "fold"])
 def test_stock_profile_shares_widths_and_frequencies(calibrated: tuple, keys: str) -> None:
     model, statistics = calibrated
-    method = rap.Rap(retain=0.5, keys=keys, budget="uniform", profile="stock", context=400)
+    context = 400 if keys == "fold" else None
+    method = rap.Rap(retain=0.5, keys=keys, budget="uniform", profile="stock", context=context)
     plan = method.plan(model, statistics)
     lists = {tuple(head) for layer in plan.layers for head in layer.frequency_GM.tolist()}
     assert len(lists) == 1
@@ -50,6 +51,25 @@ def test_reach_decides_how_keys_are_folded(calibrated: tuple, profile: str) -> N
 def test_a_reach_of_no_token_is_refused() -> None:
     with pytest.raises(rap.RapError, match="reach is a distance in tokens"):
         rap.Rap(retain=0.5, reach=0)
+
+
+@pytest.mark.parametrize("asked", [{"reach": 20}, {"context": 400}])
+def test_what_folding_is_told_is_refused_where_nothing_is_folded(asked: dict) -> None:
+    with pytest.raises(rap.RapError, match="they need keys 'fold'"):
+        rap.Rap(retain=0.5, keys="pairs", **asked)
+    method = rap.Rap(retain=0.5, **asked)
+    model = tiny_model("qwen3", dtype=torch.float64)
+    statistics = rap.calibrate(model, random_tokens(2, 16), method.needs_for(model))
+    with pytest.raises(rap.RapError, match="leave both out"):
+        method.plan(model, statistics)
+
+
+def test_stock_profile_shares_frequencies_where_keys_are_normalised() -> None:
+    method = rap.Rap(retain=0.5, profile="stock")
+    model = tiny_model("qwen3", dtype=torch.float64)
+    statistics = rap.calibrate(model, random_tokens(4, 64), method.needs_for(model))
+    plan = method.plan(model, statistics)
+    assert len({tuple(head) for one in plan.layers for head in one.frequency_GM.tolist()}) == 1
 
 
 def test_per_head_profile_lets_heads_differ(calibrated: tuple) -> None:

@@ -1,5 +1,6 @@
 """Budget `search`: widths that the cut model itself asks for, remembered when it is killed."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from cases.models import random_tokens, tiny_model
 from rap.calibration.statistics import Statistics
 from rap.methods import Rap
 from rap.methods.dense import dense_layers
-from rap.methods.search import TRIED_WINDOWS
+from rap.methods.search import TRIED_WINDOWS, Search
 from rap.methods.trials import Trials
 from rap.model.errors import RapError
 from rap.surgery.replace import replaced_layers
@@ -102,6 +103,19 @@ def test_a_broken_record_is_measured_again(home: Path) -> None:
     (kept,) = (home / "searches").iterdir()
     kept.write_text("[1, 2")
     assert method.plan(model, statistics) == found
+
+
+def test_what_another_text_measured_is_not_taken(home: Path) -> None:
+    """Two texts that begin alike: the cuts that are tried were planned from all of each."""
+    method = Rap(retain=0.5, budget="search")
+    model, statistics = calibrated(method)
+    others = random_tokens(*statistics.windows.shape, seed=9)
+    windows = torch.cat([statistics.windows, others])
+    longer = rap.calibrate(model, windows, method.needs_for(model))
+    shorter = replace(longer, layers=statistics.layers)
+    files = {Search(method, model, one).kept for one in (longer, shorter)}
+    halved = Search(method, copy.deepcopy(model).to(torch.bfloat16), longer).kept
+    assert len(files | {halved}) == 3
 
 
 def test_layers_that_are_read_one_by_one_cannot_be_searched() -> None:

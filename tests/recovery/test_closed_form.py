@@ -98,6 +98,17 @@ def test_a_refit_that_does_not_help_is_not_kept(pair: tuple) -> None:
     assert torch.equal(small.model.layers[0].self_attn.o_proj.weight, before)
 
 
+def test_a_layer_that_adds_nothing_stays_so(pair: tuple) -> None:
+    dense, small = pair
+    with torch.no_grad():
+        for model in pair:
+            model.model.layers[1].self_attn.o_proj.weight.zero_()
+    first, silent, last = refit_outputs(small, dense, random_tokens(8, 64))
+    assert (silent.before, silent.after, silent.kept) == (0, 0, False)
+    assert first.kept
+    assert last.kept
+
+
 def test_windows_are_split_where_asked_whatever_the_batch(pair: tuple) -> None:
     """Batches of 8 hold windows of both parts; the last one is not full."""
     dense, small = pair

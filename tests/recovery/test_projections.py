@@ -10,6 +10,7 @@ from cases.models import random_tokens, tiny_model
 from rap.methods import METHODS
 from rap.model.layers import attention_layers
 from rap.recovery import projections
+from rap.recovery.config import RecoveryConfig
 from rap.recovery.projections import SETTINGS, Bases, _loss, _Projecting
 
 HEADS, DIM = 2, 12
@@ -80,3 +81,14 @@ def test_the_loss_of_whole_bases_is_the_dense_models_own(monkeypatch):
         found = _loss(bases, model, ids, SETTINGS, torch.Generator().manual_seed(0))
         expected = SETTINGS.ce_weight * model(ids, labels=ids).loss
     assert float(found) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_passes_over_the_text_are_steps_where_none_are_given(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        projections, "_loss", lambda *_: seen.append(1) or torch.ones((), requires_grad=True)
+    )
+    model = tiny_model("llama", head_dim=DIM, kv_heads=HEADS)
+    config = RecoveryConfig(epochs=3, global_batch=4, micro_batch=4)
+    projections._train(bases_of(model), model, random_tokens(10, 16), config, progress=False)
+    assert len(seen) == 8  # 30 windows in fours

@@ -8,10 +8,14 @@ https://arxiv.org/abs/2209.11895). No task is shown, only the text itself.
 
 import random
 import re
+from collections.abc import Iterator
 from itertools import islice
 
 PASSAGE = (30, 130)  # words
 GROUP = (1, 6)  # passages that are read before the first of them comes again
+# A longer run without a blank is of a script that has none between words, such as Chinese: two
+# characters of it count as a word, and passages have about as many tokens as elsewhere.
+LONGEST_WORD = 64
 
 
 def repeat_passages(text: str, seed: int = 0) -> str:
@@ -20,13 +24,22 @@ def repeat_passages(text: str, seed: int = 0) -> str:
     Twice as long as the text. The same text and seed give the same passages.
     """
     rng = random.Random(seed)
-    words = re.finditer(r"\S+\s*", text)
+    words = _words(text)
     groups: list[str] = []
     while True:
         sizes = [rng.randint(*PASSAGE) for _ in range(rng.randint(*GROUP))]
-        found = ("".join(word[0] for word in islice(words, size)).strip() for size in sizes)
+        found = ("".join(islice(words, size)).strip() for size in sizes)
         passages = [passage for passage in found if passage]
         if not passages:
             return "\n\n".join(groups)
         again = rng.sample(passages, len(passages))
         groups.append("\n\n".join([*passages, *again]))
+
+
+def _words(text: str) -> Iterator[str]:
+    """All of the text but blanks before its first word, each with the blanks behind it."""
+    for run in re.finditer(r"(\S+)\s*", text):
+        if len(run[1]) <= LONGEST_WORD:
+            yield run[0]
+        else:
+            yield from (piece[0] for piece in re.finditer(r"\S{1,2}\s*", run[0]))

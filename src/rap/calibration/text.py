@@ -68,9 +68,9 @@ def load_windows(
 def named_sources(source: str | Path) -> list[str]:
     """The sources of a mixed text, a comma list of what `read_text` knows.
 
-    A file whose own name has a comma is one source.
+    A file whose own name has a comma is one source, repeated or not.
     """
-    if Path(source).is_file():
+    if Path(str(source).removeprefix(REPEATED)).is_file():
         return [str(source)]
     return [name.strip() for name in str(source).split(",") if name.strip()]
 

@@ -88,6 +88,8 @@ class Rap(PairPruning):
             )
         if self.reach is not None and self.reach < 1:
             raise RapError(f"reach is a distance in tokens, 1 or more: not {self.reach}")
+        if self.keys != "fold" and self._says_how_to_fold:
+            raise RapError("context and reach say how keys are folded: they need keys 'fold'")
         if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):
             raise RapError(
                 "profile 'stock' needs one width for all: budget 'uniform', key_share 0.5"
@@ -237,7 +239,7 @@ class Rap(PairPruning):
         """What replaces the plainly chosen pairs of every layer, as fields of its LayerPlan."""
         if self.profile == "stock":
             shared_frequencies(dense.frequencies)
-        if self.keys == "fold":
+        if self._folds(dense):
             moments = [
                 key_moments(statistics.layers[index] or {}, self.metric)
                 if layer is not None and layer.num_pairs and dense.mixes_keys[index]
@@ -255,6 +257,28 @@ class Rap(PairPruning):
                     folded[index] |= free_subspace(free, layer.num_free)
             return folded
         return shared_dense(plain, scores) if self.profile == "stock" else [{} for _ in plain]
+
+    def _folds(self, dense: DenseLayers) -> bool:
+        """Whether keys of this model are folded; RapError where a setting asks for what is not."""
+        if self.keys != "fold":
+            return False
+        layers = zip(dense.shapes, dense.mixes_keys, strict=True)
+        mixed = {mixes for shape, mixes in layers if shape is not None}
+        if mixed == {True, False} and self.profile == "stock":
+            raise RapError(
+                "profile 'stock' needs one way for all layers, and only some of this model's may "
+                "be folded: use keys 'pairs'"
+            )
+        if True not in mixed and self._says_how_to_fold:
+            raise RapError(
+                "context and reach say how keys are folded, and this model's are not, for it works "
+                "on single channels of them before or as they rotate: leave both out"
+            )
+        return True in mixed
+
+    @property
+    def _says_how_to_fold(self) -> bool:
+        return self.context is not None or self.reach is not None
 
 
 def _budgets(kept: Mapping[int, tuple[int, ...]], dense: DenseLayers) -> list[LayerBudget | None]:

@@ -6,12 +6,13 @@ a layer. What was measured is kept in a file, so that a killed search goes on.
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.progress import Progress
@@ -19,6 +20,7 @@ from ..calibration.statistics import Statistics
 from ..checkpoint.files import write_json
 from ..checkpoint.home import home
 from ..checkpoint.version import __version__
+from ..model.fingerprint import fingerprint_tensors
 from ..planning.plan import Plan
 from ..planning.trading import most_measures, trade
 from ..surgery.replace import ReplacedLayer, replaced_layers
@@ -64,8 +66,9 @@ class Search:
         tried = statistics.windows[:TRIED_WINDOWS]
         self.model = model
         self.trials = Trials(model, replace(statistics, windows=tried), method.qk_norm)
-        read = (statistics.num_windows, statistics.window, statistics.windows.tolist())
-        parts = (__version__, statistics.fingerprint, method.describe(), read)
+        parts = [__version__, statistics.fingerprint, method.describe(), str(model.dtype)]
+        # The cuts are planned from what all of the text gave, and tried on its first windows.
+        parts += [tried.tolist(), fingerprint_tensors(_named(statistics))]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         self.kept = home() / "searches" / f"{digest}.json"
 
@@ -105,6 +108,12 @@ class Measured:
             write_json(self.path, self.known)
         self.progress.update(self.progress.done + 1, f"KL {min(self.known.values()):.4f}")
         return self.known[name]
+
+
+def _named(statistics: Statistics) -> Iterator[tuple[str, Tensor]]:
+    for index, layer in enumerate(statistics.layers):
+        for name, tensor in (layer or {}).items():
+            yield f"{index} {name}", tensor
 
 
 def _read(path: Path) -> dict[str, float]:

@@ -163,7 +163,8 @@ def _refit(pair: _Pair, num_fit: int, ridge: float) -> LayerRefit:
     before, after = judge.residual, judge.after(change)
     if after < before:
         pair.change(change)
-    return LayerRefit(pair.index, before / judge.wanted, after / judge.wanted)
+    wanted = judge.wanted or 1.0  # a layer that adds nothing has no size to compare with
+    return LayerRefit(pair.index, before / wanted, after / wanted)
 
 
 def _output_of(stream: Stream, layer: AttentionLayer) -> nn.Linear:

@@ -32,9 +32,11 @@ class FitConfig:
     whether a layer became better; `validation_windows` others judge the whole. Each of `steps`
     steps of Adam reads `batch` windows; `rate` is the first rate of a matrix in units of its root
     mean square, and falls to zero by a cosine. `drift` is the share of what the stream has lost
-    that a layer is to make up for. `scope` says what of a layer is trained, and what is wanted to
-    come out right: its attention, or "block", all of it, where the matrices of a dense feed-forward
-    begin at `feed_forward_rate`, and experts and their routers stay.
+    that a layer is to make up for (by scope "attention" not where a norm reads the attention's
+    output before it is added: there all of it is left to the layers behind). `scope` says what
+    of a layer is trained, and what is wanted to come out right: its attention, or "block", all of
+    it, where the matrices of a dense feed-forward begin at `feed_forward_rate`, and experts and
+    their routers stay.
     """
 
     window: int = 512

@@ -149,7 +149,8 @@ def _train(
     config: RecoveryConfig,
     progress: bool,
 ) -> None:
-    steps, generator = config.steps or 1, torch.Generator().manual_seed(config.seed)
+    passes = -(-config.epochs * len(windows) // config.global_batch)
+    steps, generator = config.steps or passes, torch.Generator().manual_seed(config.seed)
     parameters = [parameter for layer in bases.values() for parameter in layer.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
     warmup = max(1, config.warmup_steps)

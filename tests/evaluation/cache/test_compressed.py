@@ -269,6 +269,20 @@ def test_a_press_that_drops_the_facts_loses_the_recall(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_documents": -1}, "at least one"),
+        ({"distances": [4000]}, "longer text"),
+        ({"distances": [20], "wording": "natural"}, "or more"),
+    ],
+)
+def test_recall_that_cannot_be_asked_is_refused(reference_model, tokenizer, sizes, message):
+    text = np.asarray(tokenizer(rap.assets.reference_text("test")[:2000]).input_ids)
+    with pytest.raises(RapError, match=message):
+        compressed_recall(reference_model, tokenizer, text, NOTHING, **sizes)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("knorm", "write NAME:RATIO"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rap.evaluation.quality import documents, needle, recall
+from rap.model.errors import RapError
 
 VOCAB = 128
 
@@ -228,16 +229,19 @@ def test_a_text_of_just_the_length_will_do(text):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda text: recall.recall_grid(None, Characters(), text, distances=(9,)), "shorter"),
-        (lambda text: recall.recall_grid(None, Characters(), text[:50]), "documents need"),
-        (lambda text: recall.recall_grid(None, Characters(), text, facts=(99,)), "as many names"),
+        (lambda text: recall.recall_grid(None, Characters(), text, distances=(9,)), "or more"),
+        (lambda text: recall.recall_grid(None, Characters(), text[:50]), "longer text"),
+        (lambda text: recall.recall_grid(None, Characters(), text, facts=(99,)), "1 to"),
+        (lambda text: recall.recall_grid(None, Characters(), text, facts=(0,)), "1 to"),
+        (lambda text: recall.recall_grid(None, Characters(), text, num_documents=0), "at least"),
+        (lambda text: recall.copy_loss(None, text, num_documents=0), "at least one"),
         (
             lambda text: recall.recall_grid(None, Characters(), text, wording="odd"),
             "use plain, nat",
         ),
-        (lambda text: recall.copy_loss(None, text, passage=9, distance=3), "shorter"),
+        (lambda text: recall.copy_loss(None, text, passage=9, distance=3), "or more"),
     ],
 )
 def test_wrong_input_is_refused(text, call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RapError, match=message):
         call(text)

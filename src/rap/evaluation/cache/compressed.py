@@ -26,7 +26,7 @@ from ...calibration.logits import decoder_of
 from ...calibration.precision import in_precision
 from ...calibration.state import evaluating
 from ...model.errors import RapError
-from ..quality.documents import ANSWER, Document, FactWriter
+from ..quality.documents import ANSWER, Document, FactWriter, check_documents
 from ..quality.perplexity import whole_windows
 from ..quality.recall import RecallCell, recall_documents
 from .presses import Press, check_press, pressed
@@ -151,8 +151,11 @@ def compressed_recall(
 ) -> list[RecallCell]:
     """`recall_grid` on the same documents, their question asked after the compression.
 
-    Raises RapError for a `wording` that is not one of documents.WORDINGS.
+    Raises RapError for a `wording` that is not one of documents.WORDINGS, no documents, or
+    documents that cannot be made.
     """
+    if distances:  # none are asked where recall is not wanted
+        check_documents(num_documents)
     text, writer = np.asarray(text_ids), FactWriter(tokenizer, wording=wording)
     first = bos_token(bos, tokenizer, model.config)
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
@@ -200,7 +203,7 @@ def question_start(document: Document, writer: FactWriter) -> int:
     answered = int(np.flatnonzero(document.kinds == ANSWER)[0])
     lengths = []
     for name in writer.names:
-        ids, kinds = writer.question(name, 0)
+        ids, kinds = writer.question(name, 1000)  # of four digits, as all are
         stem = ids[: kinds.index(ANSWER)]
         if list(document.ids[answered - len(stem) : answered]) == stem:
             lengths.append(len(stem))

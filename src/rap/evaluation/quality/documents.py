@@ -135,10 +135,19 @@ def evaluation_rng(seed: int, *key: int) -> np.random.Generator:
     return np.random.default_rng([0xE7A1, seed, *key])
 
 
+def check_documents(num_documents: int) -> None:
+    """RapError for a number of documents that nothing can be judged by."""
+    if num_documents < 1:
+        raise RapError(f"cannot judge by {num_documents} documents: ask for at least one")
+
+
 def draw_facts(writer: FactWriter, rng: np.random.Generator, count: int) -> list[tuple[str, int]]:
-    """`count` different names, each with a random number of four digits."""
-    if count > len(writer.names):
-        raise ValueError(f"{count} facts need as many names, there are {len(writer.names)}")
+    """`count` different names, each with a random number of four digits.
+
+    Raises RapError unless there is one to ask for, and a name for each.
+    """
+    if not 1 <= count <= len(writer.names):
+        raise RapError(f"there cannot be {count} facts: ask for 1 to {len(writer.names)}")
     picked = rng.choice(len(writer.names), count, replace=False)
     return [(writer.names[i], int(rng.integers(1000, 10000))) for i in picked]
 
@@ -164,12 +173,16 @@ def recall_document(
 
     The distance runs from the fact's number to the answer. The other facts stand at random places
     of the text between and before; `filler` gives the text and needs `distance` tokens and more.
+    Raises RapError if it has fewer, or the question does not go into the distance.
     """
     (name, number), *others = draw_facts(writer, rng, num_facts)
     fact, question = writer.fact(name, number), writer.question(name, number)
     room = distance - len(question[0])
     if room < 0:
-        raise ValueError(f"distance {distance} is shorter than the question, {len(question[0])}")
+        raise RapError(
+            f"a fact cannot stand {distance} tokens before its answer, the question has "
+            f"{len(question[0])}: give a distance of that many or more"
+        )
     between, before = [], []
     for other in others:
         statement = writer.fact(*other)
@@ -180,7 +193,10 @@ def recall_document(
             before.append(statement)
     lead = 16 + 8 * len(before)
     if len(filler) < lead + room:
-        raise ValueError(f"filler of {len(filler)} tokens, {lead + room} are needed")
+        raise RapError(
+            f"a document needs {lead + room} tokens of text, which has {len(filler)}: "
+            "give a longer text"
+        )
     events = [(int(rng.integers(0, lead)), *statement) for statement in before]
     events.append((lead, *fact))
     events += [(int(rng.integers(lead, lead + room + 1)), *statement) for statement in between]

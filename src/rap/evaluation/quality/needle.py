@@ -21,6 +21,7 @@ from .documents import (
     ANSWER,
     Document,
     FactWriter,
+    check_documents,
     draw_facts,
     evaluation_rng,
     interleave,
@@ -100,8 +101,7 @@ def needle_grid(
     for depth in depths:
         if not 0 <= depth <= 1:
             raise RapError(f"depth {depth} is outside [0, 1]: 0 is the beginning of the document")
-    if num_documents < 1:
-        raise RapError(f"cannot judge by {num_documents} documents: ask for at least one")
+    check_documents(num_documents)
     text, cells = np.asarray(text_ids), []
     writer = FactWriter(tokenizer, wording=wording)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))

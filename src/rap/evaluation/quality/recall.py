@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...calibration.bos import Bos, bos_token
+from ...model.errors import RapError
 from .documents import (
     ANSWER,
     Document,
     FactWriter,
+    check_documents,
     copy_document,
     evaluation_rng,
     opened,
@@ -117,7 +119,9 @@ def recall_grid(
     before it, which is when greedy decoding writes the answer; `token_accuracy` is by token. Every
     document begins with BOS as `bos.bos_token` decides. `wording` is one of documents.WORDINGS:
     `plain` is what the bundled model was trained on, `natural` for any that was really pretrained.
+    Raises RapError for no documents, or documents that cannot be made.
     """
+    check_documents(num_documents)
     text = np.asarray(text_ids)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
@@ -146,7 +150,10 @@ def recall_documents(
     seed: int,
     bos: int | None = None,
 ) -> list[Document]:
-    """The documents of one cell of `recall_grid`, the same for every model."""
+    """The documents of one cell of `recall_grid`, the same for every model.
+
+    Raises RapError if the text is short, or they cannot be made.
+    """
     rng = evaluation_rng(seed, distance, num_facts)
     need = distance + 16 + 8 * num_facts
     documents = []
@@ -172,11 +179,16 @@ def copy_loss(
     """Loss on a passage of text read a second time, `distance` tokens after the first.
 
     The first token of each reading is left out: nothing announces the repetition. `bos` begins a
-    document as in `perplexity`.
+    document as in `perplexity`. Raises RapError for no documents, a text that is short, or a
+    passage that is longer than the distance.
     """
+    check_documents(num_documents)
     text, bos = np.asarray(text_ids), bos_token(bos, config=getattr(model, "config", None))
     if distance < passage:
-        raise ValueError(f"distance {distance} is shorter than the passage, {passage}")
+        raise RapError(
+            f"a passage of {passage} tokens cannot come again after {distance}: give a distance of "
+            "that many or more"
+        )
     rng = evaluation_rng(seed, passage, distance)
     documents = []
     for _ in range(num_documents):
@@ -191,5 +203,8 @@ def copy_loss(
 
 def _random_start(rng: np.random.Generator, text: np.ndarray, length: int) -> int:
     if len(text) < length:
-        raise ValueError(f"text of {len(text)} tokens, documents need {length}")
+        raise RapError(
+            f"a document needs {length} tokens of text, which has {len(text)}: give a longer text "
+            "or a shorter distance"
+        )
     return int(rng.integers(0, len(text) - length + 1))

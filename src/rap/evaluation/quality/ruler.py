@@ -26,6 +26,7 @@ from .documents import (
     TEXT,
     Document,
     Encode,
+    check_documents,
     encoder,
     evaluation_rng,
     interleave,
@@ -135,8 +136,7 @@ def ruler_grid(
     RapError for an unknown task, no documents, or documents that cannot be made.
     """
     check_tasks(tasks)
-    if num_documents < 1:
-        raise RapError(f"cannot judge by {num_documents} documents: ask for at least one")
+    check_documents(num_documents)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
     text, encode = np.asarray(text_ids), encoder(tokenizer)
