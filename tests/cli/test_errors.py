@@ -66,6 +66,7 @@ def place(tmp_path_factory) -> Path:
     plan = random_plan(dense, [(3, 6), (3, 6)])
     plan.save(place / "other.rap")
     rap.apply(dense, plan).save_pretrained(place / "pruned")
+    plan.save(place / "pruned" / "plan.rap")
     four = tiny_model(layers=6, heads=4, kv_heads=2, head_dim=64, hidden=256)
     random_plan(four, [(8, 16)] * 6).save(place / "same-shape.rap")
     whole = (place / "same-shape.rap").read_bytes()
@@ -78,6 +79,7 @@ def _listing(place: Path) -> dict[str, int]:
 
 
 BUNDLED = ("compress", "bundled", "-o", "x", *QUICK)
+TAUGHT = ("recover", "pruned", "-o", "x", "--teacher", "bundled")
 WEIGHTS = [
     ("truncated", "model.safetensors is truncated or damaged"),
     ("lacking", f"{SHARDS[1]}"),
@@ -130,7 +132,11 @@ CASES = [
     ((*BUNDLED, "--method", "rap:align=4", "--target", "vllm"), "--target vllm decides align"),
     ((*BUNDLED, "--method", "heads", "--keys", "fold"), "method 'heads' has no setting 'keys'"),
     (("plan", "bundled", "-o", "x", "--method", "palu:x=1"), "'palu' has no setting 'x'"),
+    ((*BUNDLED, "--context", 0), "context is a distance in tokens, 1 or more"),
     ((*BUNDLED, "--recover", "no"), "unknown recovery 'no'"),
+    ((*BUNDLED, "--recover", "projections"), "trains the bases of method matryoshka: rap has none"),
+    ((*BUNDLED, "--recover", "projections", "--dry-run"), "rap has none"),
+    *[((*BUNDLED, "--seed", seed), "Invalid value for '--seed'") for seed in (-1, 2**31)],
     ((*BUNDLED, "--dtype", "no"), "unknown dtype 'no': use auto, float32"),
     ((*BUNDLED, "--device-map", "no"), "cannot load weights from"),
     ((*BUNDLED, "-o", "pruned"), "pruned exists: pass --force to replace it"),
@@ -185,6 +191,22 @@ CASES = [
         ("evaluate", "needle", "bundled", "--wording", "odd"),
         "unknown wording 'odd': use plain, nat",
     ),
+    (("evaluate", "recall", "bundled", "--documents", 0), "cannot judge by 0 documents"),
+    (("evaluate", "recall", "bundled", "--facts", 0), "there cannot be 0 facts: ask for 1 to"),
+    (("evaluate", "recall", "bundled", "--text", "short.txt"), "give a longer text or"),
+    (("evaluate", "recall", "bundled", "--distance", 3), "give a distance of that many or more"),
+    (("bench", "bundled", "--device", "nowhere"), "no device 'nowhere' to work on here"),
+    *[
+        ((*who, *how), message)
+        for how in ((), ("--dry-run",))
+        for who, message in (
+            (("recover", "bundled", *TAUGHT[2:]), "bundled is not a pruned checkpoint"),
+            (TAUGHT, "bundled is not what the checkpoint was cut from: the plan has 2 layers"),
+            ((*TAUGHT, "--teacher-dtype", "no"), "unknown dtype 'no': use auto, float32, bfloat16"),
+            ((*TAUGHT, "--preset", "fit", "--set", "steps=abc"), "give a whole number"),
+            ((*TAUGHT, "--preset", "fit", "--set", "steps=2.5"), "give a whole number"),
+        )
+    ],
     (("evaluate", "perplexity", "quantized"), "cannot load weights from quantized"),
     (("demo", "bundled", "-o", "file"), "file is a file: name a directory"),
     (("demo", "gpt2"), "there is no demo of 'gpt2'"),

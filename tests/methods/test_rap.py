@@ -48,9 +48,10 @@ def test_reach_decides_how_keys_are_folded(calibrated: tuple, profile: str) -> N
     assert long.method["reach"] == 4000
 
 
-def test_a_reach_of_no_token_is_refused() -> None:
-    with pytest.raises(rap.RapError, match="reach is a distance in tokens"):
-        rap.Rap(retain=0.5, reach=0)
+@pytest.mark.parametrize("asked", [{"reach": 0}, {"context": 0}, {"context": -5}])
+def test_a_distance_of_no_token_is_refused(asked: dict) -> None:
+    with pytest.raises(rap.RapError, match=f"{next(iter(asked))} is a distance in tokens"):
+        rap.Rap(retain=0.5, **asked)
 
 
 @pytest.mark.parametrize("asked", [{"reach": 20}, {"context": 400}])

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +155,23 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
         raise CheckpointError(f"cannot {what}: {_reason(error)}{end}") from error
 
 
-def check_dtype(dtype: object) -> None:
-    """Raise CheckpointError unless `dtype` is "auto", or a torch type or the name of one."""
+def check_dtype(dtype: object, others: Collection[str] = ()) -> None:
+    """Raise CheckpointError unless `dtype` is "auto", or a torch type or the name of one.
+
+    `others` are names that may be asked for too.
+    """
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype not in (None, "auto") and not isinstance(named, torch.dtype):
-        raise CheckpointError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16 or float16")
+    if dtype not in (None, "auto", *others) and not isinstance(named, torch.dtype):
+        known = ", ".join(["auto", "float32", "bfloat16", *others])
+        raise CheckpointError(f"unknown dtype {dtype!r}: use {known} or float16")
+
+
+def check_device(device: str) -> None:
+    """Raise CheckpointError for a device that is not here."""
+    try:
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CheckpointError(f"no device {device!r} to work on here: use cpu, or cuda") from error
 
 
 def _check_positions(config: Any, source: str | Path) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from ..calibration.progress import track
 from ..checkpoint.files import check_output_file
-from ..checkpoint.load import check_dtype, load, load_config
+from ..checkpoint.load import check_device, check_dtype, load, load_config
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..evaluation.cost.latency import Point, default_variants, measure_point
@@ -93,8 +93,7 @@ def _check(output: Path | None, device: str, counts: Sequence[int]) -> None:
         check_output_file(output, force=True)
     if min(counts) < 1:
         raise RapError("--rounds, --batch and --context must be at least 1")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise RapError("there is no CUDA device: use --device cpu")
+    check_device(device)
 
 
 def _print(title: str, rows: list[dict[str, Any]]) -> None:

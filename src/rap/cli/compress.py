@@ -62,7 +62,7 @@ def compress_command(
         return _say_report(report, model, output, cut, load_config(output), recover, as_json)
     method = cut.build(resolve_source(model), read.seed)
     if dry_run:
-        check_recovery(recover)
+        check_recovery(recover, method.name)
         check_output(output, force=force)
         return _tell(model, output, method, read, recover, evaluate, as_json)
     result = compress(

@@ -142,7 +142,10 @@ Bos = Annotated[
         "the family needs.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
+# As large as every generator takes, some of which add to it.
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**31 - 1, help="Seed of every random choice.")
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 DeviceMap = Annotated[
     str | None, typer.Option("--device-map", help="Placement of a large model, such as auto.")

@@ -10,7 +10,14 @@ from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.card import NEARNESS, interval_text
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
-from ..checkpoint.load import is_pruned, load, load_config, load_dense, load_tokenizer
+from ..checkpoint.load import (
+    check_dtype,
+    is_pruned,
+    load,
+    load_config,
+    load_dense,
+    load_tokenizer,
+)
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..evaluation.quantization import KINDS, quantize_weights
@@ -24,7 +31,7 @@ from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import clear_work, processes
 from ..recovery.stages import RECOVERIES, recover_stage, work_folder
-from ..surgery.replace import Replacement, load_plan
+from ..surgery.replace import Replacement, check_teacher, load_plan
 from . import dry_run as dry
 from . import options
 from .groups import grouped
@@ -102,10 +109,12 @@ def recover_command(
 ) -> None:
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
+    check_dtype(loaded.teacher_dtype, KINDS)
     chosen = _configured(train.recipe, train.changes or [], seed)
     if dry_run:
         return _tell(pruned, output, teacher, train.recipe, chosen, loaded, evaluate, as_json)
     plan, old_report = _read(pruned)
+    check_teacher(plan, teacher)
     tokenizer = load_tokenizer(pruned)
     small = load(pruned, dtype=loaded.dtype, **_placement(None))
     dense = _teacher(teacher, loaded.teacher_dtype, loaded.device_map)
@@ -158,7 +167,7 @@ def _tell(
     as_json: bool,
 ) -> None:
     """What recovering would do; shapes of both models are those of their configs."""
-    _read(pruned)
+    check_teacher(_read(pruned)[0], teacher)
     small_config, dense_config = load_config(pruned), load_config(resolve_source(teacher))
     small, dense = dry.unloaded(small_config), dry.unloaded(dense_config)
     steps, held = dry.recovery_step(recipe, small, dense, chosen)
@@ -236,7 +245,7 @@ def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | 
 
 def _read(pruned: Path) -> tuple[Plan | Replacement, dict[str, Any]]:
     """The plan and report beside a pruned checkpoint; the report may be missing."""
-    if not is_pruned(load_config(pruned)):
+    if not (pruned.is_dir() and is_pruned(load_config(pruned))):
         raise RapError(f"{pruned} is not a pruned checkpoint: run `rap compress` first")
     report = pruned / REPORT_FILE
     stored = read_json(report, "remove it, or compress again") if report.is_file() else {}

@@ -86,8 +86,9 @@ class Rap(PairPruning):
                 f"budget {self.budget!r} gives K and V one width (key_share 0.5), or lets them "
                 f"compete by metric 'loss' (pooled): key_share cannot be {self.key_share} here"
             )
-        if self.reach is not None and self.reach < 1:
-            raise RapError(f"reach is a distance in tokens, 1 or more: not {self.reach}")
+        for name, distance in (("context", self.context), ("reach", self.reach)):
+            if distance is not None and distance < 1:
+                raise RapError(f"{name} is a distance in tokens, 1 or more: not {distance}")
         if self.keys != "fold" and self._says_how_to_fold:
             raise RapError("context and reach say how keys are folded: they need keys 'fold'")
         if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):

@@ -59,9 +59,9 @@ def compress(
 
     Raises a RapError for any input that cannot work, before the work it would waste.
     """
-    check_recovery(recover)
     if isinstance(method, str):
         method = parse_method(method, retain, seed=seed)
+    check_recovery(recover, method.name)
     if output is not None:
         check_output(output, force=force)
     reading = CalibrationText(calibration, num_windows, window, seed, bos)

@@ -18,7 +18,7 @@ from ..calibration.streamed import StreamedBench, refuse_gradients
 from ..calibration.workbench import CalibrationText
 from ..checkpoint.card import unmeasured
 from ..checkpoint.files import check_output
-from ..checkpoint.load import load_tokenizer
+from ..checkpoint.load import check_device, load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.perplexity import evaluation_window
@@ -26,7 +26,6 @@ from ..evaluation.quality.streamed import streamed_fidelity
 from ..methods import Method, parse_method
 from ..methods.base import PairPruning, traits
 from ..methods.stored import check_streams, plan_stored
-from ..model.errors import RapError
 from ..recovery.fit import estimate_fit
 from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
@@ -76,7 +75,7 @@ def compress_streamed(
     chosen = _method(method, retain, statistics, seed)
     check_output(output, force=force)
     check_bos(bos)
-    _check_device(device)
+    check_device(device)
     stored = StoredModel(resolve_source(source))
     given = _given(chosen, stored, statistics)
     reading = CalibrationText(calibration, num_windows, window, seed, bos)
@@ -99,14 +98,6 @@ def compress_streamed(
     apply_streamed(stored, plan, output, **written, force=force, progress=progress)
     clear_work(work)
     return report
-
-
-def _check_device(device: str) -> None:
-    """Raise RapError for a device that is not here."""
-    try:
-        torch.empty(1, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RapError(f"no device {device!r} to work on here: use cpu, or cuda") from error
 
 
 def _method(

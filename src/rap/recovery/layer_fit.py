@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration.streams import Stream
+from ..methods.settings import check_fields
 from ..model.errors import RapError
 from .streams import call_of
 
@@ -52,6 +53,7 @@ class FitConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("window", "num_windows"):
             self._check(name, getattr(self, name) >= 2, "give 2 or more")
         for name in ("validation_windows", "steps", "batch"):

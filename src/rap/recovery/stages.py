@@ -34,10 +34,15 @@ FIT_REPORTS = ("bos", "fit", "perplexity_before", "perplexity_fitted")
 REFIT_TOKENS = 2**15  # as many as calibration sees by default
 
 
-def check_recovery(name: str) -> None:
-    """Raise RapError for a name that is not in RECOVERIES."""
+def check_recovery(name: str, method: str | None = None) -> None:
+    """Raise RapError for a name that is not in RECOVERIES, or does nothing for such a method."""
     if name not in RECOVERIES:
         raise RapError(f"unknown recovery {name!r}: use one of {', '.join(RECOVERIES)}")
+    if name == "projections" and method not in (None, "matryoshka"):
+        raise RapError(
+            f"recovery 'projections' trains the bases of method matryoshka: {method} has none, use "
+            "fit"
+        )
 
 
 def work_folder(output: str | Path) -> Path:

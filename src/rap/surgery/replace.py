@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..checkpoint.load import load_config, without_tensors
+from ..checkpoint.source import resolve_source
 from ..checkpoint.tensor_file import TensorFile
 from ..model.errors import PlanError, UnsupportedModelError
 from ..model.fingerprint import fingerprint_model
@@ -168,6 +170,16 @@ def check_made_for(replacement: Replacement, model: PreTrainedModel) -> None:
         [layer.shape for layer in attention_layers(model)],
         fingerprint_model(model),
     )
+
+
+def check_teacher(plan: PlanHeader, source: str) -> None:
+    """Raise PlanError unless the plan is for models of this shape, by the config of `source`."""
+    config = load_config(resolve_source(source))
+    shapes = [layer.shape for layer in attention_layers(without_tensors(config))]
+    try:
+        plan.check_model(base_model_type(config), shapes)
+    except PlanError as error:
+        raise PlanError(f"{source} is not what the checkpoint was cut from: {error}") from error
 
 
 def check_plain(model: PreTrainedModel, layers: Sequence[AttentionLayer], what: str) -> None:
