@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from rap import assets
-from rap.calibration.text import load_windows, named_sources, read_text, windows_from_text
+from rap.calibration.text import (
+    check_sources,
+    evaluation_tokens,
+    load_windows,
+    named_sources,
+    read_text,
+    windows_from_text,
+)
 from rap.model.errors import CalibrationError
 
 
@@ -180,3 +187,40 @@ def test_a_dataset_out_of_reach_is_one_line_with_a_remedy(hub):
     with pytest.raises(CalibrationError, match=message) as caught:
         read_text("absent")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "'' names no text: give 'bundled'"),
+        (",", "',' names no text: give 'bundled'"),
+        ("repeated:", "'repeated:' names no text: give 'bundled'"),
+        ("bundled,repeated:repeated: ", "names no text: give 'bundled'"),
+        ("folder", "folder is a directory: give 'bundled', .* or the name of a dataset"),
+        ("bundled,repeated:folder", "folder is a directory"),
+        ("bundled,repeated:absent.txt", "there is no file absent.txt"),
+    ],
+)
+def test_what_is_no_text_is_no_dataset_either(tmp_path, monkeypatch, source, message):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # an import of it fails
+    for read in (check_sources, lambda source: load_windows(source, Characters())):
+        with pytest.raises(CalibrationError, match=message) as caught:
+            read(source)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [",", "repeated:", "."])
+def test_a_held_out_text_is_no_dataset_without_a_name(monkeypatch, source):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(CalibrationError, match=r"names no text|\. is a directory"):
+        evaluation_tokens(source, Characters())
+
+
+def test_sources_that_there_are_pass_without_being_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "own.jsonl").write_text("not read", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    check_sources("bundled,repeated:bundled, paper, own.jsonl, some/dataset:config:split,")

@@ -27,6 +27,7 @@ ALIASES = {
 STREAMED = ("allenai/c4",)
 REPEATED = "repeated:"  # before the name of any other source
 FILE_TYPES = (".txt", ".jsonl")
+POSSIBLE = "'bundled', 'paper', 'c4', a .txt or .jsonl file, or the name of a dataset"
 
 # Characters that surely hold one token of running text; English has four to five.
 _CHARACTERS_PER_TOKEN = 16
@@ -47,10 +48,11 @@ def load_windows(
     Each source gives an equal share of the windows, the first ones what is left over. A window
     begins with BOS as `bos.bos_token` decides; give it the token for a family's own default.
 
-    Raises CalibrationError if a source cannot be read or is too short, or if there are fewer
-    windows than sources.
+    Raises CalibrationError as `check_sources` does, if a source cannot be read or is too short, or
+    if there are fewer windows than sources.
     """
-    names = named_sources(source) or [str(source)]
+    check_sources(source)
+    names = named_sources(source)
     if 1 <= num_windows < len(names):
         raise CalibrationError(
             f"{num_windows} windows cannot be shared by {len(names)} texts: take {len(names)} or "
@@ -73,6 +75,22 @@ def named_sources(source: str | Path) -> list[str]:
     if Path(str(source).removeprefix(REPEATED)).is_file():
         return [str(source)]
     return [name.strip() for name in str(source).split(",") if name.strip()]
+
+
+def check_sources(source: str | Path) -> None:
+    """Raise CalibrationError for a source without a name, a directory, or a file that is not there.
+
+    Nothing is read: whether there is a dataset of some name is known when it is loaded.
+    """
+    for name in named_sources(source) or [str(source)]:
+        once = re.sub(f"^({REPEATED})+", "", name)
+        path, alias = Path(once), once == "bundled" or once in ALIASES
+        if not once.strip(", "):
+            raise CalibrationError(f"{name!r} names no text: give {POSSIBLE}")
+        if path.is_dir() and not alias:
+            raise CalibrationError(f"{once} is a directory: give {POSSIBLE}")
+        if path.suffix in FILE_TYPES or (path.is_file() and not alias):
+            _check_file(path)
 
 
 def shown_name(source: str) -> str:
@@ -120,8 +138,10 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     short names. `max_characters` bounds what is read of a streamed dataset, nothing else.
     `repeated:NAME` is that text with all its passages twice, as `repeats.repeat_passages` has it.
 
-    Raises CalibrationError for a missing or unreadable file, or a dataset that cannot be loaded.
+    Raises CalibrationError as `check_sources` does, and for a file that cannot be read or a dataset
+    that cannot be loaded.
     """
+    check_sources(source)
     if str(source).startswith(REPEATED):
         once = str(source).removeprefix(REPEATED)
         return repeat_passages(read_text(once, max_characters=max_characters))
@@ -129,7 +149,7 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
         return assets.reference_text("calibration")
     path = Path(source)
     if path.suffix in FILE_TYPES or path.is_file():
-        return _read_file(path)
+        return _content(path) if path.suffix == ".txt" else "\n\n".join(read_entries(path))
     return _read_dataset(ALIASES.get(str(source), str(source)), max_characters)
 
 
@@ -158,9 +178,7 @@ def evaluation_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         content = read_text(text, max_characters=STREAMED_CHARACTERS)
     if not content.strip():
         raise RapError("the evaluation text is empty: give a text with some words in it")
-    # verbose=False: the text is longer than the model's window on purpose.
-    ids = tokenizer(content, add_special_tokens=False, verbose=False).input_ids
-    return torch.tensor(ids)
+    return torch.tensor(_encode(tokenizer, content))
 
 
 def _from_stretches(
@@ -209,17 +227,17 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def _read_file(path: Path) -> str:
-    return _content(path) if path.suffix == ".txt" else "\n\n".join(read_entries(path))
+def _check_file(path: Path) -> None:
+    if path.suffix not in FILE_TYPES:
+        raise CalibrationError(f"{path} is neither .txt nor .jsonl: convert it to one of them")
+    if not path.exists():
+        raise CalibrationError(f"there is no file {path}: check the path")
 
 
 def _content(path: Path) -> str:
-    if path.suffix not in FILE_TYPES:
-        raise CalibrationError(f"{path} is neither .txt nor .jsonl: convert it to one of them")
+    _check_file(path)
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise CalibrationError(f"there is no file {path}: check the path") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"cannot read {path} as UTF-8 text: {error}") from error
 
