@@ -153,7 +153,7 @@ def again(name: str, command: str, texts: Path) -> dict[str, Any]:
 def link_model(model: str, texts: Path) -> str | None:
     """Have a model made where commands find it, by the experiment that keeps it; why not, or None.
 
-    A comparison that ended without one of its models has failed in a cell.
+    A comparison that failed in a cell ends with exit code 1, like any command that failed.
     """
     for maker, command in commands([_maker(model)]):
         row = again(maker, command, texts)

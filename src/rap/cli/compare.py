@@ -99,6 +99,7 @@ def compare_command(
     """Cut MODEL by every method at every ratio, recover, and measure all in the same way.
 
     Finished cells are kept in the output folder: a killed or repeated command continues there.
+    Exit code 1 if a cell failed.
     """
     chosen = parse_names(axes.methods) if axes.methods else ()
     if demo:
@@ -130,6 +131,8 @@ def compare_command(
     with whole_file(report) as partial:
         partial.write_text(html_report([output]), encoding="utf-8")
     _show(result, report, as_json)
+    if result["failed"]:
+        raise typer.Exit(1)
 
 
 def _show(result: dict[str, Any], report: Path, as_json: bool) -> None:
@@ -138,7 +141,12 @@ def _show(result: dict[str, Any], report: Path, as_json: bool) -> None:
     else:
         for table in result["tables"]:
             print_table(table["title"], table["header"], table["rows"])
-    for cell in result["failed"]:
+    failed = result["failed"]
+    for cell in failed:
         name = f"{cell['method']} at {cell['retain']:g}, recovery {cell['recover']}"
         console.print(f"failed: {name}: {cell['error']}", style="red")
-    console.print(f"wrote {report}; the same command again measures only what is missing")
+    left = "the same command again measures only what is missing"
+    if failed:
+        number = len(failed) + len(result["cells"])
+        left = f"{len(failed)} of {number} cells failed: the same command tries them again"
+    console.print(f"wrote {report}; {left}")

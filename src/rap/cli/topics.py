@@ -63,7 +63,7 @@ TOPICS: dict[str, dict[str, Entry]] = {
 STOPPED = 130
 EXIT_CODES = {
     0: "done",
-    1: "`verify` alone: the engine differs from the reference",
+    1: "`verify`: the engine differs from the reference; `compare`: a cell failed",
     2: "input that cannot work; one line on standard error says what, and what to do",
     STOPPED: "stopped with Ctrl-C",
 }

@@ -207,6 +207,21 @@ def test_a_failed_cell_is_recorded_and_the_rest_goes_on(grid):
     assert "in apply" in json.loads(record.read_text(encoding="utf-8"))["traceback"]
 
 
+def test_a_command_whose_cell_failed_ends_in_exit_code_1(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "broken", Broken)
+    plain = ["--measure", f"text={tiny.text}", *shlex.split(FLAGS)]
+    asked = ["--methods", "broken", "--retain", "0.5", *plain, "-o", tmp_path / "out"]
+    for _ in range(2):
+        result = run("compare", *asked)
+        assert result.code == 1
+        failed, closing = result.err.splitlines()[-2:]
+        assert failed.startswith("failed: broken at 0.5, recovery none: ZeroDivisionError")
+        assert closing.startswith(f"wrote {tmp_path / 'out' / 'report.html'}; ")
+        assert closing.endswith("1 of 2 cells failed: the same command tries them again")
+    monkeypatch.setattr(Broken, "apply", Rap.apply)
+    assert run("compare", *asked).code == 0
+
+
 def test_a_finished_cell_is_not_run_again(grid, tiny, tmp_path, monkeypatch):
     output = tmp_path / "grid"
     shutil.copytree(grid[0], output)
@@ -402,10 +417,15 @@ def test_the_demo_ends_with_a_page(tiny, tmp_path, monkeypatch):
         ("--measure speed=4", "cannot measure 'speed=4'"),
         ("--measure window=0", "measure window cannot be 0: give 1 or more"),
         ("--measure window=soon", "measure window cannot be 'soon'"),
+        ("--calibration nofile.txt", "there is no file nofile.txt"),
+        ("--calibration bundled,repeated:nofile.txt", "there is no file nofile.txt"),
+        ("--measure text=nofile.txt", "there is no file nofile.txt"),
+        ("--measure other_texts=nofile.txt", "there is no file nofile.txt"),
         ("--measure fidelity=0", "measure fidelity cannot be 0: give true or false"),
     ],
 )
-def test_a_bad_request_is_refused_before_any_work(arguments, reason, tmp_path):
+def test_a_bad_request_is_refused_before_any_work(arguments, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "Bench", lambda *_: pytest.fail("a model was loaded"))
     result = run("compare", *shlex.split(arguments), "-o", tmp_path / "out")
     assert error_violations(result) == []
     assert reason in result.err

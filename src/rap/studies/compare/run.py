@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.statistics import Statistics
+from ...calibration.text import check_sources
 from ...calibration.workbench import CalibrationText, Workbench
 from ...checkpoint.files import check_output, write_json
 from ...checkpoint.provenance import provenance
@@ -71,6 +72,9 @@ def compare(
         measures=measures or Measures(),
         **settings,
     )
+    # A cell only reads its text after the dense one is measured, and each would fail by itself.
+    for text in (grid.calibration, *grid.measures.texts()):
+        check_sources(text)
     check_output(output, force=True)
     bench = Bench(source, tokenizer, dtype, device_map, grid, Path(output), keep, progress)
     wanted = bench.cells
