@@ -45,10 +45,23 @@ class Grid:
         for name in self.recoveries:
             check_recovery(name)
             self._recovery(name)
+        self._check_settings()
         # Every method is made once here, so that a bad setting is refused before any work.
         for spec in self.methods:
             for retain in self.retains:
                 parse_method(spec, retain, **self.common)
+
+    def _check_settings(self) -> None:
+        """RapError for settings that no recovery can have, or where none is asked for."""
+        if not self.recovery:
+            return
+        # Any preset will do: names and values are the same for all, and a fit reads none.
+        preset("paper", **self.recovery)
+        if set(self.recoveries) == {"none"}:
+            raise RapError(
+                f"cannot set {', '.join(self.recovery)} of no recovery: leave --set out, or ask "
+                f"for one with --recover: {', '.join(PRESETS)}"
+            )
 
     @property
     def common(self) -> dict[str, Any]:
