@@ -101,9 +101,10 @@ def compare_command(
     Finished cells are kept in the output folder: a killed or repeated command continues there.
     Exit code 1 if a cell failed.
     """
-    chosen = parse_names(axes.methods) if axes.methods else ()
+    chosen = None if axes.methods is None else parse_names(axes.methods)
     if demo:
-        chosen = chosen or tuple(spec for spec in DEMO_METHODS if spec in all_variants())
+        if chosen is None:
+            chosen = tuple(spec for spec in DEMO_METHODS if spec in all_variants())
         axes, read = replace(axes, retain=DEMO_RETAINS), replace(read, windows=DEMO_WINDOWS)
     result = compare(
         model,

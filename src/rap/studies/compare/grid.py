@@ -41,7 +41,9 @@ class Grid:
         check_bos(self.bos)
         for name in ("methods", "retains", "recoveries"):
             if not getattr(self, name):
-                raise RapError(f"a comparison needs {name}: give at least one")
+                raise RapError(
+                    f"a comparison needs {name}: name at least one, or leave the list out"
+                )
         for name in self.recoveries:
             check_recovery(name)
             self._recovery(name)

@@ -66,7 +66,7 @@ def compare(
     Raises a RapError for anything wrong with the request itself, before any work.
     """
     grid = Grid(
-        methods=tuple(methods or all_variants()),
+        methods=tuple(all_variants() if methods is None else methods),
         retains=tuple(retain),
         recoveries=tuple(recover),
         measures=measures or Measures(),
