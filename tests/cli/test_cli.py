@@ -85,6 +85,10 @@ def test_inspect_shows_every_layer_of_a_model(compressed):
     assert dense.out.startswith("bundled: llama, dense, 3,072 KV bytes per token\n")
     assert dense.out.count("default, theta 500000") == 1, "six layers alike share a row"
     assert re.search(r"^\W+0-5\W+default, theta 500000", dense.out, re.MULTILINE)
+    # 64 channels of K and of V in 2 heads of 6 layers, half of them, 2 bytes each.
+    half = run("inspect", "bundled", "--retain", "0.5").out
+    line = "\nat retain 0.5, with equal widths in all layers: 1,536 KV bytes per token\n"
+    assert half.endswith(line), half
     assert len(run("inspect", "bundled", "--json").json["layers"]) == 6
     report = run("inspect", compressed[0], "--json").json
     assert [layer["eligible"] for layer in report["layers"]] == ["pruned"] * 6

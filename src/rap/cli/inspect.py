@@ -34,7 +34,10 @@ def add_commands(app: typer.Typer) -> None:
 def inspect_command(
     target: Annotated[str, typer.Argument(help="A model, or the word 'plan'.")],
     path: Annotated[Path | None, typer.Argument(help="Plan file, after the word 'plan'.")] = None,
-    retain: Annotated[float, typer.Option(help="Also show the cache at this budget.")] = 0.7,
+    retain: Annotated[
+        float,
+        typer.Option(help="Also show the cache at this budget, with equal widths in all layers."),
+    ] = 0.7,
     as_json: options.Json = False,
 ) -> None:
     """Show a model's layers (RoPE, heads, eligible or why not, KV bytes), or a plan.
@@ -59,12 +62,16 @@ def inspect_command(
     print_table(report["title"], names, [_cells(row, header) for row in rows])
     for note in _notes(report["layers"]):
         typer.echo(note)
+    if target != "plan":
+        size = f"{report['kv_bytes_per_token_at_retain']:,} KV bytes per token"
+        typer.echo(f"at retain {retain:g}, with equal widths in all layers: {size}")
 
 
 def describe_model(target: str, retain: float = 0.7) -> dict[str, Any]:
     """Every layer of a checkpoint, from its config alone: no weight is read.
 
-    Of a multimodal checkpoint, its text model. `retain` is the budget of the projected cache size.
+    Of a multimodal checkpoint, its text model. `retain` is the budget of the projected cache size,
+    which has equal widths in all layers.
     """
     return describe_config(load_config(resolve_source(target)), target, retain)
 
