@@ -11,6 +11,9 @@ from cases.command import error_violations, run
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import assets
+from rap.cli import serving as command_line
+from rap.model.errors import RapError
+from rap.serving.llamacpp.verify import verify_llamacpp
 from rap.serving.serve import Server
 from rap.serving.verify import bundled_prompts, kept_fraction, transcribe, verify
 from rap.surgery.apply import apply
@@ -98,9 +101,32 @@ def test_missing_llama_cpp_is_named_with_its_extra(pruned):
 
 
 def test_a_checkpoint_is_its_own_reference(pruned):
-    result = run("verify", pruned, "--engine", "llamacpp", "--reference", pruned)
+    for engine in ("llamacpp", "transformers", "vllm"):
+        result = run("verify", pruned, "--engine", engine, "--reference", pruned)
+        assert error_violations(result) == []
+        assert "--reference is for a .gguf file" in result.err
+
+
+def test_verify_refuses_what_it_would_not_read_before_it_loads(pruned, monkeypatch):
+    def load(*_, **__):
+        pytest.fail("a model was looked for")
+
+    for name in ("verify", "verify_llamacpp", "resolve_source"):
+        monkeypatch.setattr(command_line, name, load)
+    result = run("verify", "small.gguf", "--reference", pruned)
     assert error_violations(result) == []
-    assert "--reference is for a .gguf file" in result.err
+    assert "not read by transformers: leave it out, or add --engine llamacpp" in result.err
+    for engine in ("transformers", "llamacpp"):
+        for tolerance in ("nan", "-0.1"):
+            result = run("verify", pruned, "--engine", engine, "--tolerance", tolerance)
+            assert error_violations(result) == []
+            assert f"tolerance {tolerance} passes nothing: give nats, 0 or more" in result.err
+
+
+def test_the_library_refuses_a_tolerance_before_it_loads_too():
+    for compare in (verify, verify_llamacpp):
+        with pytest.raises(RapError, match="tolerance nan passes nothing"):
+            compare("nowhere", tolerance=float("nan"))
 
 
 def test_checkpoint_is_checked_before_an_engine_starts(pruned, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
 from ..serving.llamacpp.verify import verify_llamacpp
 from ..serving.serve import Server, complete, free_port, running, serve, way
-from ..serving.verify import ENGINES, TOLERANCES, Verification, verify
+from ..serving.verify import ENGINES, TOLERANCES, Verification, check_tolerance, verify
 from . import options
 from .options import console, print_json, print_table
 
@@ -46,6 +46,9 @@ def verify_command(
     """Compare an engine's tokens and cache with the reference; exit code 1 if it fails."""
     if engine not in ALL_ENGINES:
         raise RapError(f"unknown engine {engine!r}: use one of {', '.join(ALL_ENGINES)}")
+    check_tolerance(tolerance)
+    if reference is not None:
+        _check_reference(model, engine)
     if engine == "llamacpp":
         verdict = _in_llamacpp(model, reference, dtype, tolerance)
     else:
@@ -99,6 +102,16 @@ def serve_command(
     console.print(f"completed {choice['text']!r}: the server works", markup=False)
 
 
+def _check_reference(model: str, engine: str) -> None:
+    """RapError where nothing would be compared with a reference of its own."""
+    if not is_gguf(model):
+        raise RapError("--reference is for a .gguf file: a checkpoint is its own reference")
+    if engine != "llamacpp":
+        raise RapError(
+            f"--reference is not read by {engine}: leave it out, or add --engine llamacpp"
+        )
+
+
 def _in_llamacpp(
     model: str, reference: str | None, dtype: str, tolerance: float | None
 ) -> Verification:
@@ -108,8 +121,6 @@ def _in_llamacpp(
     if is_gguf(model):
         against = resolve_source(reference) if reference is not None else None
         return verify_llamacpp(model, reference=against, tolerance=tolerance)
-    if reference is not None:
-        raise RapError("--reference is for a .gguf file: a checkpoint is its own reference")
     return verify_llamacpp(resolve_source(model), kind=GGUF_TYPES[dtype], tolerance=tolerance)
 
 

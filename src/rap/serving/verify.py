@@ -68,9 +68,10 @@ def verify(
     The reference is the checkpoint in transformers, in float32 with eager attention and no cache.
     It passes if no log-probability is further off than `tolerance`, in float32 also every greedy
     token is the same, and the cache holds at least as many tokens as the dense model's would.
-    Raises RapError for an unknown engine or dtype, or a family that the engine does not run,
-    CheckpointError, or EngineError.
+    Raises RapError for an unknown engine or dtype, a tolerance below 0, or a family that the engine
+    does not run, CheckpointError, or EngineError.
     """
+    check_tolerance(tolerance)
     if engine not in ENGINES:
         raise RapError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
     if dtype not in TOLERANCES:
@@ -111,6 +112,12 @@ def verify(
         kept_fraction=kept_fraction(config),
         passed=_agrees(compared, bound, dtype) and capacity >= 0.99 * (GIB // dense_bytes),
     )
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """RapError for a tolerance that nothing can pass: a number below 0, or none at all."""
+    if tolerance is not None and not tolerance >= 0:
+        raise RapError(f"tolerance {tolerance} passes nothing: give nats, 0 or more")
 
 
 def bundled_prompts(source: str | Path, config: PreTrainedConfig) -> list[list[int]]:

@@ -20,7 +20,7 @@ from ..agreement import Agreement
 from ..engine import GIB
 from ..gguf.export import export_gguf, require_gguf
 from ..layout import dense_head_dim
-from ..verify import MAX_TOKENS, Verification, bundled_prompts, kept_fraction
+from ..verify import MAX_TOKENS, Verification, bundled_prompts, check_tolerance, kept_fraction
 from .engine import Answered, Asked, Completion, require_xllamacpp, run_llamacpp
 
 CACHE = "f32"
@@ -45,8 +45,10 @@ def verify_llamacpp(
     `source` is a GGUF file, compared with the checkpoint `reference` or, without one, with itself
     as transformers reads it; or a checkpoint, which is exported as `kind` for the occasion. Every
     position's log-probabilities over the whole vocabulary come from the engine's hidden states,
-    greedy tokens from decoding. Raises RapError, CheckpointError or EngineError.
+    greedy tokens from decoding. Raises RapError, also for a tolerance below 0, CheckpointError or
+    EngineError.
     """
+    check_tolerance(tolerance)
     require_gguf()
     require_xllamacpp()
     with tempfile.TemporaryDirectory(prefix="rap-gguf-") as folder:
