@@ -130,6 +130,16 @@ CASES = [
     *[((*BUNDLED, "--method", text), message) for text, message in METHOD_TEXTS],
     ((*BUNDLED, "--method", "rap:align=4", "--align", 4), "say it once"),
     ((*BUNDLED, "--method", "rap:align=4", "--target", "vllm"), "--target vllm decides align"),
+    *[
+        ((*BUNDLED, "--method", method, "--target", target), f"needs a method with {what}, which")
+        for method, target, what in (
+            ("palu", "vllm", "widths to align (align)"),
+            ("palu", "llamacpp", "widths to align (align)"),
+            ("kvpruner", "llamacpp", "one width for all heads (profile)"),
+        )
+    ],
+    ((*BUNDLED, "--target", "no"), "unknown target 'no': use one of any"),
+    ((*BUNDLED, "--method", "palu", "--target", "no"), "unknown target 'no': use one of any"),
     ((*BUNDLED, "--method", "heads", "--keys", "fold"), "method 'heads' has no setting 'keys'"),
     (("plan", "bundled", "-o", "x", "--method", "palu:x=1"), "'palu' has no setting 'x'"),
     ((*BUNDLED, "--context", 0), "context is a distance in tokens, 1 or more"),

@@ -11,7 +11,7 @@ import typer
 
 from ..calibration.workbench import CalibrationText
 from ..checkpoint.load import load_config
-from ..methods import Method, parse_method
+from ..methods import METHODS, Method, parse_method
 from ..methods.naming import read_method
 from ..methods.settings import read_value
 from ..model.errors import RapError
@@ -19,6 +19,9 @@ from ..model.layers import text_config
 from ..planning.budgets import nearest_width
 from ..planning.shared import STOCK_TARGETS, target_settings
 from . import options
+
+# What a method lacks that has no such setting of a target.
+NEEDS = {"align": "widths to align (align)", "profile": "one width for all heads (profile)"}
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -96,12 +99,20 @@ class Cut:
         return parse_method(self.method, self.retain, given, seed=seed, **defaults)
 
     def _for_target(self, source: str, given: dict[str, Any]) -> dict[str, Any]:
-        """What the target asks for; RapError where some of it was given by hand."""
+        """What the target asks for; RapError if the method has not all, or it was given by hand."""
         target = str(self.target)
         config = text_config(load_config(source))
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         budget = given.get("budget") or ("uniform" if target in STOCK_TARGETS else "error")
         wanted = target_settings(target, dim, budget)
+        name = read_method(self.method).name
+        known = {one.name for one in fields(METHODS[name])}
+        for setting in wanted:
+            if setting not in known:
+                raise RapError(
+                    f"--target {target} needs a method with {NEEDS[setting]}, which {name!r} has "
+                    "not: leave --target out, or take another method"
+                )
         for name in wanted:
             if name in given:
                 raise RapError(
