@@ -97,7 +97,7 @@ def test_stand_ins_have_the_shape_they_stand_for(model_type):
 
 
 def test_a_retain_outside_its_range_is_refused():
-    with pytest.raises(RapError, match=r"\(0, 1\]"):
+    with pytest.raises(RapError, match=r"retain 1.5 is outside \(0, 1\]: give the fraction"):
         uniform_config(tiny_model().config, 1.5)
 
 

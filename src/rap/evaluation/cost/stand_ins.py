@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...model.attention import RapAttention
-from ...model.errors import RapError
 from ...model.layers import attention_layers, base_model_type
 from ...model.modeling import CONFIG_VERSION
 from ...model.rope import AttentionShape
+from ...planning.budgets import check_retain
 from ...surgery.apply import config_with
 
 
@@ -32,8 +32,7 @@ def uniform_config(config: PreTrainedConfig, retain: float, align: int = 8) -> A
     Widths are multiples of `align` where heads are that wide; pass-through channels stay. Raises
     RapError unless 0 < retain <= 1.
     """
-    if not 0 < retain <= 1:
-        raise RapError(f"retain must be in (0, 1], got {retain}")
+    check_retain(retain)
     dense = dense_config(config)
     with torch.device("meta"):
         layers = attention_layers(AutoModelForCausalLM.from_config(dense))
