@@ -235,6 +235,43 @@ def test_wrong_input_is_refused_in_one_line(place, monkeypatch, arguments, messa
     assert _listing(place) == before, "something was left on disk"
 
 
+EVALUATIONS = [
+    ("perplexity bundled --max-windows 0", "max_windows must be at least 1, not 0"),
+    ("perplexity bundled --max-windows -1", "max_windows must be at least 1, not -1"),
+    ("perplexity bundled --batch-size 0", "batch_size must be at least 1, not 0"),
+    ("perplexity bundled --window 1", "a window of 1 tokens predicts nothing: give 2 or more"),
+    ("fidelity bundled --dense bundled --window 1", "a window of 1 tokens predicts nothing"),
+    ("fidelity bundled --dense bundled --max-windows 0", "max_windows must be at least 1, not 0"),
+    ("recall bundled --documents 0", "cannot judge by 0 documents: ask for at least one"),
+    ("recall bundled --distance 64 --distance 0", "nothing in 0 tokens: ask for at least one"),
+    ("recall bundled --facts 0", "there cannot be 0 facts: ask for 1 to"),
+    ("needle bundled --documents 0", "cannot judge by 0 documents: ask for at least one"),
+    ("needle bundled --length -5", "nothing in -5 tokens: ask for at least one"),
+    ("needle bundled --facts 0", "there cannot be 0 facts: ask for 1 to"),
+    ("needle bundled --depth 1.5", "depth 1.5 is outside [0, 1]"),
+    ("ruler bundled --documents 0", "cannot judge by 0 documents: ask for at least one"),
+    ("ruler bundled --length 0", "nothing in 0 tokens: ask for at least one"),
+    ("ruler bundled --batch-size 0", "batch_size must be at least 1, not 0"),
+    ("cache bundled --press knorm:0.5 --prefix 0", "a prefix of 0 tokens and pieces of 32 cannot"),
+    ("cache bundled --press knorm:0.5 --max-windows 0", "max_windows must be at least 1, not 0"),
+    ("cache bundled --press knorm:0.5 --documents -1", "cannot judge by -1 documents"),
+    ("cache bundled --press knorm:0.5 --distance 0", "nothing in 0 tokens: ask for at least one"),
+    ("zero-shot bundled --limit 0", "limit 0 leaves nothing to read"),
+    ("zero-shot bundled --batch-size 0", "batch_size must be at least 1, not 0"),
+    ("generation bundled --dense bundled --tokens 0", "cannot continue nothing"),
+    ("generation bundled --dense bundled --chat bundled --temperature -1", "is not above 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), EVALUATIONS)
+def test_numbers_are_checked_before_a_model_or_a_text_is_read(monkeypatch, arguments, message):
+    monkeypatch.setattr("rap.cli.checkpoints.resolve_source", lambda _: pytest.fail("looked for"))
+    monkeypatch.setattr("rap.cli.cache.CacheCompression.check", lambda _: None)  # a package
+    result = run("evaluate", *arguments.split())
+    assert error_violations(result) == []
+    assert message in result.err
+
+
 def test_debug_shows_the_traceback(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for position in (0, len(BUNDLED)):

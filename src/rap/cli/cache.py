@@ -8,9 +8,16 @@ import typer
 
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.provenance import provenance
-from ..evaluation.cache.compressed import CacheCompression, compressed_perplexity, compressed_recall
+from ..evaluation.cache.compressed import (
+    CacheCompression,
+    check_pieces,
+    compressed_perplexity,
+    compressed_recall,
+)
 from ..evaluation.cache.presses import PRESSES, parse_press
 from ..evaluation.cache.quantized_cache import CACHE_KINDS
+from ..evaluation.quality.documents import check_grid
+from ..evaluation.quality.perplexity import check_sizes
 from ..model.errors import RapError
 from . import options
 from .checkpoints import (
@@ -70,6 +77,13 @@ class Asked:
     documents: Documents = 16
     wording: Words = "plain"
 
+    def check(self) -> None:
+        """RapError for windows or questions that there cannot be."""
+        check_pieces(self.window, self.prefix, self.piece)
+        check_sizes(self.window, self.max_windows)
+        if self.documents:
+            check_grid(self.documents, [self.distance])
+
 
 @grouped
 def cache_command(
@@ -95,6 +109,7 @@ def cache_command(
         raise RapError("say what to do with the cache: --bits hqq4, --press knorm:0.5, or both")
     compression = CacheCompression(bits, parse_press(press) if press else None)
     compression.check()
+    asked.check()
     opened = open_checkpoint(model, load.device_map, [output], quantize, load.dtype, load.bos)
     ids = evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer)
     exact, compressed = (

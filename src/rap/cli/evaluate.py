@@ -12,15 +12,17 @@ from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
+from ..evaluation.quality.documents import check_grid
 from ..evaluation.quality.harness import (
     GROUPS,
+    check_questions,
     harness_version,
     mean_score,
     mean_stderr,
     run_tasks,
 )
-from ..evaluation.quality.needle import heat_map, needle_grid, needle_table
-from ..evaluation.quality.perplexity import perplexity
+from ..evaluation.quality.needle import check_depths, heat_map, needle_grid, needle_table
+from ..evaluation.quality.perplexity import check_sizes, perplexity
 from ..evaluation.quality.recall import copy_loss, recall_grid
 from ..model.errors import RapError
 from . import options
@@ -80,6 +82,7 @@ def perplexity_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Perplexity in float32 over contiguous non-overlapping windows."""
+    check_sizes(window, max_windows, batch_size)
     opened = open_checkpoint(model, device_map, [output], quantize, dtype="float32", bos=bos)
     tokens = evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer)
     scored = perplexity(
@@ -127,6 +130,7 @@ def recall_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Recall of a number given earlier, over distance and number of facts, and loss on copies."""
+    check_grid(documents, distances, facts)
     opened = open_checkpoint(model, how.device_map, [output], how.quantize, bos=how.bos)
     ids = np.asarray(evaluation_tokens(text, opened.tokenizer))
     cells = recall_grid(
@@ -197,6 +201,8 @@ def needle_command(
     """Needle in a haystack: one fact at every depth of documents of every length."""
     if figure is not None and figure.suffix not in FIGURES:
         raise RapError(f"cannot draw {figure}: a heat map ends in {' or '.join(FIGURES)}")
+    check_depths(depths)
+    check_grid(documents, lengths, [facts])
     opened = open_checkpoint(model, how.device_map, [output, figure], how.quantize, bos=how.bos)
     cells = needle_grid(
         opened.model,
@@ -251,6 +257,7 @@ def zero_shot_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Benchmark tasks by lm-eval (pip install lm-eval)."""
+    check_questions(limit, batch_size)
     opened = open_checkpoint(model, device_map, [output], quantize, dtype)
     named = [name.strip() for name in tasks.split(",") if name.strip()]
     scores = run_tasks(

@@ -9,6 +9,7 @@ from ..calibration.text import evaluation_tokens
 from ..checkpoint.card import interval_text
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.fidelity import Fidelity, fidelity
+from ..evaluation.quality.perplexity import check_sizes
 from ..model.fingerprint import fingerprint_model
 from . import options
 from .checkpoints import HELD_OUT, Dense, ResultFile, deliver, label, open_checkpoint, open_dense
@@ -45,6 +46,7 @@ def fidelity_command(
     Both run in float32 over contiguous non-overlapping windows, as for perplexity. Intervals are
     bootstrap intervals over windows; that of the ratio of perplexities is over pairs of windows.
     """
+    check_sizes(window, max_windows)
     opened = open_checkpoint(pruned, device_map, [output], dtype="float32", bos=bos)
     original = open_dense(dense, device_map)
     measured = fidelity(

@@ -64,7 +64,7 @@ class Continuations:
     batch_size: Annotated[int, typer.Option(help="Prompts per forward pass.")] = 16
 
     def check(self, bos: str) -> None:
-        """RapError for options that do not go together, or counts below one."""
+        """RapError for options that do not go together, or numbers that cannot be."""
         counts = (self.prompts, self.prompt_tokens, self.tokens, self.batch_size)
         if min(count for count in counts if count is not None) < 1:
             raise RapError(
@@ -80,6 +80,8 @@ class Continuations:
             raise RapError("stretches of a text are continued greedily: --temperature needs --chat")
         if not self.temperature and self.top_p != 1:
             raise RapError("greedy has no use for --top-p: give a --temperature too")
+        if self.temperature:
+            Sampling(self.temperature, self.top_p)
 
 
 @grouped

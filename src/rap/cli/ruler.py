@@ -8,6 +8,8 @@ import typer
 
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.provenance import provenance
+from ..evaluation.quality.documents import check_grid
+from ..evaluation.quality.perplexity import check_sizes
 from ..evaluation.quality.ruler import check_tasks, ruler_grid, ruler_table
 from ..evaluation.quality.ruler_tasks import TASKS
 from . import options
@@ -40,6 +42,8 @@ def ruler_command(
     before it. Intervals are bootstrap intervals over documents.
     """
     check_tasks(tasks)
+    check_grid(documents, lengths)
+    check_sizes(batch_size=batch_size)
     opened = open_checkpoint(model, how.device_map, [output], how.quantize, bos=how.bos)
     cells = ruler_grid(
         opened.model,

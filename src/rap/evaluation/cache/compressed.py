@@ -26,7 +26,7 @@ from ...calibration.logits import decoder_of
 from ...calibration.precision import in_precision
 from ...calibration.state import evaluating
 from ...model.errors import RapError
-from ..quality.documents import ANSWER, Document, FactWriter, check_documents
+from ..quality.documents import ANSWER, Document, FactWriter, check_grid
 from ..quality.perplexity import whole_windows
 from ..quality.recall import RecallCell, recall_documents
 from .presses import Press, check_press, pressed
@@ -112,11 +112,7 @@ def compressed_perplexity(
     Raises RapError as `perplexity` and the compressions do, and for a prefix or piece that leaves
     nothing to score.
     """
-    if not 1 <= prefix <= window - 2 or piece < 1:
-        raise RapError(
-            f"a prefix of {prefix} tokens and pieces of {piece} cannot score windows of {window}:"
-            " give a prefix from 1 to the window less 2, and pieces of 1 or more"
-        )
+    check_pieces(window, prefix, piece)
     bos = bos_token(bos, config=model.config)
     windows_NT, _ = whole_windows(model, token_ids, window, max_windows, bos)
     model = in_precision(model, dtype)
@@ -133,6 +129,15 @@ def compressed_perplexity(
     value = math.exp(nats) if nats < 700 else math.inf
     sizes = (len(windows_NT), num_tokens, window, prefix, piece)
     return CompressedQuality(value, nats, *sizes, at_prefix, at_end, bos)
+
+
+def check_pieces(window: int, prefix: int, piece: int) -> None:
+    """RapError for a prefix or piece that leaves nothing of a window to score."""
+    if not 1 <= prefix <= window - 2 or piece < 1:
+        raise RapError(
+            f"a prefix of {prefix} tokens and pieces of {piece} cannot score windows of {window}:"
+            " give a prefix from 1 to the window less 2, and pieces of 1 or more"
+        )
 
 
 @torch.no_grad()
@@ -155,7 +160,7 @@ def compressed_recall(
     documents that cannot be made.
     """
     if distances:  # none are asked where recall is not wanted
-        check_documents(num_documents)
+        check_grid(num_documents, distances, facts)
     text, writer = np.asarray(text_ids), FactWriter(tokenizer, wording=wording)
     first = bos_token(bos, tokenizer, model.config)
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}

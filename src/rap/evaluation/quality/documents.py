@@ -141,13 +141,30 @@ def check_documents(num_documents: int) -> None:
         raise RapError(f"cannot judge by {num_documents} documents: ask for at least one")
 
 
+def check_grid(num_documents: int, lengths: Iterable[int] = (), facts: Iterable[int] = ()) -> None:
+    """RapError for numbers of documents, tokens and facts that no tokenizer makes possible.
+
+    Needs no text, of which a long one takes a minute to read. `lengths` may be distances.
+    """
+    check_documents(num_documents)
+    for length in lengths:
+        if length < 1:
+            raise RapError(f"there is nothing in {length} tokens: ask for at least one")
+    for count in facts:
+        _check_facts(count, len(NAMES))
+
+
+def _check_facts(count: int, num_names: int) -> None:
+    if not 1 <= count <= num_names:
+        raise RapError(f"there cannot be {count} facts: ask for 1 to {num_names}")
+
+
 def draw_facts(writer: FactWriter, rng: np.random.Generator, count: int) -> list[tuple[str, int]]:
     """`count` different names, each with a random number of four digits.
 
     Raises RapError unless there is one to ask for, and a name for each.
     """
-    if not 1 <= count <= len(writer.names):
-        raise RapError(f"there cannot be {count} facts: ask for 1 to {len(writer.names)}")
+    _check_facts(count, len(writer.names))
     picked = rng.choice(len(writer.names), count, replace=False)
     return [(writer.names[i], int(rng.integers(1000, 10000))) for i in picked]
 

@@ -83,10 +83,10 @@ def run_tasks(
     holds further tasks as YAML files. The same call gives the same digits. The model is left in
     the mode it was in.
 
-    Raises RapError if lm-eval is missing, a task is unknown, or its data cannot be loaded.
+    Raises RapError as `check_questions` does, if lm-eval is missing, a task is unknown, or its data
+    cannot be loaded.
     """
-    if limit is not None and limit < 1:
-        raise RapError(f"limit {limit} leaves nothing to read: give 1 or more, or leave it out")
+    check_questions(limit, batch_size)
     lm_eval = _lm_eval()
     metrics, default = _expand(tasks)
     manager = _manager(metrics, folder)
@@ -105,6 +105,14 @@ def run_tasks(
             fewshot_random_seed=seed,
         )
     return [_score(task, metrics, found) for task in found["results"] if task in found["n-samples"]]
+
+
+def check_questions(limit: int | None, batch_size: int) -> None:
+    """RapError for a limit or a batch without a question."""
+    if limit is not None and limit < 1:
+        raise RapError(f"limit {limit} leaves nothing to read: give 1 or more, or leave it out")
+    if batch_size < 1:
+        raise RapError(f"batch_size must be at least 1, not {batch_size}")
 
 
 def mean_score(scores: Sequence[TaskScore]) -> float:

@@ -21,7 +21,7 @@ from .documents import (
     ANSWER,
     Document,
     FactWriter,
-    check_documents,
+    check_grid,
     draw_facts,
     evaluation_rng,
     interleave,
@@ -98,10 +98,8 @@ def needle_grid(
     counts as one of their tokens. `wording` is one of documents.WORDINGS. Raises RapError for a
     depth outside [0, 1], or documents that cannot be made.
     """
-    for depth in depths:
-        if not 0 <= depth <= 1:
-            raise RapError(f"depth {depth} is outside [0, 1]: 0 is the beginning of the document")
-    check_documents(num_documents)
+    check_depths(depths)
+    check_grid(num_documents, lengths, [num_facts])
     text, cells = np.asarray(text_ids), []
     writer = FactWriter(tokenizer, wording=wording)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
@@ -122,6 +120,13 @@ def needle_grid(
             token = float(np.mean(np.concatenate(right)))
             cells.append(NeedleCell(length, float(depth), num_documents, whole, token))
     return cells
+
+
+def check_depths(depths: Sequence[float]) -> None:
+    """RapError for a depth that is in no document."""
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise RapError(f"depth {depth} is outside [0, 1]: 0 is the beginning of the document")
 
 
 def needle_table(title: str, cells: Sequence[NeedleCell]) -> dict[str, Any]:

@@ -90,14 +90,13 @@ def perplexity(
     4 more bytes a parameter on the model's device, and is freed at the end; None evaluates the
     model as it is. Weights and training mode of `model` are left as they were.
 
-    Raises RapError for a text shorter than a window, ids outside the vocabulary, a quantized model
-    with a `dtype`, or a loss that is not finite.
+    Raises RapError as `check_sizes` does, for a text shorter than a window, ids outside the
+    vocabulary, a quantized model with a `dtype`, or a loss that is not finite.
     """
+    check_sizes(window, max_windows, batch_size)
     window = evaluation_window(model, window)
     bos = bos_token(bos, config=model.config)
     windows_NT, num_left_out = whole_windows(model, token_ids, window, max_windows, bos)
-    if batch_size < 1:
-        raise RapError(f"batch_size must be at least 1, not {batch_size}")
     losses = Losses()
     model = in_precision(model, dtype)
     size = windows_NT.numel()
@@ -166,6 +165,21 @@ def position_ranges(length: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
+def check_sizes(
+    window: int | None = None, max_windows: int | None = None, batch_size: int = 1
+) -> None:
+    """RapError for a window of less than two tokens, or less than one window, or one at a time.
+
+    Needs no text, of which a long one takes a minute to read.
+    """
+    if window is not None and window < 2:
+        raise RapError(f"a window of {window} tokens predicts nothing: give 2 or more")
+    if max_windows is not None and max_windows < 1:
+        raise RapError(f"max_windows must be at least 1, not {max_windows}")
+    if batch_size < 1:
+        raise RapError(f"batch_size must be at least 1, not {batch_size}")
+
+
 def evaluation_window(model: Any, window: int | None) -> int:
     """Tokens of a window: those asked for, or 2048, or the model's longest context if less.
 
@@ -173,8 +187,7 @@ def evaluation_window(model: Any, window: int | None) -> int:
     """
     longest = trained_length(model.config) or DEFAULT_WINDOW
     window = min(DEFAULT_WINDOW, longest) if window is None else window
-    if window < 2:
-        raise RapError(f"a window of {window} tokens predicts nothing: give 2 or more")
+    check_sizes(window)
     return window
 
 
@@ -187,9 +200,10 @@ def whole_windows(
 ) -> tuple[Tensor, int]:
     """Windows, LongTensor [num_windows, T] on the CPU, and the number of tokens left over.
 
-    With a `bos` each begins with it, once. Raises RapError for a text shorter than a window, or ids
-    outside the vocabulary.
+    With a `bos` each begins with it, once. Raises RapError for a text shorter than a window, less
+    than one window, or ids outside the vocabulary.
     """
+    check_sizes(max_windows=max_windows)
     ids = torch.as_tensor(token_ids, dtype=torch.long, device="cpu").flatten()
     made = bos is None or (len(ids) >= window and bool((_rows(ids, window)[:, 0] == bos).all()))
     if not made and ids[:1].tolist() == [bos]:
@@ -200,8 +214,6 @@ def whole_windows(
             f"the text has {len(ids)} tokens, less than one window of {window}: give a longer text"
             " or a smaller window"
         )
-    if max_windows is not None and max_windows < 1:
-        raise RapError(f"max_windows must be at least 1, not {max_windows}")
     vocab = vocabulary(model)
     known = [int(ids.min()), int(ids.max()), bos or 0]
     low, high = min(known), max(known)

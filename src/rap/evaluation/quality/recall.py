@@ -22,6 +22,7 @@ from .documents import (
     Document,
     FactWriter,
     check_documents,
+    check_grid,
     copy_document,
     evaluation_rng,
     opened,
@@ -121,7 +122,7 @@ def recall_grid(
     `plain` is what the bundled model was trained on, `natural` for any that was really pretrained.
     Raises RapError for no documents, or documents that cannot be made.
     """
-    check_documents(num_documents)
+    check_grid(num_documents, distances, facts)
     text = np.asarray(text_ids)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}

@@ -26,7 +26,7 @@ from .documents import (
     TEXT,
     Document,
     Encode,
-    check_documents,
+    check_grid,
     encoder,
     evaluation_rng,
     interleave,
@@ -35,6 +35,7 @@ from .documents import (
     stretch,
 )
 from .intervals import Interval, mean_interval
+from .perplexity import check_sizes
 from .recall import token_losses
 from .ruler_tasks import TASKS, Script
 
@@ -133,10 +134,11 @@ def ruler_grid(
     An answer is right if every token of it is the greedy choice (see the module); a document with
     several scores the share that is right. Tokens that all possible answers begin with, such as a
     blank, do not count. A length beyond the model's positions is measured all the same. Raises
-    RapError for an unknown task, no documents, or documents that cannot be made.
+    RapError for an unknown task, no documents, none at a time, or documents that cannot be made.
     """
     check_tasks(tasks)
-    check_documents(num_documents)
+    check_grid(num_documents, lengths)
+    check_sizes(batch_size=batch_size)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
     text, encode = np.asarray(text_ids), encoder(tokenizer)
