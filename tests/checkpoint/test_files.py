@@ -35,9 +35,9 @@ def _names(folder) -> list[str]:
 
 @pytest.fixture
 def old(tmp_path):
-    """An output directory with something in it."""
+    """An output directory that a command wrote before."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')
     return tmp_path / "out"
 
 
@@ -64,7 +64,7 @@ def test_exception_leaves_the_old_state_and_no_rest(old, tmp_path):
             (partial / "new").write_text("new")
             raise RuntimeError("stop")
     assert _names(tmp_path) == ["out"]
-    assert _names(old) == ["old"]
+    assert _names(old) == ["config.json"]
 
 
 def test_existing_output_is_refused_without_force(old, tmp_path):
@@ -74,7 +74,7 @@ def test_existing_output_is_refused_without_force(old, tmp_path):
     with pytest.raises(CheckpointError, match="is a file: name a directory"):
         _write(tmp_path / "file", force=True)
     assert _names(tmp_path) == ["file", "out"]
-    assert _names(old) == ["old"]
+    assert _names(old) == ["config.json"]
 
 
 def test_empty_output_needs_no_force(tmp_path):
@@ -112,7 +112,7 @@ with whole_directory(sys.argv[1], force=True) as partial:
 def test_kill_leaves_the_old_state_and_the_next_run_cleans_up(old):
     result = subprocess.run([sys.executable, "-c", _KILLED, str(old)])
     assert result.returncode == -9
-    assert _names(old) == ["old"]
+    assert _names(old) == ["config.json"]
     abandoned = [name for name in _names(old.parent) if "partial" in name]
     assert len(abandoned) == 1, "the process did not die inside the block"
     running = old.parent / f".out.partial-{os.getppid()}"

@@ -49,6 +49,8 @@ def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("place")
     (place / "empty").mkdir()
     (place / "file").write_text("")
+    (place / "notes").mkdir()
+    (place / "notes" / "keep.txt").write_text("mine")
     (place / "empty.txt").write_text(" \n")
     (place / "short.txt").write_text("hello")
     (place / "bad.jsonl").write_text("{")
@@ -163,6 +165,9 @@ CASES = [
     (("no-such-command",), "No such command 'no-such-command'"),
     (("plan", "bundled", "-o", "file"), "file exists: pass --force to replace it"),
     (("plan", "bundled", "-o", "empty", "--force"), "empty is a directory: name a file"),
+    ((*BUNDLED, "-o", ".", "--force"), ". is the directory you work in, or one above it"),
+    ((*BUNDLED, "-o", "..", "--force", "--dry-run"), ".. is the directory you work in"),
+    ((*BUNDLED, "-o", "notes", "--force"), "notes has files in the way (keep.txt) and is no check"),
     (("apply", "bundled", "file", "-o", "x"), "cannot read a plan from file"),
     (("apply", "bundled", "cut.rap", "-o", "x"), "cannot read a plan from cut.rap"),
     (("apply", "bundled", "nowhere.rap", "-o", "x"), "cannot read a plan from nowhere.rap"),

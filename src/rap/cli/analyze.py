@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from ..calibration.workbench import Workbench
-from ..checkpoint.files import check_output, whole_file, write_json
+from ..checkpoint.files import check_folder, whole_file, write_json
 from ..checkpoint.provenance import provenance
 from ..model.errors import RapError
 from ..studies.analyses.registry import ANALYSES
@@ -52,7 +52,7 @@ def analyze_command(
         raise RapError(f"unknown analysis {name!r}: use one of {', '.join(ANALYSES)} or {ALL}")
     if figure not in FORMATS:
         raise RapError(f"cannot draw a {figure!r} figure: use {' or '.join(FORMATS)}")
-    check_output(output, force=True)
+    check_folder(output)
     study = _study(model, Reading(**vars(text), **vars(load)), evaluate, max_windows, output)
     # What decides the numbers, and so belongs into a result.
     settings: dict[str, Any] = {

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.fetch import FETCHED, fetch
-from ..checkpoint.files import check_output, write_json
+from ..checkpoint.files import check_folder, write_json
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import BUNDLED
 from ..evaluation.cost.footprint import footprint
@@ -97,7 +97,7 @@ def demo_command(
     """
     if model not in SHOWS:
         raise RapError(f"there is no demo of {model!r}: use one of {', '.join(SHOWS)}")
-    check_output(output, force=True)
+    check_folder(output)
     show = SHOWS[model]
     if show.source in FETCHED:
         _fetch(show.source)

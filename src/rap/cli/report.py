@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.files import check_output, check_output_file, whole_file
+from ..checkpoint.files import check_folder, check_output_file, whole_file
 from ..model.errors import RapError
 from ..studies.report.page import html_report
 from ..studies.report.pages import INDEX, markdown_pages
@@ -52,7 +52,7 @@ def report_command(
     if output is None:
         typer.echo(markdown_report(sources))
     elif output.is_dir() or not output.suffix:
-        check_output(output, force=True)
+        check_folder(output)
         for name, text in markdown_pages(sources, output).items():
             _write(output / name, text)
         console.print(f"wrote {output / INDEX} and the pages beside it")

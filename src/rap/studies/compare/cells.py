@@ -81,7 +81,7 @@ def store(
     error: dict[str, Any] | None = None,
 ) -> None:
     """Write a cell's folder: its configuration, and its result or its error."""
-    with whole_directory(folder, force=True) as partial:
+    with whole_directory(folder, own=True) as partial:
         write_json(partial / CONFIG, cell.config)
         write_json(partial / (RESULT if error is None else ERROR), error or result)
 

@@ -43,7 +43,7 @@ class KeptModels:
         if not self.keeps:
             return
         model, figures = made
-        with whole_directory(self.folder / cell.model_name, force=True) as partial:
+        with whole_directory(self.folder / cell.model_name, own=True) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             write_json(partial / MADE, figures)

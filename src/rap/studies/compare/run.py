@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...calibration.statistics import Statistics
 from ...calibration.text import check_sources
 from ...calibration.workbench import CalibrationText, Workbench
-from ...checkpoint.files import check_output, write_json
+from ...checkpoint.files import check_folder, write_json
 from ...checkpoint.provenance import provenance
 from ...methods import Method
 from ...model.errors import RapError
@@ -75,7 +75,7 @@ def compare(
     # A cell only reads its text after the dense one is measured, and each would fail by itself.
     for text in (grid.calibration, *grid.measures.texts()):
         check_sources(text)
-    check_output(output, force=True)
+    check_folder(output)
     bench = Bench(source, tokenizer, dtype, device_map, grid, Path(output), keep, progress)
     wanted = bench.cells
     named = bench.dense.name
