@@ -168,6 +168,7 @@ CASES = [
     ((*BUNDLED, "-o", ".", "--force"), ". is the directory you work in, or one above it"),
     ((*BUNDLED, "-o", "..", "--force", "--dry-run"), ".. is the directory you work in"),
     ((*BUNDLED, "-o", "notes", "--force"), "notes has files in the way (keep.txt) and is no check"),
+    (("export", "gguf", "bundled", "-o", "x.txt"), "x.txt must end in .gguf"),
     (("apply", "bundled", "file", "-o", "x"), "cannot read a plan from file"),
     (("apply", "bundled", "cut.rap", "-o", "x"), "cannot read a plan from cut.rap"),
     (("apply", "bundled", "nowhere.rap", "-o", "x"), "cannot read a plan from nowhere.rap"),

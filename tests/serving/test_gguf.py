@@ -317,6 +317,24 @@ def test_the_command_writes_a_file_and_says_how_to_check_it(saved, tmp_path):
     assert (found["type"], found["head_dim"]) == ("f16", 10)
 
 
+def test_the_modelfile_of_another_file_is_not_replaced(saved, tmp_path):
+    folder, other = saved(bundled_vocabulary()), tmp_path / "a.Modelfile"
+    other.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"a\.Modelfile exists: pass --force"):
+        export_gguf(folder, tmp_path / "a.gguf", pre=PRE)
+    assert other.read_text() == "mine"
+    assert not (tmp_path / "a.gguf").exists()
+    export_gguf(folder, tmp_path / "a.gguf", pre=PRE, force=True)
+    assert other.read_text().startswith("FROM ./a.gguf")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.GGUF", ".gguf"])
+def test_an_output_of_another_name_is_refused(tmp_path, name):
+    with pytest.raises(RapError, match=r"must end in \.gguf"):
+        export_gguf(assets.reference_path(), tmp_path / name, pre=PRE)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_type_is_refused(tmp_path):
     with pytest.raises(RapError, match="use one of f32, f16, bf16, q8_0"):
         export_gguf(assets.reference_path(), tmp_path / "a.gguf", kind="q2_k", pre=PRE)

@@ -9,11 +9,12 @@ from ...calibration.progress import Progress
 from ...checkpoint.files import check_output_file, whole_file
 from ...checkpoint.gguf import FREQUENCY_FACTORS
 from ...checkpoint.load import load_config, load_tokenizer
-from ...model.errors import CheckpointError
+from ...model.errors import CheckpointError, RapError
 from .plain import head_width, plain_model, width_warnings
 from .rotation import rotate_heads
 
 ARCHITECTURE = "llama"
+SUFFIX = ".gguf"
 TYPE_NAMES = ("f32", "f16", "bf16", "q8_0")
 
 
@@ -47,14 +48,15 @@ def export_gguf(
     copied from the GGUF file `tokenizer_from`; `pre` names its pre-tokenizer in llama.cpp. With
     `rotate`, heads are mixed for a quantized cache (`rotation`). The file appears whole or not at
     all; a Modelfile for Ollama is put beside it. Raises CheckpointError or UnsupportedModelError
-    for what llama.cpp cannot run, RapError for an unknown kind.
+    for what llama.cpp cannot run, RapError for an unknown kind or `pre`, and for an `output` that
+    does not end in .gguf.
     """
+    modelfile = _checked(Path(output), force)
     require_gguf()
     from .settings import add_settings, new_writer  # they need the optional package
     from .tensors import stored_tensors
     from .tokenizer import add_tokenizer, copy_tokenizer
 
-    check_output_file(output, force=force)
     vocabulary = load_config(source).vocab_size
     writer = new_writer(ARCHITECTURE)
     if tokenizer_from is not None:
@@ -69,8 +71,7 @@ def export_gguf(
     with whole_file(output, force=force) as partial:
         _write(writer, tensors, partial, progress)
         num_bytes = partial.stat().st_size
-    modelfile = Path(output).with_suffix(".Modelfile")
-    with whole_file(modelfile, force=True) as partial:
+    with whole_file(modelfile, force=force) as partial:
         partial.write_text(_modelfile(Path(output).name, model.config), encoding="utf-8")
     width = head_width(model.config)
     return GgufExport(
@@ -82,6 +83,16 @@ def export_gguf(
         frequency_factors=any(tensor.name == FREQUENCY_FACTORS for tensor in tensors),
         warnings=width_warnings(width),
     )
+
+
+def _checked(output: Path, force: bool) -> Path:
+    """The Modelfile beside `output`, after both were found fit to be written."""
+    if output.suffix != SUFFIX:
+        raise RapError(f"{output} must end in {SUFFIX}: llama.cpp and Ollama know a model by it")
+    modelfile = output.with_suffix(".Modelfile")
+    for file in (output, modelfile):
+        check_output_file(file, force=force)
+    return modelfile
 
 
 def require_gguf() -> None:
