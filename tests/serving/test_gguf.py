@@ -22,7 +22,7 @@ from rap.serving.gguf.export import export_gguf
 from rap.serving.gguf.plain import frequency_factors, plain_model, width_warnings
 from rap.serving.gguf.rotation import hadamard, key_mix, rotate_heads
 from rap.serving.gguf.tensors import interleaved
-from rap.serving.gguf.tokenizer import add_tokenizer, known_pre
+from rap.serving.gguf.tokenizer import _TABLE, add_tokenizer, known_pre
 from rap.serving.stock import longrope_factors, stock_model
 from rap.surgery.apply import apply
 
@@ -224,6 +224,33 @@ def test_an_unknown_way_to_split_text_is_refused_and_can_be_named(saved, tmp_pat
     with pytest.raises(CheckpointError, match=r"hash d1c8c1aa52c2.*--pre"):
         export_gguf(saved(bundled_vocabulary()), tmp_path / "a.gguf")
     assert not (tmp_path / "a.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("pre", "said"),
+    [
+        ("nonsense", "such as llama-bpe or qwen2"),
+        ("smolm", "near it: smollm"),
+        ("LLAMA-BPE", "near it: llama-bpe"),
+        ("bert-bge-large", "knows no pre-tokenizer"),  # in the table of hashes, of no BPE tokenizer
+        ("", "knows no pre-tokenizer ''"),
+    ],
+)
+def test_a_name_that_llama_cpp_does_not_know_is_refused(saved, tmp_path, pre, said):
+    folder = saved(bundled_vocabulary())
+    export_gguf(folder, tmp_path / "a.gguf", pre=PRE)
+    for given in ({}, {"tokenizer_from": tmp_path / "a.gguf"}):
+        with pytest.raises(RapError, match=rf"{said}.*--tokenizer-from") as caught:
+            export_gguf(folder, tmp_path / "b.gguf", pre=pre, **given)
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "b.gguf").exists()
+
+
+def test_names_that_hashes_stand_for_are_known():
+    """But for two, whose tokenizers are no byte-level BPE and so are refused before."""
+    table = json.loads(_TABLE.read_text(encoding="utf-8"))
+    unknown = set(table["sha256"].values()) - set(table["names"])
+    assert unknown == {"bert-bge-large", "jina-v2-en"}
 
 
 def test_a_known_way_to_split_text_is_found_by_its_hash(monkeypatch, tmp_path):

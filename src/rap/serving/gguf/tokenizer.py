@@ -5,6 +5,7 @@ Built from a byte-level BPE tokenizer, or copied from another GGUF file of the s
 
 import hashlib
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, pre: str | None)
     """Write a byte-level BPE tokenizer; `pre` names llama.cpp's pre-tokenizer if it is not known.
 
     Raises CheckpointError for another kind of tokenizer, for one whose way to split text is not
-    known, and for one with more tokens than the model.
+    known, and for one with more tokens than the model; RapError as `check_pre`.
     """
+    check_pre(pre)
     state = _byte_level(tokenizer)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre or known_pre(tokenizer))
@@ -41,6 +43,19 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, pre: str | None)
     writer.add_add_eos_token(empty[-1:] == [tokenizer.eos_token_id] != [tokenizer.bos_token_id])
     if tokenizer.chat_template:
         writer.add_chat_template(_template(tokenizer.chat_template))
+
+
+def check_pre(pre: str | None) -> None:
+    """Raise RapError for a name that llama.cpp does not know: it would refuse the file."""
+    names = json.loads(_TABLE.read_text(encoding="utf-8"))["names"]
+    if pre is None or pre in names:
+        return
+    near = get_close_matches(pre.lower(), names)
+    hint = f"near it: {', '.join(near)}" if near else "its names are such as llama-bpe or qwen2"
+    raise RapError(
+        f"llama.cpp knows no pre-tokenizer {pre!r} ({hint}): name one that it knows, or copy a "
+        "tokenizer with --tokenizer-from"
+    )
 
 
 def known_pre(tokenizer: Any) -> str:
@@ -63,8 +78,10 @@ def known_pre(tokenizer: Any) -> str:
 def copy_tokenizer(writer: Any, file: str | Path, vocabulary: int, pre: str | None) -> None:
     """Write the tokenizer of another GGUF file, which must have as many tokens as the model.
 
-    Raises CheckpointError for a file that cannot be read, or of another vocabulary.
+    Raises CheckpointError for a file that cannot be read, or of another vocabulary; RapError as
+    `check_pre`.
     """
+    check_pre(pre)
     fields = _fields(file)
     tokens = fields.get("tokenizer.ggml.tokens")
     found = len(tokens.data) if tokens is not None else 0
