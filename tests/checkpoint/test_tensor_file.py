@@ -88,11 +88,21 @@ def test_other_words_about_the_same_tensors_are_refused(tmp_path):
     assert FILE.load(path, _both)[0]["retain"] == 0.7
 
 
-def test_unreadable_files_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path: path.write_bytes(b"no tensors"), "it is of another kind, or damaged:"),
+        (lambda path: path.write_bytes(b""), "it is of another kind, or damaged:"),
+        (lambda path: path.mkdir(), "it is a directory, name the file, or"),
+        (lambda path: None, "there is no such file, check the path, or"),
+    ],
+    ids=["words", "empty", "directory", "nothing"],
+)
+def test_unreadable_files_are_refused(tmp_path, make, why):
     path = tmp_path / "thing"
-    path.write_bytes(b"no tensors")
+    make(path)
     for read in (lambda: FILE.load(path, _both), lambda: FILE.wrote(path)):
-        with pytest.raises(PlanError, match="cannot read a thing from"):
+        with pytest.raises(PlanError, match=rf"cannot read a thing from .*thing: {why} make one$"):
             read()
 
 

@@ -241,6 +241,13 @@ def test_apply_gives_the_same_tensors_streamed(tmp_path, plan_file):
     assert results[0].json["provenance"]["settings"]["plan_file"] == str(plan_file)
 
 
+def test_apply_takes_the_plan_in_a_pruned_folder(tmp_path, plan_file):
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert run("apply", "bundled", plan_file, "-o", first).code == 0
+    assert run("apply", "bundled", first, "-o", again).code == 0
+    assert (again / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("stream", [(), ("--stream",)], ids=["in memory", "streamed"])
 def test_apply_writes_a_card_of_the_small_model(tmp_path, plan_file, stream):
     source, out = tmp_path / "dense", tmp_path / "small"

@@ -67,6 +67,8 @@ def place(tmp_path_factory) -> Path:
     dense = tiny_model()
     plan = random_plan(dense, [(3, 6), (3, 6)])
     plan.save(place / "other.rap")
+    (place / "other").mkdir()
+    plan.save(place / "other" / "plan.rap")
     rap.apply(dense, plan).save_pretrained(place / "pruned")
     plan.save(place / "pruned" / "plan.rap")
     four = tiny_model(layers=6, heads=4, kv_heads=2, head_dim=64, hidden=256)
@@ -82,6 +84,7 @@ def _listing(place: Path) -> dict[str, int]:
 
 BUNDLED = ("compress", "bundled", "-o", "x", *QUICK)
 TAUGHT = ("recover", "pruned", "-o", "x", "--teacher", "bundled")
+STREAM = (*BUNDLED, "--stream", "--statistics")
 WEIGHTS = [
     ("truncated", "model.safetensors is truncated or damaged"),
     ("lacking", f"{SHARDS[1]}"),
@@ -168,6 +171,9 @@ CASES = [
     ((*BUNDLED, "-o", ".", "--force"), ". is the directory you work in, or one above it"),
     ((*BUNDLED, "-o", "..", "--force", "--dry-run"), ".. is the directory you work in"),
     ((*BUNDLED, "-o", "notes", "--force"), "notes has files in the way (keep.txt) and is no check"),
+    (("apply", "bundled", "empty", "-o", "x"), "cannot read a plan from empty/plan.rap: there is"),
+    ((*STREAM, "empty"), "calibration statistics from empty: it is a directory, name the file"),
+    ((*STREAM, "file"), "calibration statistics from file: it is of another kind, or damaged"),
     (("export", "gguf", "bundled", "-o", "x.txt"), "x.txt must end in .gguf"),
     (("apply", "bundled", "file", "-o", "x"), "cannot read a plan from file"),
     (("apply", "bundled", "cut.rap", "-o", "x"), "cannot read a plan from cut.rap"),
@@ -182,6 +188,7 @@ CASES = [
         for how in ((), ("--stream",))
         for plan, message in (
             ("other.rap", "the plan has 2 layers, the model 6"),
+            ("other", "the plan has 2 layers, the model 6"),
             ("same-shape.rap", "the plan was made from other weights"),
         )
     ],

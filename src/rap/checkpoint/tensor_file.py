@@ -90,7 +90,19 @@ class TensorFile:
                 names = file.keys() if tensors else ()
                 return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError) as error:
-            raise self.error(f"cannot read {self.what} from {path}: {error}") from error
+            why = _why(Path(path), error)
+            raise self.error(f"cannot read {self.what} from {path}: {why} {self.remedy}") from error
+
+
+def _why(path: Path, error: Exception) -> str:
+    """Why a file cannot be read: safetensors itself speaks of devices and headers."""
+    if path.is_dir():
+        return "it is a directory, name the file, or"
+    if not path.exists():
+        return "there is no such file, check the path, or"
+    if isinstance(error, SafetensorError):
+        return "it is of another kind, or damaged:"
+    return f"{error}:"
 
 
 def _of_layer(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:

@@ -223,7 +223,7 @@ def plan_command(
 
 def apply_command(
     model: options.Model,
-    plan: Annotated[Path, typer.Argument(help="Plan file written by `rap plan`.")],
+    plan: Annotated[Path, typer.Argument(help="Plan file of `rap plan`, or a pruned folder.")],
     output: options.Output,
     stream: Annotated[
         bool,

@@ -8,7 +8,6 @@ import typer
 from transformers import PreTrainedConfig
 
 from ..calibration.sharing import joined_shapes
-from ..checkpoint.files import PLAN_FILE
 from ..checkpoint.load import is_pruned, load_config, without_tensors
 from ..checkpoint.source import resolve_source
 from ..methods import Rap
@@ -47,7 +46,7 @@ def inspect_command(
     if target == "plan":
         if path is None:
             raise RapError("name the plan file: rap inspect plan FILE")
-        report = describe_plan(load_plan(path / PLAN_FILE if path.is_dir() else path))
+        report = describe_plan(load_plan(path))
     elif path is not None:
         raise RapError(f"one target at a time: what is {path}? (plans: rap inspect plan FILE)")
     else:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.load import load_config, without_tensors
 from ..checkpoint.source import resolve_source
+from ..checkpoint.files import PLAN_FILE as KEPT_AS
 from ..checkpoint.tensor_file import TensorFile
 from ..model.errors import PlanError, UnsupportedModelError
 from ..model.fingerprint import fingerprint_model
@@ -118,7 +119,10 @@ class Replacement(PlanHeader):
 
 
 def load_plan(path: str | Path) -> Plan | Replacement:
-    """A plan file of any method; PlanError if it is none."""
+    """A plan file of any method, or the one in a pruned checkpoint's folder; PlanError if none."""
+    path = Path(path)
+    if path.is_dir():
+        path /= KEPT_AS
     replaced = not PLAN_FILE.wrote(path) and FILE.wrote(path)
     return Replacement.load(path) if replaced else Plan.load(path)
 
