@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 import rap
 from cases.command import run
+from cases.models import tiny_model
+from cases.plans import random_plan
 from rap import assets
 from rap.checkpoint.card import comparison, interval_text
 from rap.cli import demo
@@ -246,6 +248,14 @@ def test_apply_takes_the_plan_in_a_pruned_folder(tmp_path, plan_file):
     assert run("apply", "bundled", plan_file, "-o", first).code == 0
     assert run("apply", "bundled", first, "-o", again).code == 0
     assert (again / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+
+
+def test_a_plan_of_another_model_is_refused_before_weights_are_loaded(tmp_path, monkeypatch):
+    dense = tiny_model()
+    random_plan(dense, [(3, 6), (3, 6)]).save(tmp_path / "other.rap")
+    monkeypatch.setattr("rap.cli.compress.load_dense", None)
+    result = run("apply", "bundled", tmp_path / "other.rap", "-o", tmp_path / "out")
+    assert result.err.endswith("layers, the model 6: make a new plan for this model\n")
 
 
 @pytest.mark.parametrize("stream", [(), ("--stream",)], ids=["in memory", "streamed"])

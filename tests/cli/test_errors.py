@@ -187,7 +187,7 @@ CASES = [
         (("apply", "bundled", plan, "-o", "x", *how), message)
         for how in ((), ("--stream",))
         for plan, message in (
-            ("other.rap", "the plan has 2 layers, the model 6"),
+            ("other.rap", "the plan has 2 layers, the model 6: make a new plan for this model"),
             ("other", "the plan has 2 layers, the model 6"),
             ("same-shape.rap", "the plan was made from other weights"),
         )

@@ -220,14 +220,14 @@ def test_truncated_plan_is_refused(tmp_path):
         ({"kv_heads": 1}, "layer 0 differs: planned for AttentionShape"),
         ({"head_dim": 8}, "layer 0 differs: planned for AttentionShape"),
         ({"hidden": 64}, "layer 0 differs: planned for AttentionShape"),
-        ({"seed": 1}, "the plan was made from other weights .* make a new plan for this model"),
+        ({"seed": 1}, "the plan was made from other weights"),
     ],
 )
 def test_plan_for_another_model_is_refused(fields, message):
     model = tiny_model()
     plan = random_plan(model, [(3, 5), (2, 7)])
     other = tiny_model(**fields)
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(PlanError, match=rf"{message}.*: make a new plan for this model$"):
         apply(other, plan)
 
 

@@ -21,7 +21,7 @@ from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
 from ..serving.layout import dense_head_dims
 from ..surgery.replace import Replacement, load_plan
-from ..surgery.stream import apply_streamed
+from ..surgery.stream import apply_streamed, check_config
 from . import dry_run as dry
 from . import options
 from .groups import Cut, Reading, Streaming, grouped
@@ -239,6 +239,7 @@ def apply_command(
     decision = load_plan(plan)
     source = resolve_source(model)
     if not stream:
+        check_config(load_config(source), decision)
         dense = load_dense(source, dtype=dtype)
         small = apply_plan(dense, decision)
         save(small, decision, output, source=source, dense=dense, force=force)

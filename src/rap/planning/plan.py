@@ -14,6 +14,7 @@ from ..model.specs import NORM_MODES
 from .layer_plan import LayerPlan as LayerPlan
 from .sharing import check_reader
 
+REMEDY = "make a new plan for this model"
 FILE = TensorFile("plan", 1, "a plan", PlanError, "write one with `rap plan`")
 
 
@@ -45,9 +46,13 @@ class PlanHeader:
     def check_kind(self, model_type: str, num_layers: int) -> None:
         """Raise PlanError unless the plan is for models of this type with so many layers."""
         if model_type != self.model_type:
-            raise PlanError(f"the plan is for a {self.model_type} model, this one is {model_type}")
+            raise PlanError(
+                f"the plan is for a {self.model_type} model, this one is {model_type}: {REMEDY}"
+            )
         if num_layers != len(self.shapes):
-            raise PlanError(f"the plan has {len(self.shapes)} layers, the model {num_layers}")
+            raise PlanError(
+                f"the plan has {len(self.shapes)} layers, the model {num_layers}: {REMEDY}"
+            )
 
     def check_model(
         self,
@@ -60,11 +65,11 @@ class PlanHeader:
         for index, (mine, theirs) in enumerate(zip(self.shapes, shapes, strict=True)):
             if mine != theirs:
                 what = f"planned for {mine}, the model has {theirs}"
-                raise PlanError(f"layer {index} differs: {what}")
+                raise PlanError(f"layer {index} differs: {what}: {REMEDY}")
         if fingerprint and self.dense_fingerprint and fingerprint != self.dense_fingerprint:
             raise PlanError(
                 f"the plan was made from other weights ({self.dense_fingerprint[:12]}) than this "
-                f"model's ({fingerprint[:12]}): make a new plan for this model"
+                f"model's ({fingerprint[:12]}): {REMEDY}"
             )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..calibration.progress import Progress
@@ -36,7 +36,7 @@ from ..model.layers import (
     text_config,
 )
 from ..model.modeling import auto_class
-from ..planning.plan import Plan
+from ..planning.plan import Plan, PlanHeader
 from .apply import added_tensors, cut_layer, pruned_config
 
 _WEIGHTS = (
@@ -205,14 +205,22 @@ def apply_streamed(
 
 def _opened(source: str | Path, plan: Plan) -> StoredModel:
     """The checkpoint; a plan of another model is refused before its weights are looked at."""
-    config = load_config(source)
+    check_config(load_config(source), plan)
+    return StoredModel(source)
+
+
+def check_config(config: PreTrainedConfig, plan: PlanHeader) -> None:
+    """Raise PlanError unless a plan was made for models of this config; no weight is read.
+
+    Raises CheckpointError for a model that is pruned or quantized, UnsupportedModelError for a
+    family that is not known.
+    """
     refuse_pruned(config)
     attention_spec(config)
     # Before layers are built, which a wrong number of them makes long.
     plan.check_kind(base_model_type(config), text_config(config).num_hidden_layers)
     shapes = [layer.shape for layer in attention_layers(without_weights(config))]
     plan.check_model(base_model_type(config), shapes)
-    return StoredModel(source)
 
 
 def _each_shard(
