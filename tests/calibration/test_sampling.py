@@ -131,6 +131,16 @@ def test_a_file_is_not_replaced_unasked(model: Any, tokenizer: Any, tmp_path: Pa
     assert len(output.read_text(encoding="utf-8").splitlines()) == ASKED.documents
 
 
+def test_documents_longer_than_the_model_was_made_for_are_refused(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    short, output = tiny_model("llama", max_position_embeddings=7), tmp_path / "own.jsonl"
+    with pytest.raises(RapError, match=r"of 8 tokens are longer than the 7 .* at most 7 tokens"):
+        write_documents(short, tokenizer, output, replace(ASKED, tokens=8))
+    assert list(tmp_path.iterdir()) == []
+    write_documents(short, tokenizer, output, ASKED)  # as long as it can
+
+
 @pytest.mark.parametrize(
     ("tokens", "first"), [({"bos": 4, "eos": 9}, 4), ({"bos": None, "eos": 9}, 9)]
 )

@@ -174,6 +174,7 @@ CASES = [
     (("apply", "bundled", "empty", "-o", "x"), "cannot read a plan from empty/plan.rap: there is"),
     ((*STREAM, "empty"), "calibration statistics from empty: it is a directory, name the file"),
     ((*STREAM, "file"), "calibration statistics from file: it is of another kind, or damaged"),
+    (("sample", "bundled", "-o", "x.jsonl", "--tokens", 2049), "ask for at most 2048 tokens"),
     (("export", "gguf", "bundled", "-o", "x.txt"), "x.txt must end in .gguf"),
     (("apply", "bundled", "file", "-o", "x"), "cannot read a plan from file"),
     (("apply", "bundled", "cut.rap", "-o", "x"), "cannot read a plan from cut.rap"),

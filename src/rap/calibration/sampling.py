@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ..checkpoint.files import check_output_file, whole_file
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
+from ..model.layers import trained_length
 from .progress import Progress
 from .state import evaluating
 
@@ -64,10 +66,11 @@ def write_documents(
     Special tokens stay in the text, where the tokenizer finds them again. Finished batches are kept
     beside the file until it is whole, and the same call goes on behind them.
 
-    Raises RapError for a tokenizer without a token to begin with, CheckpointError if `output` may
-    not be replaced.
+    Raises RapError for a tokenizer without a token to begin with, and for documents longer than the
+    model was made for, CheckpointError if `output` may not be replaced.
     """
     check_output_file(output, force=force)
+    check_length(model.config, asked)
     first, kept = first_token(tokenizer), output.with_name(f".{output.name}.kept")
     record = {"model": fingerprint_model(model), "first": first, **asdict(asked)}
     settings = json.dumps(record, sort_keys=True)
@@ -83,6 +86,17 @@ def write_documents(
     with whole_file(output) as partial:
         partial.write_text("\n".join([*lines, ""]), encoding="utf-8")
     kept.unlink()
+
+
+def check_length(config: PreTrainedConfig, asked: Corpus) -> None:
+    """Raise RapError for documents of more tokens than a model of this config was made for."""
+    longest = trained_length(config)
+    # The first token takes a position, and the last one drawn none: nothing reads it.
+    if longest is not None and asked.tokens > longest:
+        raise RapError(
+            f"documents of {asked.tokens} tokens are longer than the {longest} that the model was "
+            f"made for: ask for at most {longest} tokens"
+        )
 
 
 def first_token(tokenizer: Any) -> int:
