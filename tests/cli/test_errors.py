@@ -225,7 +225,7 @@ CASES = [
         for how in ((), ("--dry-run",))
         for who, message in (
             (("recover", "bundled", *TAUGHT[2:]), "bundled is not a pruned checkpoint"),
-            (TAUGHT, "bundled is not what the checkpoint was cut from: the plan has 2 layers"),
+            (TAUGHT, "bundled is not of the kind that the checkpoint was cut from"),
             ((*TAUGHT, "--teacher-dtype", "no"), "unknown dtype 'no': use auto, float32, bfloat16"),
             ((*TAUGHT, "--preset", "fit", "--set", "steps=abc"), "give a whole number"),
             ((*TAUGHT, "--preset", "fit", "--set", "steps=2.5"), "give a whole number"),

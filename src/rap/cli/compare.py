@@ -50,7 +50,10 @@ Measured = Annotated[
 ]
 Changed = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Setting of the recoveries to change, such as steps=100; repeat."),
+    typer.Option(
+        "--set",
+        help="Setting to change: steps=100 of what distils, fit.steps=100 of a fit; repeat.",
+    ),
 ]
 Align = Annotated[
     int, typer.Option("--align", help="Width multiple, in channels; 0 is each method's own.")

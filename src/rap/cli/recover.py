@@ -1,6 +1,6 @@
 """`rap recover`: quality back into a pruned checkpoint, by refitting and distillation."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ from ..model.errors import RapError
 from ..pipeline import measure, measure_against, save
 from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, preset
-from ..recovery.layer_fit import FitConfig
+from ..recovery.layer_fit import FitConfig, fit_config
 from ..recovery.runs import clear_work, processes
 from ..recovery.stages import RECOVERIES, recover_stage, work_folder
 from ..surgery.replace import Replacement, check_teacher, load_plan
@@ -229,13 +229,7 @@ def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | 
         raise RapError(f"unknown recovery preset {recipe!r}: use one of {', '.join(RECIPES)}")
     values, last = read_settings(changes), recipe.rpartition("+")[2]
     if last == "fit":
-        known = {field.name for field in fields(FitConfig)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise RapError(
-                f"fit has no setting {', '.join(unknown)}; it has: {', '.join(sorted(known))}"
-            )
-        return FitConfig(**{"seed": seed, **values})
+        return fit_config(**{"seed": seed, **values})
     if recipe != "closed-form":
         return preset(last, **{"seed": seed, **values})
     if values:

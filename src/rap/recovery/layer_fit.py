@@ -9,8 +9,9 @@ Shapes: N windows, B windows of a batch, T tokens of a window, E model dim.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,17 @@ class FitConfig:
     def _check(self, name: str, good: bool, remedy: str) -> None:
         if not good:
             raise RapError(f"fit {name} cannot be {getattr(self, name)!r}: {remedy}")
+
+
+def fit_config(**changes: Any) -> FitConfig:
+    """The settings of a fit with some changed; RapError for an unknown name or a wrong value."""
+    known = {field.name for field in fields(FitConfig)}
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise RapError(
+            f"fit has no setting {', '.join(unknown)}; it has: {', '.join(sorted(known))}"
+        )
+    return FitConfig(**changes)
 
 
 @dataclass(frozen=True)

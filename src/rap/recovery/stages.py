@@ -78,6 +78,7 @@ def recover_stage(
     *,
     texts: Sequence[str] = ("bundled",),
     config: RecoveryConfig | FitConfig | None = None,
+    fit: FitConfig | None = None,
     fitted: dict[str, Any] | None = None,
     seed: int = 0,
     output: str | Path | None = None,
@@ -89,12 +90,12 @@ def recover_stage(
     `name` is one of RECOVERIES: `none` does nothing, `closed-form` refits outputs, `fit` fits
     layers (see `fit.fit_layers`), `projections` trains the bases of a model of method
     matryoshka, which alone has some; a preset refits and distils by it, and after `fit+` fits and
-    distils. `config` replaces the settings of the last of these. With the report `fitted` of the
-    `fit` on these texts that `small` came out of, only what follows it is done, and nothing is
-    refitted. Better means a
-    lower perplexity on held-out windows of `texts`, which begin with `bos`, see
-    `data.recovery_windows`; no stage trains on them. `small` and `dense` are left untouched. The
-    report has the perplexity after each step and what distillation reports; it is empty for `none`.
+    distils. `config` replaces the settings of the last of these, `fit` those of a fit. With the
+    report `fitted` of the `fit` on these texts that `small` came out of, only what follows it is
+    done, and nothing is refitted. Better means a lower perplexity on held-out windows of `texts`,
+    which begin with `bos`, see `data.recovery_windows`; no stage trains on them. `small` and
+    `dense` are left untouched. The report has the perplexity after each step and what distillation
+    reports; it is empty for `none`.
     With an `output`, checkpoints go to its `work_folder`, from which a killed run continues.
     """
     check_recovery(name)
@@ -106,7 +107,7 @@ def recover_stage(
     if fitted is not None:
         run.go_on(fitted)
     elif (first or last) == "fit":
-        run.fit(config if isinstance(config, FitConfig) else None)
+        run.fit(config if isinstance(config, FitConfig) else fit)
     changed = config if isinstance(config, RecoveryConfig) else None
     if last in PRESETS:
         run.distil(changed or preset(last, seed=seed))

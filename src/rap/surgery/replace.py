@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..checkpoint.files import PLAN_FILE as KEPT_AS
 from ..checkpoint.load import load_config, without_tensors
 from ..checkpoint.source import resolve_source
-from ..checkpoint.files import PLAN_FILE as KEPT_AS
 from ..checkpoint.tensor_file import TensorFile
 from ..model.errors import PlanError, UnsupportedModelError
 from ..model.fingerprint import fingerprint_model
@@ -183,7 +183,10 @@ def check_teacher(plan: PlanHeader, source: str) -> None:
     try:
         plan.check_model(base_model_type(config), shapes)
     except PlanError as error:
-        raise PlanError(f"{source} is not what the checkpoint was cut from: {error}") from error
+        raise PlanError(
+            f"{source} is not of the kind that the checkpoint was cut from: name the dense model "
+            "that it was"
+        ) from error
 
 
 def check_plain(model: PreTrainedModel, layers: Sequence[AttentionLayer], what: str) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 
 import rap
 from cases.command import error_violations, run
-from cases.fits import ShortFit
+from cases.fits import SHORT
 from rap import assets
 from rap.calibration import workbench
 from rap.checkpoint.card import interval_text
@@ -27,7 +26,6 @@ from rap.methods import METHODS, Rap
 from rap.model.errors import RapError
 from rap.recovery import stages as stages_of_recovery
 from rap.recovery.layer_fit import FitConfig
-from rap.studies.compare import grid as grid_module
 from rap.studies.compare import run as running
 from rap.studies.compare.cells import CONFIG, RESULT, Cell, finished, store
 from rap.studies.compare.command import cell_command
@@ -233,14 +231,17 @@ def test_a_finished_cell_is_not_run_again(grid, tiny, tmp_path, monkeypatch):
     assert {cell["cell"]: cell["perplexity"] for cell in found["cells"]} == kept
 
 
+SHORT_FIT = {f"fit.{name}": value for name, value in SHORT.items()}
+
+
 def test_kept_models_are_measured_otherwise_and_distilled(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(grid_module, "FitConfig", ShortFit)
-    monkeypatch.setattr("rap.recovery.stages.FitConfig", ShortFit)
     plain = replace(tiny, recall_documents=0, decode_steps=0)
     asked = {"methods": ["rap"], "retain": (0.5,), **SMALL}
-    asked |= {"recovery": {"steps": 2, "global_batch": 2, "num_windows": 4, "evaluate_every": 2}}
+    asked |= {"recovery": SHORT_FIT}
+    both = {"steps": 2, "global_batch": 2, "num_windows": 4, "evaluate_every": 2} | SHORT_FIT
     recoveries = ["none", "fit", "fit+fast"]
-    apart = rap.compare(output=tmp_path / "not", recover=recoveries, measures=plain, **asked)
+    whole = asked | {"recover": recoveries, "recovery": both, "measures": plain}
+    apart = rap.compare(output=tmp_path / "not", **whole)
     assert not (tmp_path / "not" / "models").exists()
     output = tmp_path / "kept"
     first = rap.compare(output=output, recover=recoveries[:2], measures=plain, keep=True, **asked)
@@ -249,7 +250,7 @@ def test_kept_models_are_measured_otherwise_and_distilled(tiny, tmp_path, monkey
         monkeypatch.setattr(place, name, lambda *_, name=name, **__: pytest.fail(f"{name} again"))
     measures = replace(plain, num_windows=1)
     other = rap.compare(output=output, recover=recoveries[:2], measures=measures, **asked)
-    last = rap.compare(output=output, recover=recoveries, measures=plain, **asked)
+    last = rap.compare(output=output, **whole)
 
     def fingerprints(found: dict[str, Any]) -> list[str]:
         assert found["failed"] == []
@@ -266,7 +267,7 @@ def test_kept_models_are_measured_otherwise_and_distilled(tiny, tmp_path, monkey
     assert (folder / "tokenizer.json").is_file()
 
 
-def test_a_changed_setting_is_another_cell(reference_model, monkeypatch):
+def test_a_changed_setting_is_another_cell():
     def names(**changes: Any) -> set[str]:
         grid = Grid(**{"methods": ("rap",), "retains": (0.5,), **changes})
         return {cell.name for cell in grid.cells("fingerprint", "float32")}
@@ -292,9 +293,9 @@ def test_a_changed_setting_is_another_cell(reference_model, monkeypatch):
     assert not {*names(**distilled, recovery={"steps": 9})} <= names(**distilled)
     both = {"recoveries": ("fit+fast",)}
     assert not {*names(**both, recovery={"steps": 9})} <= names(**both)
-    fitted = names(recoveries=("fit",))
-    monkeypatch.setattr(grid_module, "FitConfig", partial(FitConfig, steps=9))
-    assert not names(recoveries=("fit",)) <= fitted
+    fitted = {"recoveries": ("fit",)}
+    assert not {*names(**fitted, recovery={"fit.steps": 9})} <= names(**fitted)
+    assert names(**fitted, recovery={"fit.steps": FitConfig().steps}) == names(**fitted)
 
 
 def test_the_plain_wording_leaves_cells_their_names():
@@ -360,9 +361,9 @@ def test_the_command_of_a_cell_asks_for_that_cell(monkeypatch):
     grid = Grid(
         methods=("rap", "rap:paper:seed=3"),
         retains=(0.7, 0.55),
-        recoveries=("none", "fast"),
+        recoveries=("none", "fit", "fast", "fit+fast"),
         align=None,
-        recovery={"learning_rate": 2e-5, "steps": 3},
+        recovery={"learning_rate": 2e-5, "steps": 3, "fit.rate": 2e-3},
         measures=Measures(
             num_windows=None, recall_distances=(64, 128), text="a b.txt", fidelity=False
         ),
@@ -421,10 +422,12 @@ def test_the_demo_ends_with_a_page(tiny, tmp_path, monkeypatch):
         ("--demo --methods ' '", "a comparison needs methods: name at least one"),
         ("--retain ,", "retain ',' is no list of ratios"),
         ("--recover ,", "a comparison needs recoveries: name at least one"),
-        ("--set steps=abc", "recovery steps cannot be 'abc': give a whole number"),
-        ("--set foo=3", "recovery has no setting 'foo'"),
-        ("--recover fit --set steps=abc", "recovery steps cannot be 'abc': give a whole number"),
-        ("--set steps=3", "cannot set steps of no recovery: leave --set out"),
+        ("--recover fast --set steps=abc", "recovery steps cannot be 'abc': give a whole number"),
+        ("--recover fit --set fit.steps=abc", "steps 'abc' is not possible: give a whole number"),
+        ("--recover fit --set fit.foo=3", "fit has no setting foo; it has: batch"),
+        ("--recover none,fit --set steps=3", "cannot set steps of none, fit: fit.NAME=VALUE is of"),
+        ("--recover fast --set fit.steps=3", "cannot set fit.steps of fast"),
+        ("--set steps=3", "cannot set steps of none"),
         ("--calibration nofile.txt", "there is no file nofile.txt"),
         ("--calibration bundled,repeated:nofile.txt", "there is no file nofile.txt"),
         ("--measure text=nofile.txt", "there is no file nofile.txt"),

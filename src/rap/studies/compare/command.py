@@ -30,8 +30,8 @@ def cell_command(cell: Cell, grid: Grid, model: str, dtype: str = DTYPE) -> str:
     for name, value in _changed(grid):
         if name in FLAGS:
             parts += [FLAGS[name], "0" if value is None else str(value)]
-    if cell.recover != "none":
-        for name, value in grid.recovery.items():
+    for name, value in grid.recovery.items():
+        if grid.applies(name, cell.recover):
             parts += ["--set", f"{name}={_text(value)}"]
     for name, value in _changed(grid.measures):
         parts += ["--measure", f"{name}={_text(value)}"]

@@ -8,11 +8,13 @@ from ...calibration.bos import check_bos
 from ...methods import parse_method
 from ...model.errors import RapError
 from ...recovery.config import PRESETS, RecoveryConfig, preset
-from ...recovery.layer_fit import FitConfig
+from ...recovery.layer_fit import FitConfig, fit_config
 from ...recovery.stages import check_recovery
 from .cells import Cell
 from .measurement import Measures
 from .variants import DENSE
+
+OF_FIT = "fit."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,8 @@ class Grid:
     `align` and `seed` reach the methods that have such a setting, so that all spend the same
     budget: by default single pairs, for widths in multiples of 8 miss most ratios by some percent.
     All windows of text begin as `bos` says, one of `bos.BOS_CHOICES`.
-    `recovery` changes settings of every recovery that distils (`recovery.config.RecoveryConfig`).
+    `recovery` changes settings of every recovery that distils (`recovery.config.RecoveryConfig`),
+    and after `fit.` those of every fit (`recovery.layer_fit.FitConfig`).
     """
 
     methods: tuple[str, ...]
@@ -54,16 +57,19 @@ class Grid:
                 parse_method(spec, retain, **self.common)
 
     def _check_settings(self) -> None:
-        """RapError for settings that no recovery can have, or where none is asked for."""
-        if not self.recovery:
-            return
-        # Any preset will do: names and values are the same for all, and a fit reads none.
-        preset("paper", **self.recovery)
-        if set(self.recoveries) == {"none"}:
-            raise RapError(
-                f"cannot set {', '.join(self.recovery)} of no recovery: leave --set out, or ask "
-                f"for one with --recover: {', '.join(PRESETS)}"
-            )
+        """RapError for settings that no recovery can have, or that none asked for has."""
+        for name in self.recovery:
+            if not any(self.applies(name, recovery) for recovery in self.recoveries):
+                raise RapError(
+                    f"cannot set {name} of {', '.join(self.recoveries)}: fit.NAME=VALUE is of a "
+                    f"fit, NAME=VALUE of a recovery that distils ({', '.join(PRESETS)})"
+                )
+
+    @staticmethod
+    def applies(setting: str, recovery: str) -> bool:
+        """Whether a recovery has a part that such a setting of `recovery` is of."""
+        parts = recovery.split("+")
+        return "fit" in parts if setting.startswith(OF_FIT) else parts[-1] in PRESETS
 
     @property
     def common(self) -> dict[str, Any]:
@@ -73,7 +79,15 @@ class Grid:
     def distillation(self, recovery: str) -> RecoveryConfig | None:
         """The settings of a recovery's distillation, by itself or after a fit; None without one."""
         name = recovery.rpartition("+")[2]
-        return preset(name, **{"seed": self.seed, **self.recovery}) if name in PRESETS else None
+        changes = {key: x for key, x in self.recovery.items() if not key.startswith(OF_FIT)}
+        return preset(name, **{"seed": self.seed, **changes}) if name in PRESETS else None
+
+    def fit(self, recovery: str) -> FitConfig | None:
+        """The settings of a recovery's fit; None without one."""
+        given = ((key.partition(OF_FIT), value) for key, value in self.recovery.items())
+        changes = {name: value for (_, of_fit, name), value in given if of_fit}
+        with_fit = "fit" in recovery.split("+")
+        return fit_config(**{"seed": self.seed, **changes}) if with_fit else None
 
     def cells(self, dense_fingerprint: str, dtype: str, bos: int | None = None) -> list[Cell]:
         """The dense cell first, then all without recovery, then recovery by recovery.
@@ -95,11 +109,9 @@ class Grid:
 
     def _recovery(self, name: str) -> dict[str, Any]:
         """The settings of all that a recovery does: others make another cell."""
-        distilled = self.distillation(name)
+        distilled, fit = self.distillation(name), self.fit(name)
         settings: dict[str, Any] = {"recovery": asdict(distilled) if distilled else None}
-        if "fit" in name.split("+"):
-            settings["fit"] = asdict(FitConfig(seed=self.seed))
-        return settings
+        return settings | ({"fit": asdict(fit)} if fit else {})
 
     def _cell(self, spec: str, retain: float, recover: str, shared: dict[str, Any]) -> Cell:
         method = parse_method(spec, retain, **self.common)

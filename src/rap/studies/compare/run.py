@@ -184,6 +184,7 @@ class Bench:
             cell.recover,
             texts=[self.grid.calibration],
             config=self.grid.distillation(cell.recover),
+            fit=self.grid.fit(cell.recover),
             fitted=None if fitted is None else fitted[1]["recovery"],
             seed=self.grid.seed,
             output=self.folder(cell),
