@@ -34,6 +34,8 @@ MODELS = {
     "fitted/0.7": "smollm2-distil/models/rap-0.7-fit-*",
     "fitted/rap-0.7": "smollm2-distil/models/rap-0.7-fit-*",
     "fitted/rap-0.5": "smollm2-distil/models/rap-0.5-fit-*",
+    "fitted/repeated-0.7": "smollm2-fit-repeated/models/rap-0.7-fit-*",
+    "fitted/repeated-reach-0.7": "smollm2-fit-repeated-reach/models/rap-reach=1024-0.7-fit-*",
     "fitted/mixed-0.7": "smollm2-fit-mixed/models/rap-0.7-fit-*",
     "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",
     "fitted/stock-0.5": "smollm2-fit-stock/models/rap-profile=stock-0.5-fit-*",

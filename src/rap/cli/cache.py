@@ -103,7 +103,7 @@ def cache_command(
 
     A prefix is read, its cache is compressed, and the continuation is read with that cache. The
     first row is the same measure with the cache as it is. Needs pip install hqq or
-    optimum-quanto; for presses: pip install --no-deps kvpress cachetools fire.
+    optimum-quanto; for presses: pip install --no-deps kvpress cachetools fire termcolor.
     """
     if bits is None and press is None:
         raise RapError("say what to do with the cache: --bits hqq4, --press knorm:0.5, or both")

@@ -267,7 +267,7 @@ def _kvpress(press: Press) -> Any:
     except ImportError as error:
         raise RapError(
             f"the press {press} needs kvpress, which pins an older transformers: pip install"
-            f" --no-deps kvpress cachetools fire ({error})"
+            f" --no-deps kvpress cachetools fire termcolor ({error})"
         ) from error
     finally:
         for name, function in before.items():
