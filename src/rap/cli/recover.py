@@ -109,12 +109,10 @@ def recover_command(
 ) -> None:
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
-    check_dtype(loaded.teacher_dtype, KINDS)
     chosen = _configured(train.recipe, train.changes or [], seed)
     if dry_run:
         return _tell(pruned, output, teacher, train.recipe, chosen, loaded, evaluate, as_json)
-    plan, old_report = _read(pruned)
-    check_teacher(plan, teacher)
+    plan, old_report = _read(pruned, teacher, loaded.teacher_dtype)
     tokenizer = load_tokenizer(pruned)
     small = load(pruned, dtype=loaded.dtype, **_placement(None))
     dense = _teacher(teacher, loaded.teacher_dtype, loaded.device_map)
@@ -167,7 +165,7 @@ def _tell(
     as_json: bool,
 ) -> None:
     """What recovering would do; shapes of both models are those of their configs."""
-    check_teacher(_read(pruned)[0], teacher)
+    _read(pruned, teacher, loaded.teacher_dtype)
     small_config, dense_config = load_config(pruned), load_config(resolve_source(teacher))
     small, dense = dry.unloaded(small_config), dry.unloaded(dense_config)
     steps, held = dry.recovery_step(recipe, small, dense, chosen)
@@ -237,13 +235,21 @@ def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | 
     return None
 
 
-def _read(pruned: Path) -> tuple[Plan | Replacement, dict[str, Any]]:
-    """The plan and report beside a pruned checkpoint; the report may be missing."""
+def _read(
+    pruned: Path, teacher: str, teacher_dtype: str
+) -> tuple[Plan | Replacement, dict[str, Any]]:
+    """The plan and report beside a checkpoint that was cut from such a teacher.
+
+    The report may be missing. RapError for what is no pruned checkpoint, or another teacher.
+    """
+    check_dtype(teacher_dtype, KINDS)
     if not (pruned.is_dir() and is_pruned(load_config(pruned))):
         raise RapError(f"{pruned} is not a pruned checkpoint: run `rap compress` first")
     report = pruned / REPORT_FILE
     stored = read_json(report, "remove it, or compress again") if report.is_file() else {}
-    return load_plan(pruned / PLAN_FILE), stored
+    plan = load_plan(pruned / PLAN_FILE)
+    check_teacher(plan, teacher)
+    return plan, stored
 
 
 def _fitted(report: dict[str, Any], recipe: str, texts: list[str]) -> dict[str, Any] | None:
