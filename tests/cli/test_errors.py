@@ -123,6 +123,10 @@ CASES = [
     ((*BUNDLED, "--evaluate", "short.txt"), "the evaluation text has 3 tokens, one window needs"),
     ((*BUNDLED, "--evaluate", "nowhere.txt"), "there is no file nowhere.txt"),
     ((*BUNDLED, "--window", 4096), "the model was made for 2048: use windows of at most 2048"),
+    *[
+        ((*BUNDLED, *how, "--dry-run"), "there is no file nowhere.txt")
+        for how in (("--calibration", "nowhere.txt"), ("--evaluate", "nowhere.txt"))
+    ],
     ((*BUNDLED, "--windows", 0), "cannot cut 0 windows"),
     ((*BUNDLED, "--method", "no"), "unknown method 'no': use one of rap"),
     ((*BUNDLED, "--score", "no"), "unknown score 'no': use one of energy, fisher, gate"),
@@ -227,6 +231,7 @@ CASES = [
             (("recover", "bundled", *TAUGHT[2:]), "bundled is not a pruned checkpoint"),
             (TAUGHT, "bundled is not of the kind that the checkpoint was cut from"),
             ((*TAUGHT, "--teacher-dtype", "no"), "unknown dtype 'no': use auto, float32, bfloat16"),
+            ((*TAUGHT, "--text", "nowhere.txt"), "there is no file nowhere.txt"),
             ((*TAUGHT, "--preset", "fit", "--set", "steps=abc"), "give a whole number"),
             ((*TAUGHT, "--preset", "fit", "--set", "steps=2.5"), "give a whole number"),
         )

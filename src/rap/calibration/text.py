@@ -77,12 +77,14 @@ def named_sources(source: str | Path) -> list[str]:
     return [name.strip() for name in str(source).split(",") if name.strip()]
 
 
-def check_sources(source: str | Path) -> None:
+def check_sources(*texts: str | Path | None) -> None:
     """Raise CalibrationError for a source without a name, a directory, or a file that is not there.
 
-    Nothing is read: whether there is a dataset of some name is known when it is loaded.
+    Nothing is read: whether there is a dataset of some name is known when it is loaded. None is no
+    text.
     """
-    for name in named_sources(source) or [str(source)]:
+    given = [text for text in texts if text is not None]
+    for name in (name for text in given for name in named_sources(text) or [str(text)]):
         once = re.sub(f"^({REPEATED})+", "", name)
         path, alias = Path(once), once == "bundled" or once in ALIASES
         if not once.strip(", "):

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..calibration.text import check_sources
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
 from ..checkpoint.files import check_output, check_output_file, whole_file
@@ -162,6 +163,8 @@ def _tell(
     as_json: bool,
 ) -> None:
     """What compressing would do; the model's shapes are those of its config."""
+    text = None if evaluate == "none" else evaluate
+    check_sources(read.calibration, text)
     config = load_config(resolve_source(model))
     refuse_pruned(config)
     attention_spec(config)
@@ -170,7 +173,6 @@ def _tell(
     calibrate, memory = dry.calibration_step(dense, needs, read.windows, read.window)
     # The cut model is not there yet: the dense one's sizes are the most that it can have.
     recovers, held = dry.recovery_step(recover, dense, dense, None)
-    text = None if evaluate == "none" else evaluate
     report = dry.described(
         [calibrate, *recovers, dry.evaluation_step(text, dense, dense)],
         {"weights": dry.weight_bytes(config, dense, read.dtype), **memory, **held},

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..calibration.bos import bos_token
-from ..calibration.text import evaluation_tokens
+from ..calibration.text import check_sources, evaluation_tokens
 from ..checkpoint.card import NEARNESS, interval_text
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
 from ..checkpoint.load import (
@@ -110,6 +110,7 @@ def recover_command(
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
     chosen = _configured(train.recipe, train.changes or [], seed)
+    check_sources(*train.texts, None if evaluate == "none" else evaluate)
     if dry_run:
         return _tell(pruned, output, teacher, train.recipe, chosen, loaded, evaluate, as_json)
     plan, old_report = _read(pruned, teacher, loaded.teacher_dtype)
@@ -135,18 +136,14 @@ def recover_command(
         return
     models = {"before_recovery": small, "pruned": recovered}
     judged: dict[str, Any] = {"tokens": held_out, "bos": bos, "progress": True}
+    read = {"dtype": loaded.dtype, "bos": bos}
     report = {
         **_described(plan, teacher),
         **old_report,
         **_figures(models, dense, loaded.teacher_dtype, old_report, tokenizer, shown, judged),
         "recovery": recovery,
         "provenance": provenance(
-            pruned=str(pruned),
-            teacher=teacher,
-            evaluate=evaluate,
-            seed=seed,
-            dtype=loaded.dtype,
-            bos=bos,
+            pruned=str(pruned), teacher=teacher, evaluate=evaluate, seed=seed, **read
         ),
     }
     save(recovered, plan, output, tokenizer, report=report, force=force)

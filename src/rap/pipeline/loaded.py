@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..calibration.bos import Bos
+from ..calibration.text import check_sources
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.files import check_output
 from ..methods import Method, parse_method
@@ -62,6 +63,7 @@ def compress(
     if isinstance(method, str):
         method = parse_method(method, retain, seed=seed)
     check_recovery(recover, method.name)
+    check_sources(calibration, evaluate)
     if output is not None:
         check_output(output, force=force)
     reading = CalibrationText(calibration, num_windows, window, seed, bos)

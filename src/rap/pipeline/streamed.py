@@ -15,6 +15,7 @@ from ..calibration.memory import describe_memory, estimate_layers
 from ..calibration.sources import StoredLayers
 from ..calibration.statistics import Statistics
 from ..calibration.streamed import StreamedBench, refuse_gradients
+from ..calibration.text import check_sources
 from ..calibration.workbench import CalibrationText
 from ..checkpoint.card import unmeasured
 from ..checkpoint.files import check_output
@@ -76,6 +77,7 @@ def compress_streamed(
     check_output(output, force=force)
     check_bos(bos)
     check_device(device)
+    check_sources(calibration, evaluate)
     stored = StoredModel(resolve_source(source))
     given = _given(chosen, stored, statistics)
     reading = CalibrationText(calibration, num_windows, window, seed, bos)

@@ -73,8 +73,7 @@ def compare(
         **settings,
     )
     # A cell only reads its text after the dense one is measured, and each would fail by itself.
-    for text in (grid.calibration, *grid.measures.texts()):
-        check_sources(text)
+    check_sources(grid.calibration, *grid.measures.texts())
     check_folder(output)
     bench = Bench(source, tokenizer, dtype, device_map, grid, Path(output), keep, progress)
     wanted = bench.cells
