@@ -311,6 +311,8 @@ def test_evaluate_measures_a_checkpoint(compressed, text, tmp_path):
     assert result.json["value"] == pytest.approx(report["pruned"]["perplexity"], rel=1e-6)
     assert result.json["fingerprint"] == report["pruned"]["fingerprint"]
     assert "rap" in result.json["provenance"]
+    assert result.json["command"].startswith("rap evaluate perplexity")
+    assert result.json["table"]["rows"][0][-1] == f"{result.json['value']:.4f}"
 
 
 def test_compress_says_how_near_the_cut_is(compressed):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -95,13 +95,15 @@ def perplexity_command(
         progress=not as_json,
     )
     made = provenance(batch_size=batch_size, quantize=quantize)
-    deliver({**opened.record, "text": text, **asdict(scored), "provenance": made}, output, as_json)
+    table: dict[str, Any] = {
+        "title": f"Perplexity of {label(opened)}",
+        "header": ["text", "windows", "tokens a window", "perplexity"],
+        "rows": [[text, f"{scored.num_windows:,}", f"{scored.window:,}", f"{scored.value:.4f}"]],
+    }
+    told = {"table": table, "command": made["command"], "provenance": made}
+    deliver({**opened.record, "text": text, **asdict(scored), **told}, output, as_json)
     if not as_json:
-        print_table(
-            f"Perplexity of {label(opened)}",
-            ["text", "windows", "tokens a window", "perplexity"],
-            [[text, scored.num_windows, scored.window, f"{scored.value:.4f}"]],
-        )
+        print_table(**table)
         if len(scored.positions) > 1:
             rows = [
                 [f"{part.start:,} to {part.stop - 1:,}", f"{math.exp(part.nats_per_token):.2f}"]
