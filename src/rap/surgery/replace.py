@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.files import PLAN_FILE as KEPT_AS
-from ..checkpoint.load import load_config, without_tensors
+from ..checkpoint.load import load_config
 from ..checkpoint.source import resolve_source
 from ..checkpoint.tensor_file import TensorFile
 from ..model.errors import PlanError, UnsupportedModelError
@@ -32,6 +32,7 @@ from ..model.rope import AttentionShape
 from ..planning.plan import FILE as PLAN_FILE
 from ..planning.plan import Plan, PlanHeader
 from .apply import assemble, config_with, pruned_state, widths_of
+from .stream import check_config
 
 FILE = TensorFile(
     "replacement", 1, "a plan of such a method", PlanError, "write one with `rap plan`"
@@ -178,10 +179,8 @@ def check_made_for(replacement: Replacement, model: PreTrainedModel) -> None:
 
 def check_teacher(plan: PlanHeader, source: str) -> None:
     """Raise PlanError unless the plan is for models of this shape, by the config of `source`."""
-    config = load_config(resolve_source(source))
-    shapes = [layer.shape for layer in attention_layers(without_tensors(config))]
     try:
-        plan.check_model(base_model_type(config), shapes)
+        check_config(load_config(resolve_source(source)), plan)
     except PlanError as error:
         raise PlanError(
             f"{source} is not of the kind that the checkpoint was cut from: name the dense model "

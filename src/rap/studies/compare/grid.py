@@ -84,10 +84,11 @@ class Grid:
 
     def fit(self, recovery: str) -> FitConfig | None:
         """The settings of a recovery's fit; None without one."""
+        if not self.applies(OF_FIT, recovery):
+            return None
         given = ((key.partition(OF_FIT), value) for key, value in self.recovery.items())
         changes = {name: value for (_, of_fit, name), value in given if of_fit}
-        with_fit = "fit" in recovery.split("+")
-        return fit_config(**{"seed": self.seed, **changes}) if with_fit else None
+        return fit_config(**{"seed": self.seed, **changes})
 
     def cells(self, dense_fingerprint: str, dtype: str, bos: int | None = None) -> list[Cell]:
         """The dense cell first, then all without recovery, then recovery by recovery.
