@@ -1,5 +1,6 @@
-"""`rap bench`: from which context on a pruned checkpoint decodes faster than its dense model."""
+"""`rap bench`: from which context on a pruned checkpoint is faster than its dense model."""
 
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from ..checkpoint.files import check_output_file
 from ..checkpoint.load import check_device, check_dtype, load, load_config
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
-from ..evaluation.cost.latency import Point, default_variants, measure_point
+from ..evaluation.cost.latency import PLAIN, Point, default_variants, measure_point
+from ..evaluation.cost.prefill import time_prefill
 from ..evaluation.cost.stand_ins import dense_config, stand_in, uniform_config
 from ..model.errors import RapError
 from ..model.layers import PREFIX
@@ -41,6 +43,10 @@ def bench_command(
     ] = [512, 2048, 8192],  # noqa: B006 - typer copies it
     batch: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 1,
     rounds: Annotated[int, typer.Option(help="Steps timed of each model, in turns.")] = 9,
+    prefill: Annotated[
+        bool,
+        typer.Option("--prefill", help="Time reading such a context too, until its last token."),
+    ] = False,
     dtype: options.Dtype = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = (
         "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,21 +66,18 @@ def bench_command(
     faster one. Time does not depend on weights, so the dense model needs no checkpoint.
     """
     settings = {"rounds": rounds, "dtype": dtype, "device": device, "cpu_time": cpu_time}
+    timed: dict[str, Any] = {"batch": batch, "rounds": rounds}
+    timed["clock"] = time.process_time if cpu_time else time.perf_counter
     _check(output, device, (rounds, batch, *contexts))
     models = _models(resolve_source(model), dense, retain, dtype, device)
-    rows = [
-        _row(
-            measure_point(
-                models,
-                batch=batch,
-                context=context,
-                rounds=rounds,
-                variants=default_variants(device),
-                clock=time.process_time if cpu_time else time.perf_counter,
-            )
-        )
-        for context in track(sorted(contexts), "timing", "contexts", shown=not as_json)
-    ]
+    rows = []
+    for context in track(sorted(contexts), "timing", "contexts", shown=not as_json):
+        variants = default_variants(device)
+        rows.append(_row(measure_point(models, context=context, variants=variants, **timed)))
+        if prefill:
+            for each in models.values():
+                each.set_attn_implementation(PLAIN.attention)
+            rows[-1]["prefill"] = _prefill(time_prefill(models, tokens=context, **timed))
     verdict = conclusion([(row["context"], row["ratio"]) for row in rows])
     result = {"model": model, "batch": batch, "points": rows, "verdict": verdict}
     result["provenance"] = provenance(**settings)
@@ -107,7 +110,23 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
         for row in rows
     ]
     header = ["context", "dense ms", "pruned ms", "dense / pruned", "if only bytes counted"]
+    if "prefill" in rows[0]:
+        header += ["prefill, dense ms", "pruned ms", "dense / pruned"]
+        for cell, read in zip(cells, (row["prefill"] for row in rows), strict=True):
+            cell += [f"{1e3 * read[name]:.0f}" for name in ("dense", "pruned")]
+            cell.append(f"{read['ratio']:.2f}x")
     print_table(title, header, cells)
+
+
+def _prefill(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Medians in seconds, and the median over rounds of dense over pruned."""
+    return {
+        **{name: statistics.median(spent) for name, spent in seconds.items()},
+        "ratio": statistics.median(
+            dense / pruned
+            for dense, pruned in zip(seconds["dense"], seconds["pruned"], strict=True)
+        ),
+    }
 
 
 def conclusion(ratios: list[tuple[int, float | None]]) -> str:

@@ -190,6 +190,17 @@ def test_bench_prints_a_table_and_the_verdict(checkpoints):
     assert "faster" in result.err
 
 
+def test_bench_times_prompts_too(checkpoints):
+    arguments = ("bench", checkpoints / "small", *FAST, "--prefill")
+    result = run(*arguments, "--json")
+    assert result.code == 0, result.err
+    for point in result.json["points"]:
+        assert point["prefill"]["dense"] > 0
+        assert point["prefill"]["ratio"] > 0
+    assert run(*arguments).out.count("dense / pruned") == 2
+    assert "prefill" not in run("bench", checkpoints / "small", *FAST).out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -40,6 +40,7 @@ TINY = Measures(
     copy_documents=2,
     decode_context=32,
     decode_steps=2,
+    prefill_tokens=24,
 )
 SMALL = {"num_windows": 2, "window": 128}
 FLAGS = "--windows 2 --window 128 --measure window=128 --measure num_windows=2 --measure"
@@ -93,6 +94,8 @@ def test_every_cell_is_measured_on_the_same_things(grid, reference_model):
         assert cell["attention_flops"]["value"] * 2 == dense["attention_flops"]["value"]
         assert not cell["reconstructs"]
         assert cell["decode_seconds"] > 0
+        assert cell["prefill_seconds"] > 0
+        assert cell["prefill_tokens"] == 24
         assert cell["dense_fingerprint"] == fingerprint
         assert cell["provenance"]["packages"]["torch"]
         assert [entry["distance"] for entry in cell["recall"]] == [64]

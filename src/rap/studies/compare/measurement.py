@@ -1,5 +1,6 @@
 """What is measured of every model of a comparison, dense or cut, by whatever method."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...calibration.state import evaluating
 from ...evaluation.cost.footprint import footprint
 from ...evaluation.cost.latency import PLAIN, measure_point
+from ...evaluation.cost.prefill import time_prefill
 from ...evaluation.quality.documents import check_wording
 from ...evaluation.quality.fidelity import DenseStates
 from ...evaluation.quality.perplexity import perplexity
@@ -36,6 +38,7 @@ class Measures:
         documents.WORDINGS.
     copy_documents: passages read a second time after 512 tokens.
     decode: median time of `decode_steps` steps after `decode_context` tokens, batch 1; 0 skips it.
+    prefill: median time, of `PREFILL_ROUNDS`, to read `prefill_tokens` tokens; 0 skips it.
     """
 
     text: str = "bundled"
@@ -50,6 +53,7 @@ class Measures:
     copy_documents: int = 16
     decode_context: int = 1024
     decode_steps: int = 24
+    prefill_tokens: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,16 +76,15 @@ class Measures:
         self.texts()
 
     def settings(self) -> dict[str, Any]:
-        """All fields as plain data, but the plain wording and no other texts, once the only choice.
+        """All fields as plain data, but those of `LATER` that are as they were before they came.
 
         So cells that were measured before there was one are still known as theirs.
         """
-        kept = asdict(self)
-        if self.recall_wording == "plain":
-            del kept["recall_wording"]
-        if not self.other_texts:
-            del kept["other_texts"]
-        return kept
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in LATER or value != LATER[name]
+        }
 
     def texts(self) -> list[str]:
         """All texts, the first of which most figures are of; RapError if one is named twice."""
@@ -95,7 +98,10 @@ class Measures:
 SAME = {"value": 0.0, "low": 0.0, "high": 0.0}
 ALL = {"value": 1.0, "low": 1.0, "high": 1.0}
 ITSELF = {"kl": SAME, "kl_p99": 0.0, "top1": ALL, "perplexity_ratio": ALL}
-SKIPPED_BY_ZERO = ("recall_documents", "decode_steps")
+SKIPPED_BY_ZERO = ("recall_documents", "decode_steps", "prefill_tokens")
+# Fields that came after cells had been measured, and what all cells had been measured with.
+LATER = {"recall_wording": "plain", "other_texts": "", "prefill_tokens": 0}
+PREFILL_ROUNDS = 5
 
 
 def changed_measures(measures: Measures, changes: Sequence[str]) -> Measures:
@@ -167,6 +173,8 @@ def measure(
         result |= _context_use(model, tokenizer, tokens, measures, seed, bos)
     if measures.decode_steps:
         result |= _decode_seconds(model, dense, measures)
+    if measures.prefill_tokens:
+        result |= _prefill_seconds(model, dense, measures)
     return result
 
 
@@ -265,3 +273,16 @@ def _decode_seconds(
     if ours is None or theirs is None:
         raise RapError("no memory to time decoding: give a smaller decode_context, or 0 steps")
     return {"decode_seconds": ours, "dense_decode_seconds": theirs}
+
+
+def _prefill_seconds(
+    model: PreTrainedModel, dense: PreTrainedModel, measures: Measures
+) -> dict[str, float]:
+    """Median seconds to read a prompt, batch 1, of both models, timed in turns."""
+    both = {"model": model, "dense": dense}
+    read = time_prefill(both, tokens=measures.prefill_tokens, rounds=PREFILL_ROUNDS)
+    return {
+        "prefill_tokens": measures.prefill_tokens,
+        "prefill_seconds": statistics.median(read["model"]),
+        "dense_prefill_seconds": statistics.median(read["dense"]),
+    }

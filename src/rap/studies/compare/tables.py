@@ -79,7 +79,8 @@ def _main(
     measured = {k: show for k, show in QUALITY.items() if any(map(show, (dense, *here)))}
     quality = {**measured, **columns}
     context = dense["attention_flops"]["context"]
-    header = ["method", *COST, f"FLOPs at {context:,}", "rebuilds K/V"]
+    cost = {what: show for what, show in COST.items() if show(dense, dense)}
+    header = ["method", *cost, f"FLOPs at {context:,}", "rebuilds K/V"]
     header += [f"{what}, {RECOVERED.get(r, r)}" for what in quality for r in recoveries]
     rows = []
     for method in [DENSE, *_methods(here)]:
@@ -91,10 +92,10 @@ def _main(
         )
         # Recovery leaves the shapes alone, so any of the cells tells the cost.
         one = next(cell for cell in cells if cell is not None)
-        cost = [show(one, dense) for show in COST.values()]
-        cost += [_flops(one, dense), "yes" if one["reconstructs"] else "no"]
+        spent = [show(one, dense) for show in cost.values()]
+        spent += [_flops(one, dense), "yes" if one["reconstructs"] else "no"]
         shown = [show(cell) if cell else "" for show in quality.values() for cell in cells]
-        rows.append([method, *cost, *shown])
+        rows.append([method, *spent, *shown])
     broken = [
         f"{record['method']} ({record['recover']})"
         for record in failed
@@ -193,8 +194,8 @@ def _note(dense: Record) -> str:
     parts = [
         f"KV and parameters of attention as parts of dense ({dense['kv_bytes_per_token']:,} bytes "
         "a token), counted from the cache tensors and weights; FLOPs of attention in one decode "
-        "step, projections alone and with all products at that context; decode time of a whole "
-        "step, as part of the dense model's timed in turn with it. Perplexity over "
+        "step, projections alone and with all products at that context; time of a whole decode step"
+        f"{_prompt(dense)}, as part of the dense model's timed in turn with it. Perplexity over "
         f"{scored['num_windows']} windows of {scored['window']:,} tokens"
     ]
     if dense.get("recall"):
@@ -206,6 +207,11 @@ def _note(dense: Record) -> str:
     return "; ".join(parts) + "."
 
 
+def _prompt(dense: Record) -> str:
+    tokens = dense.get("prefill_tokens")
+    return f", and to read {tokens:,} tokens" if tokens else ""
+
+
 def _share(key: str) -> Callable[[Record, Record], str]:
     return lambda cell, dense: f"{cell[key] / dense[key]:.1%}"
 
@@ -214,12 +220,17 @@ def _flops(cell: Record, dense: Record) -> str:
     return f"{cell['attention_flops']['value'] / dense['attention_flops']['value']:.1%}"
 
 
-def _decode(cell: Record, dense: Record) -> str:
-    if "decode_seconds" not in cell:
-        return ""
-    if cell is dense:
-        return f"{1000 * cell['decode_seconds']:.2f} ms"
-    return f"{cell['decode_seconds'] / cell['dense_decode_seconds']:.0%}"
+def _time(what: str) -> Callable[[Record, Record], str]:
+    """Of a cell as part of the dense model's in turn with it; of the dense model itself in ms."""
+
+    def shown(cell: Record, dense: Record) -> str:
+        if f"{what}_seconds" not in cell:
+            return ""
+        if cell is dense:
+            return f"{1000 * cell[f'{what}_seconds']:.2f} ms"
+        return f"{cell[f'{what}_seconds'] / cell[f'dense_{what}_seconds']:.0%}"
+
+    return shown
 
 
 def _perplexity(cell: Record) -> str:
@@ -246,7 +257,8 @@ def _paper(cell: Record, key: str) -> str:
 COST: dict[str, Callable[[Record, Record], str]] = {
     "KV": _share("kv_bytes_per_token"),
     "attn params": _share("attention_parameters"),
-    "decode": _decode,
+    "decode": _time("decode"),
+    "prefill": _time("prefill"),
     "projection FLOPs": _share("projection_flops"),
 }
 QUALITY: dict[str, Callable[[Record], str]] = {
