@@ -141,6 +141,8 @@ def test_next_steps_are_three_commands():
     [
         (["compress", "m", "-o", "out"], "start anew"),
         (["compress", "m", "--recover=fit", "-o", "out"], "goes on from its last checkpoint"),
+        (["compress", "m", "--stream", "-o", "out"], "go on from what is finished"),
+        (["compress", "m", "--stream", "--recover", "fit"], "go on from what is finished"),
         (["recover", "out"], "go on from what is finished"),
         (["compare", "m"], "go on from what is finished"),
     ],

@@ -212,6 +212,21 @@ def test_rotated_statistics_of_heads_that_rotate_in_part() -> None:
         torch.testing.assert_close(own.double(), covariance, rtol=1e-4, atol=1e-3)
 
 
+def test_rotated_statistics_beside_large_biases() -> None:
+    """Values that vary by a thousandth of their mean, as Qwen's biases make them."""
+    model, windows = tiny_model("qwen2", dtype=torch.float32), random_tokens(4, 64)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.bias.fill_(300.0)
+        found = rap.calibrate(model, windows, {"rotated"}).layers[0]
+        values = model.double()(windows, use_cache=True).past_key_values.layers[0].values
+    for head in range(values.shape[1]):
+        covariance = values[:, head].flatten(0, 1).mT.cov(correction=0)
+        own = found["value_moment_about_mean"][head].double()
+        torch.testing.assert_close(own, covariance, rtol=1e-2, atol=float(covariance.norm()) / 1e3)
+        mean = values[:, head].flatten(0, 1).mean(0)
+        torch.testing.assert_close(found["value_mean"][head].double(), mean, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("retain", [0.75, 0.5])
 def test_matryoshka_keeps_the_most_variance(calibrated: tuple, retain: float) -> None:
     """Coordinates in the cache miss the least that any basis of that width can."""
@@ -299,7 +314,10 @@ def test_the_stage_trains_them_and_keeps_the_better() -> None:
 
 
 def test_projections_are_a_recovery_of_their_method_alone(projected: tuple) -> None:
-    model, _, windows = projected
+    model, small, windows = projected
+    for setting in ({"tune": "full"}, {"rank": 4}, {"schedule": "plateau"}):
+        with pytest.raises(rap.RapError, match=f"does not read {next(iter(setting))}"):
+            train_projections(small, model, windows, replace(SETTINGS, **setting))
     other = METHODS["random"](retain=0.5)
     plain = other.apply(model, other.plan(model, rap.calibrate(model, windows, other.needs)))
     with pytest.raises(rap.RapError, match="this model has none"):

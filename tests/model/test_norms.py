@@ -246,3 +246,17 @@ def test_sizes_of_rows_are_root_mean_squares_for_white_inputs(over: str, centred
         for channel in range(6):
             expected = abs(float(weight[head, channel])) * float(rows[channel].norm()) / mean**0.5
             assert float(found[head, channel]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_head_without_energy_keeps_its_scale():
+    model = _case("qwen3").model()
+    (shape, *_) = (layer.shape for layer in attention_layers(model) if layer.shape is not None)
+    found = dict(
+        next(one for one in calibrate(model, random_tokens(2, 16), {"energy"}).layers if one)
+    )
+    found["raw_energy_k"] = found["raw_energy_k"].clone()
+    found["raw_energy_k"][0] = 0.0
+    layer = next(one for one in random_case_plan(model, _case("qwen3")).layers if one is not None)
+    ratio_G = with_denominators(layer, shape, found).key_ratio_G
+    assert ratio_G[0] == 1
+    assert ratio_G[1:].gt(1).all()

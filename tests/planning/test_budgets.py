@@ -106,7 +106,7 @@ def test_a_retain_outside_its_range_is_refused(retain):
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), -1.0])
 def test_a_score_that_cannot_rank_is_refused(score):
-    with pytest.raises(RapError, match="layer 1 has score"):
+    with pytest.raises(RapError, match="score 2 is"):
         allocate([1.0, score], 0.5, [8, 8])
 
 

@@ -138,5 +138,5 @@ def test_a_retain_below_one_unit_in_every_layer_is_refused_with_the_least_possib
 
 @pytest.mark.parametrize("error", [math.nan, math.inf])
 def test_an_error_that_cannot_be_compared_is_refused(error):
-    with pytest.raises(RapError, match="layer 1 has an error of"):
+    with pytest.raises(RapError, match="curve 2 has an error of"):
         allocate_by_error([[1.0, 0.0], [error, 0.0]], 1.0, [1, 1])

@@ -171,6 +171,15 @@ def test_none_does_nothing_and_other_names_are_refused(models, tokenizer):
     assert recover_stage(small, dense, tokenizer, "none") == (small, {})
     with pytest.raises(RapError, match=re.escape(", ".join(RECOVERIES))):
         recover_stage(small, dense, tokenizer, "some")
+    for name, settings in (
+        ("fit", {"config": CONFIG}),
+        ("fast", {"config": ShortFit()}),
+        ("fast", {"fit": ShortFit()}),
+        ("closed-form", {"fit": ShortFit()}),
+        ("none", {"config": CONFIG}),
+    ):
+        with pytest.raises(RapError, match=f"recovery '{name}'"):
+            recover_stage(small, dense, tokenizer, name, **settings)
     # Before any work: there is no such source.
     with pytest.raises(RapError, match="unknown recovery"):
         compress("/nowhere", recover="some")

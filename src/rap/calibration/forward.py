@@ -63,6 +63,9 @@ class RotatedMoment(ForwardStatistic):
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
         self.moments = {role: layer.zeros(role, heads, width, width) for role in self.roles}
         self.means = {role: layer.zeros(role, heads, width) for role in self.roles}
+        # About a mean of the first states: biases may be a hundred times what varies, and in
+        # float32 the difference of two such squares would be noise.
+        self.centers: dict[str, Tensor] = {}
 
     @staticmethod
     def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
@@ -74,6 +77,8 @@ class RotatedMoment(ForwardStatistic):
         if role == "k":
             states_BTGD = _rotated(states_BTGD, self.layer)
         states_GND = states_BTGD.flatten(0, 1).transpose(0, 1)
+        center_G1D = self.centers.setdefault(role, states_GND.mean(1, keepdim=True))
+        states_GND = states_GND - center_G1D
         self.moments[role] += states_GND.mT @ states_GND
         self.means[role] += states_GND.sum(1)
 
@@ -86,7 +91,7 @@ class RotatedMoment(ForwardStatistic):
         return {
             "rotated_key_moment": about["k"],
             "value_moment_about_mean": about["v"],
-            "value_mean": means["v"],
+            "value_mean": means["v"] + self.centers["v"][:, 0],
         }
 
 

@@ -62,9 +62,9 @@ def allocate(
     alone exceed the budget.
     """
     check_retain(retain)
-    for index, score in enumerate(score_L):
+    for number, score in enumerate(score_L, 1):
         if not (math.isfinite(score) and score >= 0):
-            raise RapError(f"layer {index} has score {score}: scores must be finite and >= 0")
+            raise RapError(f"score {number} is {score}: scores must be finite and >= 0")
     assert len(score_L) == len(sizes) and unit >= 1 and floor >= 0
     start = math.ceil(floor / unit) * unit
     kept = [min(start, size) for size in sizes]

@@ -42,10 +42,10 @@ def allocate_by_error(
     finite.
     """
     check_retain(retain)
-    for index, curve in enumerate(errors):
+    for number, curve in enumerate(errors, 1):
         for error in curve:
             if not math.isfinite(error):
-                raise RapError(f"layer {index} has an error of {error}: errors must be finite")
+                raise RapError(f"curve {number} has an error of {error}: errors must be finite")
     heads = [1] * len(sizes) if heads is None else heads
     widths = offered_widths(sizes, unit)
     floor = sum(count * each[0] for count, each in zip(heads, widths, strict=True))

@@ -54,7 +54,9 @@ def with_denominators(
             sketch_HSD, energy_H = _sketch(statistics[f"norm_moment_{role}"], kept_HW, num_rows)
             fields[f"{side}_sketch_{suffix}SD"] = sketch_HSD
             seen_H = seen_H + energy_H
-        fields[f"{side}_ratio_{suffix}"] = all_HD.sum(1) / seen_H
+        # A head that no text moves has no energy, kept or not.
+        ratio_H = (all_HD.sum(1) / seen_H).where(seen_H > 0, torch.ones(()))
+        fields[f"{side}_ratio_{suffix}"] = ratio_H
     return dataclasses.replace(layer, **fields)
 
 

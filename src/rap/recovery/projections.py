@@ -45,6 +45,10 @@ SETTINGS = replace(
     divergence="forward",
 )
 
+# Settings of other ways to distil; a change of one would do nothing here.
+UNREAD = ("tune", "rank", "alpha", "dropout", "schedule", "weight_decay", "match_steps")
+UNREAD += ("evaluate_every", "gradient_checkpointing", "report_to")
+
 
 def train_projections(
     small: PreTrainedModel,
@@ -58,8 +62,9 @@ def train_projections(
 
     `windows` [N, T]. The directions that `small` left out come after its own, by their share in the
     first windows. Raises RapError unless `small` is a projected model (method matryoshka) whose
-    weights are still those of `dense`.
+    weights are still those of `dense`, and for a setting of `UNREAD` that is not as in `SETTINGS`.
     """
+    check_read(config)
     _check(small, dense)
     statistics = calibrate(dense, windows[:CALIBRATION_WINDOWS], {"rotated"}).layers
     layers = [layer for layer in attention_layers(dense) if layer.shape is not None]
@@ -73,6 +78,13 @@ def train_projections(
         for layer in layers:
             _load(own[layer.index], layer, bases[layer.index], spec)
     return trained
+
+
+def check_read(config: RecoveryConfig) -> None:
+    """Raise RapError for a setting that training projections does not read."""
+    for name in UNREAD:
+        if getattr(config, name) != getattr(SETTINGS, name):
+            raise RapError(f"recovery 'projections' does not read {name}: leave it out")
 
 
 class Bases(nn.Module):

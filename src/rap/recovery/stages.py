@@ -90,7 +90,8 @@ def recover_stage(
     `name` is one of RECOVERIES: `none` does nothing, `closed-form` refits outputs, `fit` fits
     layers (see `fit.fit_layers`), `projections` trains the bases of a model of method
     matryoshka, which alone has some; a preset refits and distils by it, and after `fit+` fits and
-    distils. `config` replaces the settings of the last of these, `fit` those of a fit. With the
+    distils. `config` replaces the settings of the last of these, `fit` those of a fit; RapError for
+    settings of a stage that `name` has not. With the
     report `fitted` of the `fit` on these texts that `small` came out of, only what follows it is
     done, and nothing is refitted. Better means a lower perplexity on held-out windows of `texts`,
     which begin with `bos`, see `data.recovery_windows`; no stage trains on them. `small` and
@@ -99,6 +100,7 @@ def recover_stage(
     With an `output`, checkpoints go to its `work_folder`, from which a killed run continues.
     """
     check_recovery(name)
+    _check_settings(name, config, fit)
     if name == "none":
         return small, {}
     report: dict[str, Any] = {"name": name, "texts": list(texts)}
@@ -118,6 +120,16 @@ def recover_stage(
     measured = (value for key, value in report.items() if key.startswith("perplexity_"))
     report["perplexity_after"] = min(measured)
     return run.small, report
+
+
+def _check_settings(name: str, config: Any, fit: FitConfig | None) -> None:
+    """Raise RapError for settings of a stage that the recovery `name` does not have."""
+    first, _, last = name.rpartition("+")
+    own = {"none": (), "fit": FitConfig}.get(last, RecoveryConfig)
+    if config is not None and not isinstance(config, own):
+        raise RapError(f"recovery {name!r} has no stage with a {type(config).__name__}")
+    if fit is not None and "fit" not in (first, last):
+        raise RapError(f"recovery {name!r} fits nothing: leave the settings of a fit out")
 
 
 @dataclass

@@ -97,6 +97,9 @@ def test_the_real_model_answers_first_and_disagreement_is_said(tmp_path, real, s
     assert ("They disagree: cut less." in section) is disagree
     assert ("| Cuts cost | Contradicted | Confirmed | cut less. |" in closing) is disagree
     assert "* **`retain`.** Bundled model: 100%. Real model: not measured." in closing
+    tally = page.partition("| --- | ---: | ---: |\n")[2].partition("\n\n")[0].splitlines()
+    counts = [[int(cell) for cell in row.split("|")[2:4]] for row in tally]
+    assert [sum(column) for column in zip(*counts, strict=True)] == [1, 1]
 
 
 def _worst_first_layer(result: dict[str, Any]) -> None:

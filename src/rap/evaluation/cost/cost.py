@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ...calibration.state import evaluating
 from ...model.kinds.latent import LatentAttention
-from ...model.modeling import config_class, model_class
+from ...model.modeling import CONFIG_VERSION, config_class, model_class
 from .footprint import footprint
 
 
@@ -144,7 +144,7 @@ def widths_of(
 def built(name: str, widths: dict[str, Any] | None, num_layers: int = 1) -> Any:
     """A published model on the meta device with every layer's attention of these widths."""
     model_type, fields = PUBLISHED[name]
-    section = {"version": 1, "layers": [widths] * num_layers}
+    section = {"version": CONFIG_VERSION, "layers": [widths] * num_layers}
     config = config_class(model_type)(
         **(fields | {"num_hidden_layers": num_layers}), rap=section, dtype="float16"
     )

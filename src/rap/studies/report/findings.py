@@ -169,7 +169,8 @@ def _tally(findings: Sequence[Finding]) -> str:
     rows = ["| | real model | bundled model |", "| --- | ---: | ---: |"]
     real = Counter(finding.verdict for finding in findings)
     bundled = Counter(finding.bundled.verdict for finding in findings)
-    rows += [f"| {name} | {real[name]} | {bundled[name]} |" for name in order if real[name]]
+    reached = [name for name in order if real[name] or bundled[name]]
+    rows += [f"| {name} | {real[name]} | {bundled[name]} |" for name in reached]
     return "\n".join(rows) + "\n"
 
 
