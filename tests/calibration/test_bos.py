@@ -236,7 +236,7 @@ def test_copies_are_scored_on_the_same_tokens_after_it(monkeypatch):
             # The loss is the token's own number, so that a mean tells which tokens were taken.
             yield document, document.ids[1:].astype(float), None
 
-    monkeypatch.setattr(recall, "token_losses", losses)
+    monkeypatch.setattr(recall, "score_documents", losses)
     plain, opened = (recall.copy_loss(None, text, **sizes, bos=bos) for bos in (None, BOS))
     assert (opened.first, opened.second) == (plain.first, plain.second)
     assert [len(ids) for ids in seen] == [56, 56, 57, 57]

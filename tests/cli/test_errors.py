@@ -277,7 +277,7 @@ EVALUATIONS = [
     ("cache bundled --press knorm:0.5 --distance 0", "nothing in 0 tokens: ask for at least one"),
     ("zero-shot bundled --limit 0", "limit 0 leaves nothing to read"),
     ("zero-shot bundled --batch-size 0", "batch_size must be at least 1, not 0"),
-    ("generation bundled --dense bundled --tokens 0", "cannot continue nothing"),
+    ("generation bundled --dense bundled --tokens 0", "at least 1"),
     ("generation bundled --dense bundled --chat bundled --temperature -1", "is not above 0"),
 ]
 

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rap.model.errors import RapError
-from rap.planning.budgets import LayerBudget, allocate, kv_budgets, layer_score, select, uniform
+from rap.planning.budgets import (
+    LayerBudget,
+    allocate,
+    kv_budgets,
+    layer_score,
+    select,
+    split_steps,
+    uniform,
+)
 from rap.planning.plan import LayerPlan
 from rap.planning.scores import LayerScores
 
@@ -251,3 +259,9 @@ def test_a_selection_is_what_a_layer_plan_takes():
     [kept] = kv_budgets(found, 0.5)
     plan = LayerPlan.of_indices(*select(found, [kept])[0])
     assert (plan.num_pairs, plan.num_free, plan.value_width) == (kept.pairs, kept.free, kept.values)
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(0, (0, 0)), (8, (4, 8)), (16, (8, 16)), (5, (3, 4))])
+def test_steps_divide_between_pairs_and_free_channels(steps, kept):
+    """Heads of 32 channels, 16 of which rotate: half of every step to each."""
+    assert split_steps(8, 16, steps) == kept

@@ -15,7 +15,6 @@ from rap.planning.losses import (
     key_moments,
     one_width,
     part_losses,
-    split_step,
     value_moments,
     width_errors,
 )
@@ -140,13 +139,3 @@ def test_output_errors_are_relative(calibrated):
     errors = width_errors(*moments, layer.shape, dense_layers(model).frequencies[0], CONTEXT)
     assert errors[0] == 1
     assert errors[-1] == 0
-
-
-@pytest.mark.parametrize(("steps", "kept"), [(0, (0, 0)), (8, (4, 8)), (16, (8, 16)), (5, (3, 4))])
-def test_steps_divide_between_pairs_and_free_channels(steps, kept):
-    """Heads of 32 channels, 16 of which rotate: half of every step to each."""
-    geometry = rap.model.rope.HeadGeometry(head_dim=32, rotary_dim=16)
-    shape = rap.model.rope.AttentionShape(
-        num_heads=4, num_kv_heads=2, hidden_size=64, geometry=geometry
-    )
-    assert split_step(shape, steps) == kept

@@ -111,5 +111,6 @@ class StreamedBench(Workbench):
         return self.layers.fingerprint
 
     def _read(self, needs: frozenset[str]) -> Statistics:
-        told: dict[str, Any] = {"folder": self.kept_in, "progress": self.progress}
-        return calibrate_layers(self.layers, self.windows, needs, **told)
+        return calibrate_layers(
+            self.layers, self.windows, needs, folder=self.kept_in, progress=self.progress
+        )

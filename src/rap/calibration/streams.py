@@ -163,8 +163,8 @@ def _layer_arguments(model: Any, ids_BT: Tensor) -> list[dict[str, Any]]:
     def see(index: int, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) > 1:
             raise RapError(
-                f"{type(layers[index]).__name__} takes more than its input by position: fit cannot "
-                "call it by itself"
+                f"{type(layers[index]).__name__} takes more than its input by position: its layers "
+                "cannot be run one at a time"
             )
         seen.append({name: value for name, value in kwargs.items() if name not in dropped})
         read: Tensor = args[0] if args else kwargs["hidden_states"]

@@ -168,8 +168,7 @@ class Workbench:
         if self.progress and needs:
             estimate = estimate_memory(model, self.windows, needs, checkpointing=again)
             Console(stderr=True).print(describe_memory(estimate), soft_wrap=True)
-        told: dict[str, Any] = {"checkpointing": again, "progress": self.progress}
-        return calibrate(model, self.windows, needs, **told)
+        return calibrate(model, self.windows, needs, checkpointing=again, progress=self.progress)
 
     def _stored(self) -> Statistics | None:
         path = self._file(self.kept_in) if self.kept_in is not None else None

@@ -1,4 +1,7 @@
-"""Where fetched and converted models are kept: the user's cache folder, or RAP_HOME."""
+"""Where fetched and converted models are kept, and what searches measured.
+
+The user's cache folder, or RAP_HOME.
+"""
 
 import os
 from pathlib import Path

@@ -85,6 +85,7 @@ def add_commands(app: typer.Typer) -> None:
 
 @grouped
 def compare_command(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint directory or hub name.")] = "bundled",
     output: options.Output = Path("runs/compare"),
     *,
@@ -108,7 +109,10 @@ def compare_command(
     if demo:
         if chosen is None:
             chosen = tuple(spec for spec in DEMO_METHODS if spec in all_variants())
-        axes, read = replace(axes, retain=DEMO_RETAINS), replace(read, windows=DEMO_WINDOWS)
+        if not options.was_given(context, "retain"):
+            axes = replace(axes, retain=DEMO_RETAINS)
+        if not options.was_given(context, "windows"):
+            read = replace(read, windows=DEMO_WINDOWS)
     result = compare(
         model,
         output=output,

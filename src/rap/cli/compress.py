@@ -207,8 +207,13 @@ def plan_command(
     """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
     check_output_file(output, force=force)
     chosen = cut.build(resolve_source(model), read.seed)
-    placed: dict[str, Any] = {"dtype": read.dtype, "device_map": read.device_map}
-    bench = Workbench.open(model, **placed, reading=read.text, progress=True)
+    bench = Workbench.open(
+        model,
+        dtype=read.dtype,
+        device_map=read.device_map,
+        reading=read.text,
+        progress=True,
+    )
     decision = bench.plan(chosen)
     with whole_file(output, force=force) as partial:
         decision.save(partial)
@@ -249,7 +254,7 @@ def apply_command(
         about = traits_of(decision)
         apply_streamed(source, decision, output, traits=about, force=force, progress=True)
     else:
-        raise RapError("only plans that cut weights stream: apply this one without --stream")
+        raise RapError("this plan holds weights of its own and cannot stream: leave --stream out")
     # Whole heads leave a stock checkpoint, which has no such section.
     fingerprint = (getattr(load_config(output), "rap", None) or {}).get("fingerprint", "")
     settings: dict[str, Any] = {"plan_file": str(plan), "stream": stream, "dtype": dtype}

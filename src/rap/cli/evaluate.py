@@ -8,19 +8,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..calibration.bos import bos_token
 from ..calibration.text import evaluation_tokens
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.documents import check_grid
-from ..evaluation.quality.harness import (
-    GROUPS,
-    check_questions,
-    harness_version,
-    mean_score,
-    mean_stderr,
-    run_tasks,
-)
 from ..evaluation.quality.needle import check_depths, heat_map, needle_grid, needle_table
 from ..evaluation.quality.perplexity import check_sizes, perplexity
 from ..evaluation.quality.recall import copy_loss, recall_grid
@@ -43,6 +34,7 @@ from .generation import generation_command
 from .groups import grouped
 from .options import console, print_table
 from .ruler import ruler_command
+from .zero_shot import zero_shot_command
 
 evaluate_app = typer.Typer(no_args_is_help=True, help="Measure the quality of a checkpoint.")
 
@@ -54,6 +46,7 @@ def add_commands(app: typer.Typer) -> None:
     evaluate_app.command("fidelity")(fidelity_command)
     evaluate_app.command("cache")(cache_command)
     evaluate_app.command("ruler")(ruler_command)
+    evaluate_app.command("zero-shot")(zero_shot_command)
     evaluate_app.command("generation")(generation_command)
     app.add_typer(evaluate_app, name="evaluate")
 
@@ -146,8 +139,14 @@ def recall_command(
         bos=opened.bos,
         wording=wording,
     )
-    asked = {"num_documents": documents, "seed": how.seed}
-    copied = copy_loss(opened.model, ids, **asked, bos=opened.bos)
+    copied = copy_loss(opened.model, ids, num_documents=documents, seed=how.seed, bos=opened.bos)
+    by_place = {(cell.distance, cell.num_facts): f"{cell.accuracy:.0%}" for cell in cells}
+    table: dict[str, Any] = {
+        "title": f"Recall of {label(opened)}: share of numbers given back",
+        "header": ["distance", *(f"{n} facts" if n > 1 else "1 fact" for n in facts)],
+        "rows": [[f"{far:,}", *(by_place[far, n] for n in facts)] for far in distances],
+    }
+    made = provenance(seed=how.seed, quantize=how.quantize)
     result = {
         **opened.record,
         "text": text,
@@ -155,17 +154,14 @@ def recall_command(
         "wording": wording,
         "recall": [asdict(cell) for cell in cells],
         "copy": {**asdict(copied), "gain": copied.gain},
-        "provenance": provenance(seed=how.seed, quantize=how.quantize),
+        "table": table,
+        "command": made["command"],
+        "provenance": made,
     }
     deliver(result, output, as_json)
     if as_json:
         return
-    by_place = {(cell.distance, cell.num_facts): f"{cell.accuracy:.0%}" for cell in cells}
-    print_table(
-        f"Recall of {label(opened)}: share of numbers given back",
-        ["distance", *(f"{count} facts" if count > 1 else "1 fact" for count in facts)],
-        [[f"{far:,}", *(by_place[far, count] for count in facts)] for far in distances],
-    )
+    print_table(**table)
     print_table(
         "Loss on a passage, nats per token",
         ["passage", "read again after", "first time", "second time"],
@@ -235,62 +231,3 @@ def needle_command(
         console.print(f"wrote {figure}")
     if not as_json:
         print_table(title, table["header"], table["rows"])
-
-
-@evaluate_app.command("zero-shot")
-def zero_shot_command(
-    model: options.Model,
-    tasks: Annotated[
-        str, typer.Option(help=f"Comma list of lm-eval tasks; {', '.join(GROUPS)}.")
-    ] = "paper-zero-shot",
-    limit: Annotated[
-        int | None, typer.Option(help="Questions of each task; default all, for LongBench 50.")
-    ] = None,
-    task_folder: Annotated[
-        Path | None, typer.Option(help="Folder of your own lm-eval tasks, YAML files.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Questions per forward pass.")] = 1,
-    quantize: Quantize = None,
-    dtype: options.Dtype = "auto",
-    device_map: options.DeviceMap = None,
-    seed: options.Seed = 0,
-    output: ResultFile = None,
-    as_json: options.Json = False,
-    config: options.ConfigFile = None,
-) -> None:
-    """Benchmark tasks by lm-eval (pip install lm-eval)."""
-    check_questions(limit, batch_size)
-    opened = open_checkpoint(model, device_map, [output], quantize, dtype)
-    named = [name.strip() for name in tasks.split(",") if name.strip()]
-    scores = run_tasks(
-        opened.model,
-        opened.tokenizer,
-        named,
-        limit=limit,
-        folder=task_folder,
-        batch_size=batch_size,
-        seed=seed,
-    )
-    result = {
-        **opened.record,
-        "tasks": [asdict(score) for score in scores],
-        "mean": mean_score(scores),
-        "mean_stderr": mean_stderr(scores),
-        "lm_eval": harness_version(),
-        # lm-eval leaves it to the tokenizer.
-        "bos": bos_token("auto", opened.tokenizer),
-        "provenance": provenance(tasks=named, limit=limit, batch_size=batch_size, seed=seed),
-    }
-    deliver(result, output, as_json)
-    if not as_json:
-        rows = [
-            [s.task, s.metric, str(s.num_examples), f"{s.value:.4f}", _error(s.stderr)]
-            for s in scores
-        ]
-        rows.append(["mean", "", "", f"{mean_score(scores):.4f}", _error(mean_stderr(scores))])
-        header = ["task", "metric", "questions", "score", "standard error"]
-        print_table(f"Tasks of lm-eval, {label(opened)}", header, rows)
-
-
-def _error(stderr: float | None) -> str:
-    return "" if stderr is None else f"{stderr:.4f}"

@@ -1,7 +1,7 @@
 """`rap evaluate fidelity`: how near a pruned checkpoint stays to its dense model."""
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,6 +58,8 @@ def fidelity_command(
         bos=opened.bos,
         progress=not as_json,
     )
+    made = provenance(max_windows=max_windows)
+    table = _table(f"{label(opened)} beside {dense}", measured, text)
     result = {
         **opened.record,
         "dense": dense,
@@ -65,14 +67,24 @@ def fidelity_command(
         "text": text,
         "bos": opened.bos,
         **asdict(measured),
-        "provenance": provenance(max_windows=max_windows),
+        "table": table,
+        "command": made["command"],
+        "provenance": made,
     }
     deliver(result, output, as_json)
     if not as_json:
-        _show(f"{label(opened)} beside {dense}", measured, text)
+        print_table(**table)
+        print_table(
+            "By position in the window",
+            ["tokens before", "KL", "same most likely token"],
+            [
+                [f"{p.start:,}-{p.stop - 1:,}", f"{p.kl:.4g}", f"{p.top1:.2%}"]
+                for p in measured.positions
+            ],
+        )
 
 
-def _show(title: str, measured: Fidelity, text: str) -> None:
+def _table(title: str, measured: Fidelity, text: str) -> dict[str, Any]:
     rows = [
         ["KL(dense || pruned), nats a token", interval_text(vars(measured.kl), ".4g")],
         ["99th percentile over tokens", f"{measured.kl_p99:.4g}"],
@@ -82,12 +94,5 @@ def _show(title: str, measured: Fidelity, text: str) -> None:
         ["perplexity, multiple of dense", interval_text(vars(measured.perplexity_ratio), ".4f")],
     ]
     windows = f"{measured.num_windows} windows of {measured.window:,} tokens of {text}"
-    print_table(f"{title}: {windows}", ["", "value (95 % interval)"], rows)
-    print_table(
-        "By position in the window",
-        ["tokens before", "KL", "same most likely token"],
-        [
-            [f"{p.start:,}-{p.stop - 1:,}", f"{p.kl:.4g}", f"{p.top1:.2%}"]
-            for p in measured.positions
-        ],
-    )
+    header = ["", "value (95 % interval)"]
+    return {"title": f"{title}: {windows}", "header": header, "rows": rows}

@@ -68,7 +68,7 @@ class Continuations:
         counts = (self.prompts, self.prompt_tokens, self.tokens, self.batch_size)
         if min(count for count in counts if count is not None) < 1:
             raise RapError(
-                "cannot continue nothing: prompts and their numbers of tokens are 1 or more"
+                "--prompts, --prompt-tokens, --tokens and --batch-size must be at least 1"
             )
         if self.chat is not None:
             idle = {"--text": self.text, "--prompt-tokens": self.prompt_tokens}

@@ -86,7 +86,7 @@ class Cut:
     def build(self, source: str, seed: int, **defaults: str) -> Method:
         """The method for a checkpoint; RapError for a setting it has not, or that is said twice.
 
-        Of the `defaults` those count that it has and that nothing else sets.
+        `defaults` count where the method has such a setting and nothing else sets it.
         """
         others = ("retain", "method", "target")
         given = {

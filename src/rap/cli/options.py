@@ -51,6 +51,12 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was set on the command line or in the file of `--config`."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
 def _option_names(context: typer.Context) -> dict[str, str]:
     """What a person may write in the file (flags without dashes, arguments) to parameter names."""
     names = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..model.errors import RapError
 
@@ -110,7 +110,7 @@ class _Nf4Linear(nn.Linear):
         return nn.functional.linear(input, weight.to(input.dtype), self.bias)
 
 
-def _convert(model: PreTrainedModel, config: PreTrainedConfig, names: set[str]) -> None:
+def _convert(model: PreTrainedModel, config: Any, names: set[str]) -> None:
     """torchao's own conversion of the linears of these names."""
     _torchao().quantize_(model, config, filter_fn=lambda module, name: name in names)
 

@@ -19,8 +19,8 @@ from ..calibration.registry import WINDOWS
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.kinds.elite import EliteAttention
-from ..model.kinds.latent import whitened_factors
 from ..model.rope import AttentionShape
+from ..planning.subspace import whitened_factors
 from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, as_stored, linear
 from .trials import Trials
@@ -94,7 +94,7 @@ class EliteKv(Replacing):
         if rank < 1 or elite < 1:
             raise RapError(
                 f"layer {layer.index}: {elite} elite pairs leave nothing of retain {self.retain} "
-                "for the latent: ask for fewer pairs, or for layers that all rotate"
+                "for the latent: set fewer `pairs`, or a larger retain"
             )
         return elite, rank
 

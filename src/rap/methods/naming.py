@@ -50,8 +50,8 @@ def parse_method(
 ) -> Method:
     """The method that a text names, at a retain ratio.
 
-    `settings` are set beside those of the text, and must be the method's own. Of the `shared` ones
-    those count that it has, that are not None, and that are not set otherwise.
+    `settings` are set beside those of the text, and must be the method's own. `shared` are
+    defaults: each counts if it is not None, the method has it, and nothing else sets it.
 
     >>> method = parse_method("rap:paper:align=4", 0.5)
     >>> method.retain, method.keys, method.align

@@ -2,7 +2,8 @@
 
 https://arxiv.org/abs/2407.21118. Its code caches reconstructed keys and values; here the latents
 are what is cached. Fisher gradients are of the model's own loss (its code shifts labels twice), and
-ranks are shared out by `allocation.allocate`: capped, in proportion to the score, to the last one.
+`planning.budgets.allocate` shares out the ranks: in proportion to the score, none above what a
+group has, all of the budget spent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,9 @@ from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
-from ..model.kinds.latent import LatentAttention, WeightFactors, whitened_factors
+from ..model.kinds.latent import LatentAttention
 from ..planning.budgets import allocate
+from ..planning.subspace import WeightFactors, whitened_factors
 from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
 

@@ -12,7 +12,7 @@ from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.layers import base_model_type
 from ..model.rope import AttentionShape
-from ..planning.budgets import Budget, LayerBudget
+from ..planning.budgets import Budget, LayerBudget, layer_budget
 from ..planning.knapsack import allocate_by_error, offered_widths
 from ..planning.losses import (
     DIRECTIONS,
@@ -21,7 +21,6 @@ from ..planning.losses import (
     free_moments,
     key_moments,
     one_width,
-    split_step,
 )
 from ..planning.plan import LayerPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
@@ -47,7 +46,8 @@ class Rap(PairPruning):
         the loss say what reads keys and values), or squared error of logits and `output`, which
         needs no gradients and so less memory.
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error;
-        `auto` is `error`, or `uniform` where the profile wants one width; `search` begins with
+        `auto` is `error`, or `uniform` where the profile wants one width or where errors of this
+        `key_share` do not compare; `search` begins with
         `error`, and lets layers trade widths by what the model loses once it is cut. With
         `key_share` "pooled" K and V of a layer may differ in width: better at the same cache, but
         engines pad them.
@@ -272,8 +272,8 @@ class Rap(PairPruning):
             )
         if True not in mixed and self._says_how_to_fold:
             raise RapError(
-                "context and reach say how keys are folded, and this model's are not, for it works "
-                "on single channels of them before or as they rotate: leave both out"
+                "context and reach are settings of folded keys, and the keys of this model cannot "
+                "be folded: leave both out"
             )
         return True in mixed
 
@@ -285,13 +285,8 @@ class Rap(PairPruning):
 def _budgets(kept: Mapping[int, tuple[int, ...]], dense: DenseLayers) -> list[LayerBudget | None]:
     """Of layers that keep these steps of K and of V, or one number of both; None of all others."""
     return [
-        _hybrid_budget(shape, kept[index][0], kept[index][-1])
+        layer_budget(shape.geometry.num_pairs, shape.head_dim // 2, kept[index][0], kept[index][-1])
         if shape is not None and index in kept
         else None
         for index, shape in enumerate(dense.shapes)
     ]
-
-
-def _hybrid_budget(shape: AttentionShape, key_steps: int, value_steps: int) -> LayerBudget:
-    pairs, free = split_step(shape, key_steps)
-    return LayerBudget(pairs=pairs, free=free, values=2 * value_steps)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
+from ..model.kinds.latent import LatentAttention
 from ..model.layers import (
     attention_layers,
     attention_spec,
@@ -20,6 +21,7 @@ from ..model.layers import (
 )
 from ..model.rope import AttentionShape
 from ..planning.scores import Named
+from ..planning.subspace import WeightFactors
 from ..surgery.replace import ReplacedLayer, Replacement, check_plain, replace
 from .base import Method, Ships
 from .dense import dense_layers
@@ -78,6 +80,18 @@ def every_pair(shape: AttentionShape) -> Tensor:
     """The frequency index [G, P] of heads that keep all their pairs."""
     pairs = torch.arange(shape.geometry.num_pairs, dtype=torch.int32)
     return pairs.expand(shape.num_kv_heads, -1).clone()
+
+
+def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) -> ReplacedLayer:
+    """A latent of all heads for keys and one for values, by these factors of W_k and of W_v."""
+    tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
+    tensors |= layer.dense("q", "o")
+    for role, factors in (("k", keys), ("v", values)):
+        tensors |= layer.linear(role, factors.down)
+        tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
+    ranks = {"keys": len(keys.down), "values": len(values.down)}
+    widths = {"kind": LatentAttention.kind, "groups": 1, "fold": False, **ranks}
+    return ReplacedLayer(widths, tensors, cached=sum(ranks.values()))
 
 
 def nearest_rank(retain: float, size: int, multiple: int = 1) -> int:

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
-from ..model.kinds.latent import LatentAttention, WeightFactors, whitened_factors
+from ..planning.subspace import WeightFactors, whitened_factors
 from ..surgery.replace import ReplacedLayer
-from .replacing import DenseLayer, Replacing, every_pair, linear
+from .replacing import DenseLayer, Replacing, latent_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +94,7 @@ class StarKv(Replacing):
             torch.block_diag(*(head.up for head in heads)), torch.cat([head.down for head in heads])
         )
         values = whitened_factors(layer.weight("v"), moment, value_rank)
-        tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
-        tensors |= layer.dense("q", "o")
-        for role, factors in (("k", keys), ("v", values)):
-            tensors |= layer.linear(role, factors.down)
-            tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
-        widths = {"kind": LatentAttention.kind, "groups": 1, "fold": False}
-        widths |= {"keys": sum(key_ranks), "values": value_rank}
-        return ReplacedLayer(widths, tensors, cached=sum(key_ranks) + value_rank)
+        return latent_layer(layer, keys, values)
 
 
 def _blocks(layer: DenseLayer, role: str) -> Sequence[Tensor]:

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
-from ..model.kinds.latent import LatentAttention, whitened_factors
+from ..planning.subspace import whitened_factors
 from ..surgery.replace import ReplacedLayer
-from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
+from .replacing import DenseLayer, Replacing, latent_layer, nearest_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +57,8 @@ def joint_rows(layer: DenseLayer) -> int:
 
 
 def _layer(layer: DenseLayer, key_rank: int, value_rank: int) -> ReplacedLayer:
-    ranks = {"k": key_rank, "v": value_rank}
-    tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
-    tensors |= layer.dense("q", "o")
-    for role, rank in ranks.items():
-        factors = whitened_factors(layer.weight(role), layer.statistics["input_moment"], rank)
-        tensors |= layer.linear(role, factors.down)
-        tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
-    widths = {"kind": LatentAttention.kind, "groups": 1, "fold": False}
-    widths |= {"keys": key_rank, "values": value_rank}
-    return ReplacedLayer(widths, tensors, cached=key_rank + value_rank)
+    keys, values = (
+        whitened_factors(layer.weight(role), layer.statistics["input_moment"], rank)
+        for role, rank in (("k", key_rank), ("v", value_rank))
+    )
+    return latent_layer(layer, keys, values)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..calibration.bos import Bos
 from ..calibration.text import check_sources
@@ -67,22 +68,48 @@ def compress(
     if output is not None:
         check_output(output, force=force)
     reading = CalibrationText(calibration, num_windows, window, seed, bos)
-    placed: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
-    bench = Workbench.open(source, tokenizer, **placed, reading=reading, progress=progress)
+    bench = Workbench.open(
+        source, tokenizer, dtype=dtype, device_map=device_map, reading=reading, progress=progress
+    )
     tokens = held_out(evaluate, bench)
 
     plan = bench.plan(method)
-    small = method.apply(bench.model, plan)
-    models = (small, bench.model, bench.tokenizer)
-    rest: dict[str, Any] = {"seed": seed, "progress": progress}
-    small, recovery = recover_stage(
-        *models, recover, texts=[calibration], output=output, bos=bench.bos, **rest
-    )
-    judged: dict[str, Any] = {"tokens": tokens, "bos": bench.bos, "progress": progress}
-    figures = measure_against(bench.model, {"pruned": small}, bench.tokenizer, evaluate, **judged)
-    report = describe(bench, method, plan) | figures
+    small, recovery = _recovered(method.apply(bench.model, plan), bench, recover, output)
+    report = describe(bench, method, plan) | _measured(small, bench, evaluate, tokens)
     report |= {"recovery": recovery, "provenance": made_with(reading, evaluate, dtype)}
     if output is not None:
         save(small, plan, output, bench.tokenizer, report=report, force=force)
         clear_work(work_folder(output))
     return Compression(small, plan, report)
+
+
+def _recovered(
+    small: Any, bench: Workbench, recover: str, output: str | Path | None
+) -> tuple[Any, dict[str, Any]]:
+    """The cut model after its recovery on the text that was calibrated on, and the report of it."""
+    return recover_stage(
+        small,
+        bench.model,
+        bench.tokenizer,
+        recover,
+        texts=[bench.reading.text],
+        seed=bench.reading.seed,
+        output=output,
+        bos=bench.bos,
+        progress=bench.progress,
+    )
+
+
+def _measured(
+    small: Any, bench: Workbench, evaluate: str | None, tokens: Tensor | None
+) -> dict[str, dict[str, Any]]:
+    """What a report says of the dense model and of the small one, on the held-out text if any."""
+    return measure_against(
+        bench.model,
+        {"pruned": small},
+        bench.tokenizer,
+        evaluate,
+        tokens=tokens,
+        bos=bench.bos,
+        progress=bench.progress,
+    )

@@ -69,9 +69,8 @@ def compress_streamed(
     RapError for any input that cannot work, before the work it would waste.
     """
     work = work_folder(output)
-    told: dict[str, Any] = {"device": device, "progress": progress}
     stage = StreamedStage(
-        name=recover, work=work, text=calibration, config=fit, seed=seed, bos=bos, **told
+        recover, work, calibration, config=fit, seed=seed, bos=bos, device=device, progress=progress
     )
     chosen = _method(method, retain, statistics, seed)
     check_output(output, force=force)
@@ -92,12 +91,11 @@ def compress_streamed(
     report = describe(bench, chosen, plan) | _sizes(stored, small, chosen)
     if tokens is not None:
         _measure(report, small, bench, str(evaluate), tokens)
-    report |= {
-        "recovery": recovery,
-        "provenance": made_with(reading, evaluate, "auto", device=device),
-    }
-    written: dict[str, Any] = {"changed": small.changed, "report": report}
-    apply_streamed(stored, plan, output, **written, force=force, progress=progress)
+    report["recovery"] = recovery
+    report["provenance"] = made_with(reading, evaluate, "auto", device=device)
+    apply_streamed(
+        stored, plan, output, changed=small.changed, report=report, force=force, progress=progress
+    )
     clear_work(work)
     return report
 
@@ -167,9 +165,14 @@ def _measure(
     report: dict[str, Any], small: CutModel, bench: StreamedBench, text: str, tokens: Tensor
 ) -> None:
     """Add perplexities, and how near the dense model is, to the report."""
-    told: dict[str, Any] = {"folder": bench.kept_in, "progress": bench.progress}
-    cut = StoredLayers(small, bench.layers.device)
-    windows: dict[str, Any] = {"max_windows": EVALUATION_WINDOWS, "bos": bench.bos}
-    compared = streamed_fidelity(cut, bench.layers, tokens, **windows, **told)
+    compared = streamed_fidelity(
+        StoredLayers(small, bench.layers.device),
+        bench.layers,
+        tokens,
+        max_windows=EVALUATION_WINDOWS,
+        bos=bench.bos,
+        folder=bench.kept_in,
+        progress=bench.progress,
+    )
     report["dense"] |= quality(text, compared.dense_perplexity)
     report["pruned"] |= quality(text, compared.perplexity) | compared.figures()

@@ -230,12 +230,26 @@ def _sizes(layers: list[LayerScores]) -> list[int]:
 
 
 def _layer_budget(layer: LayerScores, key_steps: int, value_steps: int) -> LayerBudget:
-    """Divide the key steps between pairs and free channels, pairs rounded half up, at least one."""
-    pairs, size = layer.pairs_GP.shape[1], layer.channels_GD.shape[1] // 2
-    kept = (2 * pairs * key_steps + size) // (2 * size)
-    if pairs:
-        kept = max(1, kept)
-    return LayerBudget(pairs=kept, free=2 * (key_steps - kept), values=2 * value_steps)
+    return layer_budget(
+        layer.pairs_GP.shape[1], layer.channels_GD.shape[1] // 2, key_steps, value_steps
+    )
+
+
+def layer_budget(num_pairs: int, size: int, key_steps: int, value_steps: int) -> LayerBudget:
+    """A layer that keeps so many of its `size` steps of keys, and of values."""
+    pairs, free = split_steps(num_pairs, size, key_steps)
+    return LayerBudget(pairs=pairs, free=free, values=2 * value_steps)
+
+
+def split_steps(num_pairs: int, size: int, steps: int) -> tuple[int, int]:
+    """Pairs and free key channels that `steps` of a layer's `size` steps are, in their proportion.
+
+    Pairs are rounded half up; one at least, at any width but none, where there are pairs.
+    """
+    pairs = (2 * num_pairs * steps + size) // (2 * size)
+    if num_pairs and steps:
+        pairs = max(1, pairs)
+    return pairs, 2 * (steps - pairs)
 
 
 def _top(score_GN: Tensor, count: int) -> list[list[int]]:

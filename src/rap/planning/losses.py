@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from ..model.rope import AttentionShape
-from .budgets import ranking
+from .budgets import ranking, split_steps
 from .folding import REAL_SHARE, spectrum
 from .scores import LayerScores
 from .subspace import Factors, output_gram, weighted_subspace
 
 Metric = Literal["loss", "output"]
-METRICS = ("loss", "output")
 _KEY_READER = {"loss": "key_gradient", "output": "query_moment"}
 
 
@@ -151,18 +150,6 @@ def width_errors(
     return [float(error / lost[0]) for error in lost]
 
 
-def split_step(shape: AttentionShape, steps: int) -> tuple[int, int]:
-    """Pairs and free key channels at a width of `steps` times two channels, in their proportion.
-
-    A pair at least, at any width but none, where there are pairs.
-    """
-    pairs, size = shape.geometry.num_pairs, shape.head_dim // 2
-    kept = (2 * pairs * steps + size) // (2 * size)
-    if pairs and steps:
-        kept = max(1, kept)
-    return kept, 2 * (steps - kept)
-
-
 def _key_losses(
     keys: Moments,
     free: Moments,
@@ -180,7 +167,8 @@ def _key_losses(
         lost_free = _tails(_directions(*free))
     else:
         lost_free = _dropped(*free, orders.free_GF)
-    kept = [split_step(shape, step) for step in range(shape.head_dim // 2 + 1)]
+    pairs, size = shape.geometry.num_pairs, shape.head_dim // 2
+    kept = [split_steps(pairs, size, steps) for steps in range(size + 1)]
     return torch.stack([lost_pairs[pairs] + lost_free[channels] for pairs, channels in kept])
 
 

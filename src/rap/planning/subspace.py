@@ -4,16 +4,19 @@ Both are one weighted low-rank problem: minimise ||B^1/2 (I - P) C^1/2||_F over 
 rank r, whose optimum comes from the SVD of B^1/2 C^1/2 (Eckart-Young). P = up @ down is folded into
 the weights on either side, so nothing is reconstructed at run time.
 
-Shapes: H query heads, D head dim, E model dim.
+Shapes: H query heads, D head dim, E model dim, r rank.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..model.kinds.latent import floored
 from ..model.rope import AttentionShape
+
+# Directions with less than this share of the largest second moment carry rounding noise only.
+EIGENVALUE_FLOOR = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,3 +60,30 @@ def output_gram(w_o: Tensor, shape: AttentionShape) -> Tensor:
     """W_o^T W_o of every query head, float64 [H, D, D]: what reads the values."""
     columns_EHD = w_o.detach().double().unflatten(1, (shape.num_heads, shape.head_dim))
     return torch.einsum("ehd,ehf->hdf", columns_EHD, columns_EHD)
+
+
+def floored(eigenvalues: Tensor) -> Tensor:
+    """Ascending eigenvalues [..., n] of second moments, float64: positive, none below the floor."""
+    top = eigenvalues[..., -1:].clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.maximum(eigenvalues, top * EIGENVALUE_FLOOR)
+
+
+class WeightFactors(NamedTuple):
+    """up [out, r] and down [r, in], whose product stands for a weight [out, in]."""
+
+    up: Tensor
+    down: Tensor
+
+
+def whitened_factors(weight: Tensor, moment_EE: Tensor | None, rank: int) -> WeightFactors:
+    """The rank-r product minimising E ||(W - up down) x||^2, float64, for E[x x^T] = `moment`.
+
+    The SVD of W C^1/2, as in SVD-LLM and PaLU: with its left vectors U the optimum is U U^T W, so
+    nothing is inverted, and U are the eigenvectors of W C W^T. Factors are balanced. Without a
+    moment it is the plain SVD of W.
+    """
+    weight = weight.detach().double().cpu()
+    moved = weight if moment_EE is None else weight @ moment_EE.double()
+    squares, vectors = torch.linalg.eigh(moved @ weight.mT)
+    scale, vectors = floored(squares).pow(0.25).flip(-1)[:rank], vectors.flip(-1)[:, :rank]
+    return WeightFactors(vectors * scale, (vectors / scale).mT @ weight)

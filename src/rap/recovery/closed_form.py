@@ -29,6 +29,7 @@ from ..model.layers import (
     projections,
     text_decoder,
 )
+from .streams import is_cut
 
 RIDGE = 1e-3
 HELD_OUT = 0.25
@@ -63,8 +64,8 @@ def refit_outputs(
 
     `windows` [num, T] are split: the last `held_out` share judges, the rest fits. `ridge` is
     relative to the mean diagonal of Z^T Z. Layers work in float32, and sums are in float64. Memory
-    is two streams of all tokens, a layer of each model, and four matrices of at most K x E in
-    float64; time is three forward passes. Raises RapError for too few windows or a layer whose
+    is two streams of all tokens, a layer of each model, and two matrices of K x K and two of K x E
+    in float64; time is three forward passes. Raises RapError for too few windows or a layer whose
     statistics are not finite.
     """
     num_fit = round(len(windows) * (1 - held_out))
@@ -76,8 +77,7 @@ def refit_outputs(
     for layer in track(layers, "refitting outputs", "layers", shown=progress):
         original = dense_layers[layer.index]
         ours, other = (stream.source.working(layer.index) for stream in (mine, theirs))
-        # Whole heads can be cut into a stock model, whose attention is the family's own.
-        if hasattr(layer.module, "dense_shape") or layer.shape != original.shape:
+        if is_cut(layer, original):
             pair = _Pair(mine, theirs, ours, other, layer, original)
             results.append(_refit(pair, num_fit, ridge))
         else:
@@ -123,7 +123,7 @@ class _Pair:
 
 
 class _Sums:
-    """Z^T Z, Z^T R and R^T R of residuals R, and the size of what is wanted."""
+    """Z^T Z and Z^T R of residuals R, their squared size, and that of what is wanted."""
 
     def __init__(self, weight_EK: Tensor):
         def zeros(*shape: int) -> Tensor:

@@ -87,7 +87,7 @@ class RecoveryConfig:
         for name in ("ce_weight", "kl_weight", "weight_decay", "match_steps", "warmup_steps"):
             self._check(name, getattr(self, name) >= 0, "give zero or a positive number")
         self._check("dropout", 0 <= self.dropout < 1, "give a share from 0 up to 1")
-        self._check("kl_weight", self.ce_weight + self.kl_weight > 0, "with ce_weight 0 no loss")
+        self._check("kl_weight", self.ce_weight + self.kl_weight > 0, "ce_weight is 0 as well")
 
     def _check_choice(self, name: str, known: tuple[str, ...]) -> None:
         self._check(name, getattr(self, name) in known, f"use one of {', '.join(known)}")

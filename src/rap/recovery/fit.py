@@ -38,7 +38,7 @@ from ..model.layers import (
 from .data import fingerprint_windows
 from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
 from .runs import begin
-from .streams import attention_outputs_of, residual_scale
+from .streams import attention_outputs_of, is_cut, residual_scale
 
 REMOVE = "remove it and repeat the command"  # what to do about a damaged layer of a run before
 
@@ -147,8 +147,7 @@ class _Fitter:
             "fitting layers", len(mine), "layers", tokens=tokens, shown=progress
         ) as shown:
             for layer, original in zip(mine, theirs, strict=True):
-                # Whole heads can be cut into a stock model, whose attention is the family's own.
-                if hasattr(layer.module, "dense_shape") or layer.shape != original.shape:
+                if is_cut(layer, original):
                     result = self._fit(layer)
                     shown.update(layer.index + 1, f"error {result.before:.1e}, {result.after:.1e}")
                     yield result

@@ -46,8 +46,10 @@ SETTINGS = replace(
 )
 
 # Settings of other ways to distil; a change of one would do nothing here.
-UNREAD = ("tune", "rank", "alpha", "dropout", "schedule", "weight_decay", "match_steps")
-UNREAD += ("evaluate_every", "gradient_checkpointing", "report_to")
+UNREAD = (
+    *("tune", "rank", "alpha", "dropout", "schedule", "weight_decay", "match_steps"),
+    *("evaluate_every", "gradient_checkpointing", "report_to"),
+)
 
 
 def train_projections(

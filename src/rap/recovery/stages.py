@@ -65,9 +65,16 @@ def recover(
     # Imported here: the trainer and peft take seconds, and only distillation needs them.
     from .distillation import distill
 
-    config = config or preset("fast")
-    options: dict[str, Any] = {"validation": validation, "work": work, "progress": progress}
-    return distill(small, teacher, windows, config, **options).model
+    distilled = distill(
+        small,
+        teacher,
+        windows,
+        config or preset("fast"),
+        validation=validation,
+        work=work,
+        progress=progress,
+    )
+    return distilled.model
 
 
 def recover_stage(
@@ -125,8 +132,8 @@ def recover_stage(
 def _check_settings(name: str, config: Any, fit: FitConfig | None) -> None:
     """Raise RapError for settings of a stage that the recovery `name` does not have."""
     first, _, last = name.rpartition("+")
-    own = {"none": (), "fit": FitConfig}.get(last, RecoveryConfig)
-    if config is not None and not isinstance(config, own):
+    own = FitConfig if last == "fit" else RecoveryConfig
+    if config is not None and (name == "none" or not isinstance(config, own)):
         raise RapError(f"recovery {name!r} has no stage with a {type(config).__name__}")
     if fit is not None and "fit" not in (first, last):
         raise RapError(f"recovery {name!r} fits nothing: leave the settings of a fit out")

@@ -52,7 +52,7 @@ class FittedTensors(Mapping[str, Tensor]):
         return len(self._where)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StreamedStage:
     """What may follow a streamed cut: `name` is one of RECOVERIES, the rest as `recover_stage`.
 
@@ -113,5 +113,4 @@ class StreamedStage:
 
     def _held_out(self, weights: CutModel, windows: Tensor, what: str) -> float:
         source = StoredLayers(weights, self.device)
-        told: dict[str, Any] = {"folder": self.work, "progress": self.progress}
-        return streamed_perplexity(source, windows, what, **told)
+        return streamed_perplexity(source, windows, what, folder=self.work, progress=self.progress)

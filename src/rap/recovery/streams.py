@@ -12,9 +12,18 @@ from torch import Tensor, nn
 
 from ..calibration.state import removed
 from ..calibration.streams import Stream
+from ..model.layers import AttentionLayer
 from .matching import last_outputs
 
 PROPORTIONAL = 1e-2  # large streams leave few digits to what is added to them
+
+
+def is_cut(layer: AttentionLayer, original: AttentionLayer) -> bool:
+    """Whether a layer's attention is smaller than the dense model's.
+
+    Whole heads can be cut into a stock model, whose attention is the family's own.
+    """
+    return hasattr(layer.module, "dense_shape") or layer.shape != original.shape
 
 
 class _Reached(Exception):

@@ -74,7 +74,7 @@ class DistillationTrainer(Trainer):
     def run(self, checkpoint: Path | None) -> None:
         """Train from the start or from a checkpoint, also one of the last step.
 
-        Raises RapError if three steps had no finite gradient and no step had one.
+        Raises RapError if no step had a finite gradient; it gives up after `MAX_BAD_STEPS` of them.
         """
         if checkpoint is not None:
             stored = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))

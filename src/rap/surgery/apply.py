@@ -22,7 +22,7 @@ from ..model.layers import (
 from ..model.modeling import CONFIG_VERSION, config_class, model_class
 from ..model.norms import norm_names
 from ..model.specs import AttentionSpec
-from ..planning.plan import LayerPlan, Plan
+from ..planning.plan import LayerPlan, Plan, PlanHeader
 from .cut import cut
 
 
@@ -70,7 +70,8 @@ def assemble(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, 
 
 def pruned_config(dense_config: PreTrainedConfig, plan: Plan) -> Any:
     """The base config's own fields, unchanged, plus the `rap` section with every layer's widths."""
-    return config_with(dense_config, rap_section(plan))
+    widths = [widths_of(layer, plan.qk_norm) for layer in plan.layers]
+    return config_with(dense_config, rap_section(plan, widths, plan.kept_fraction, plan.qk_norm))
 
 
 def config_with(dense_config: PreTrainedConfig, section: dict[str, Any]) -> Any:
@@ -84,15 +85,20 @@ def config_with(dense_config: PreTrainedConfig, section: dict[str, Any]) -> Any:
     return config
 
 
-def rap_section(plan: Plan) -> dict[str, Any]:
+def rap_section(
+    plan: PlanHeader,
+    widths: list[dict[str, Any] | None],
+    kept_fraction: float,
+    qk_norm: str = "constant",
+) -> dict[str, Any]:
     """The `rap` section of config.json: format version, widths, and where the model came from."""
     return {
         "version": CONFIG_VERSION,
         "base_model_type": plan.model_type,
-        "layers": [widths_of(layer, plan.qk_norm) for layer in plan.layers],
+        "layers": widths,
         "retain": plan.retain,
-        "kept_fraction": plan.kept_fraction,
-        "qk_norm": plan.qk_norm,
+        "kept_fraction": kept_fraction,
+        "qk_norm": qk_norm,
         "method": plan.method,
         "dense_fingerprint": plan.dense_fingerprint,
     }

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checkpoint.files import PLAN_FILE as KEPT_AS
+from ..checkpoint.files import PLAN_FILE
 from ..checkpoint.load import load_config
 from ..checkpoint.source import resolve_source
 from ..checkpoint.tensor_file import TensorFile
@@ -27,11 +27,10 @@ from ..model.layers import (
     refuse_pruned,
     rotary_module,
 )
-from ..model.modeling import CONFIG_VERSION
 from ..model.rope import AttentionShape
-from ..planning.plan import FILE as PLAN_FILE
+from ..planning.plan import FILE as PLAN_FORMAT
 from ..planning.plan import Plan, PlanHeader
-from .apply import assemble, config_with, pruned_state, widths_of
+from .apply import assemble, config_with, pruned_state, rap_section, widths_of
 from .stream import check_config
 
 FILE = TensorFile(
@@ -81,16 +80,8 @@ class Replacement(PlanHeader):
 
     def section(self) -> dict[str, Any]:
         """The `rap` section of config.json."""
-        return {
-            "version": CONFIG_VERSION,
-            "base_model_type": self.model_type,
-            "layers": [layer.widths if layer is not None else None for layer in self.layers],
-            "retain": self.retain,
-            "kept_fraction": self.kept_fraction,
-            "qk_norm": "constant",
-            "method": self.method,
-            "dense_fingerprint": self.dense_fingerprint,
-        }
+        widths = [layer.widths if layer is not None else None for layer in self.layers]
+        return rap_section(self, widths, self.kept_fraction)
 
     def save(self, path: str | Path) -> None:
         """Write one file: tensors in safetensors format, everything else as JSON in its header."""
@@ -123,8 +114,8 @@ def load_plan(path: str | Path) -> Plan | Replacement:
     """A plan file of any method, or the one in a pruned checkpoint's folder; PlanError if none."""
     path = Path(path)
     if path.is_dir():
-        path /= KEPT_AS
-    replaced = not PLAN_FILE.wrote(path) and FILE.wrote(path)
+        path /= PLAN_FILE
+    replaced = not PLAN_FORMAT.wrote(path) and FILE.wrote(path)
     return Replacement.load(path) if replaced else Plan.load(path)
 
 

@@ -129,8 +129,8 @@ def test_a_prompt_begins_with_bos(ids, monkeypatch):
     ("changes", "message"),
     [
         ({"num_prompts": 29}, "200 tokens, enough for 28 prompts of 7, not 29: give a longer"),
-        ({"num_prompts": 0}, "cannot continue nothing"),
-        ({"num_tokens": 0}, "cannot continue nothing"),
+        ({"num_prompts": 0}, "are 1 or more"),
+        ({"num_tokens": 0}, "are 1 or more"),
         ({"prompt_tokens": 1, "bos": 3}, "BOS alone"),
     ],
 )

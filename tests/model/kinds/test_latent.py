@@ -12,8 +12,8 @@ import rap
 from cases.models import random_tokens, tiny_model
 from rap.methods import METHODS
 from rap.methods.svdllm2 import kept_shares
-from rap.model.kinds.latent import whitened_factors
 from rap.planning.budgets import allocate
+from rap.planning.subspace import whitened_factors
 
 HEADS, DIM, HIDDEN = 4, 8, 48
 

@@ -408,6 +408,29 @@ def test_the_demo_ends_with_a_page(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "retains", "windows"),
+    [
+        ("", (0.8, 0.7, 0.5), 32),
+        ("--retain 0.7,0.5", (0.7, 0.5), 32),
+        ("--windows 64", (0.8, 0.7, 0.5), 64),
+        ("--config run.yaml", (0.9,), 32),
+    ],
+)
+def test_what_is_given_wins_over_the_demo(tmp_path, monkeypatch, arguments, retains, windows):
+    asked: dict[str, Any] = {}
+
+    def remember(model: str, **given: Any) -> dict[str, Any]:
+        asked.update(given)
+        raise RapError("enough")
+
+    monkeypatch.setattr(command_line, "compare", remember)
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("retain: '0.9'\n", encoding="utf-8")
+    assert run("compare", "--demo", *arguments.split()).err == "error: enough\n"
+    assert (asked["retain"], asked["num_windows"]) == (retains, windows)
+
+
+@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ("--methods nothing", "unknown method 'nothing'"),

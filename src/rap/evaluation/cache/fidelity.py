@@ -23,7 +23,7 @@ from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ..quality.fidelity import check_vocabularies, divergence
 from ..quality.perplexity import token_losses, whole_windows
-from .compressed import held_bytes, read_on
+from .compressed import check_pieces, held_bytes, read_on
 from .presses import Press, pressed
 from .quantized_cache import quantized_cache
 
@@ -78,11 +78,7 @@ class DenseContinuations:
         bos: Bos = "auto",
         stored: torch.dtype = torch.bfloat16,
     ) -> None:
-        if not 1 <= prefix <= window - 2 or piece < 1:
-            raise RapError(
-                f"a prefix of {prefix} tokens and pieces of {piece} cannot judge windows of"
-                f" {window}: give a prefix from 1 to the window less 2, and pieces of 1 or more"
-            )
+        check_pieces(window, prefix, piece)
         first = bos_token(bos, config=dense.config)
         windows, _ = whole_windows(dense, token_ids, window, None, first)
         self.ids_WT = spread(windows, num_windows)

@@ -108,15 +108,16 @@ def _decode_step(model: Any) -> tuple[int, torch.dtype, dict[str, int]]:
     device = model.get_input_embeddings().weight.device
     ids = torch.zeros(1, PREFILL + 1, dtype=torch.long, device=device)
     cache = model(input_ids=ids[:, :PREFILL], use_cache=True).past_key_values
-    before = sum(tensor.nbytes for tensor in _cache_tensors(cache))
+    before = sum(tensor.nbytes for tensor in cached_tensors(cache))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids[:, PREFILL:], use_cache=True, past_key_values=cache)
-    after = _cache_tensors(cache)
+    after = cached_tensors(cache)
     flops = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
     return sum(tensor.nbytes for tensor in after) - before, after[0].dtype, flops
 
 
-def _cache_tensors(cache: Any) -> list[Tensor]:
+def cached_tensors(cache: Any) -> list[Tensor]:
+    """All tensors that the layers of a cache hold."""
     held = (value for layer in cache.layers for value in vars(layer).values())
     return [value for value in held if isinstance(value, Tensor)]
 

@@ -36,8 +36,9 @@ class Sampling:
     """Tokens drawn at `temperature` from the fewest most likely that have `top_p` of probability.
 
     Every prompt has random numbers of its own from `seed`, an exponential for each token of the
-    vocabulary at each step, the same for every model: the token with the largest probability a
-    number wins (the Gumbel-max trick). So two models that think alike draw alike.
+    vocabulary at each step, the same for every model. What is drawn is the token whose probability
+    divided by its number is the largest (the Gumbel-max trick), so two models that think alike draw
+    alike.
     """
 
     temperature: float = 0.7

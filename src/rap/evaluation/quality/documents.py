@@ -211,7 +211,7 @@ def recall_document(
     lead = 16 + 8 * len(before)
     if len(filler) < lead + room:
         raise RapError(
-            f"a document needs {lead + room} tokens of text, which has {len(filler)}: "
+            f"a document needs {lead + room} tokens, and the text has {len(filler)}: "
             "give a longer text"
         )
     events = [(int(rng.integers(0, lead)), *statement) for statement in before]

@@ -81,7 +81,9 @@ def generation(
     """
     check_vocabularies(vocabulary(model), vocabulary(dense))
     if min(num_prompts, prompt_tokens, num_tokens, batch_size) < 1:
-        raise RapError("cannot continue nothing: prompts and their numbers of tokens are 1 or more")
+        raise RapError(
+            "prompts, their tokens, the tokens to write and the batch size are 1 or more"
+        )
     first = bos_token(bos, config=dense.config)
     text = torch.as_tensor(token_ids)
     batches = _prompts(text, num_prompts, prompt_tokens, first, seed).split(batch_size)

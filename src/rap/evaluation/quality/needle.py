@@ -28,7 +28,7 @@ from .documents import (
     opened,
     stretch,
 )
-from .recall import token_losses
+from .recall import score_documents
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def needle_grid(
             documents = [opened(document, first) for document in documents]
             right = [
                 right[document.kinds[1:] == ANSWER]
-                for document, _, right in token_losses(model, documents, batch_size, ANSWER)
+                for document, _, right in score_documents(model, documents, batch_size, ANSWER)
             ]
             whole = float(np.mean([answer.all() for answer in right]))
             token = float(np.mean(np.concatenate(right)))

@@ -58,7 +58,7 @@ class CopyLoss:
 
 
 @torch.no_grad()
-def token_losses(
+def score_documents(
     model: torch.nn.Module,
     documents: Sequence[Document],
     batch_size: int,
@@ -133,7 +133,7 @@ def recall_grid(
             documents = recall_documents(writer, text, distance, num_facts, **asked)
             right = [
                 right[document.kinds[1:] == ANSWER]
-                for document, _, right in token_losses(model, documents, batch_size, ANSWER)
+                for document, _, right in score_documents(model, documents, batch_size, ANSWER)
             ]
             whole = float(np.mean([answer.all() for answer in right]))
             token = float(np.mean(np.concatenate(right)))
@@ -196,7 +196,7 @@ def copy_loss(
         start, other = (_random_start(rng, text, distance) for _ in range(2))
         filler = text[other : other + distance - passage]
         documents.append(opened(copy_document(text[start : start + passage], filler), bos))
-    losses = np.stack([loss for _, loss, _ in token_losses(model, documents, batch_size)])
+    losses = np.stack([loss for _, loss, _ in score_documents(model, documents, batch_size)])
     losses = losses[:, bos is not None :]  # after BOS the first token is predicted as well
     first, second = losses[:, : passage - 1].mean(), losses[:, -(passage - 1) :].mean()
     return CopyLoss(passage, distance, num_documents, float(first), float(second))
@@ -205,7 +205,7 @@ def copy_loss(
 def _random_start(rng: np.random.Generator, text: np.ndarray, length: int) -> int:
     if len(text) < length:
         raise RapError(
-            f"a document needs {length} tokens of text, which has {len(text)}: give a longer text "
+            f"a document needs {length} tokens, and the text has {len(text)}: give a longer text "
             "or a shorter distance"
         )
     return int(rng.integers(0, len(text) - length + 1))

@@ -36,7 +36,7 @@ from .documents import (
 )
 from .intervals import Interval, mean_interval
 from .perplexity import check_sizes
-from .recall import token_losses
+from .recall import score_documents
 from .ruler_tasks import TASKS, Script
 
 
@@ -166,7 +166,7 @@ def _cell(
     model: Any, task: str, length: int, documents: Sequence[Document], batch_size: int
 ) -> RulerCell:
     shares, tokens = [], []
-    for document, _, right in token_losses(model, documents, batch_size, ANSWER):
+    for document, _, right in score_documents(model, documents, batch_size, ANSWER):
         # The token at place t is guessed at t - 1.
         answers = [right[run - 1] for run in answer_runs(document)]
         shares.append(float(np.mean([answer.all() for answer in answers])))

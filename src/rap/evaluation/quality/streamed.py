@@ -35,9 +35,16 @@ def walked(
         yield model
 
 
-def streamed_perplexity(source: LayerSource, windows: Tensor, what: str, **told: Any) -> float:
-    """`perplexity` of whole windows [N, T], taken as they are; `told` goes to `walked`."""
-    with walked(source, windows, what, **told) as model:
+def streamed_perplexity(
+    source: LayerSource,
+    windows: Tensor,
+    what: str,
+    *,
+    folder: Path | None = None,
+    progress: bool = False,
+) -> float:
+    """`perplexity` of whole windows [N, T], taken as they are; the rest as `walked` has it."""
+    with walked(source, windows, what, folder=folder, progress=progress) as model:
         return perplexity(model, windows.flatten(), window=windows.shape[1], bos=None).value
 
 
@@ -48,13 +55,13 @@ def streamed_fidelity(
     *,
     max_windows: int | None = None,
     bos: int | None = None,
-    **told: Any,
+    folder: Path | None = None,
+    progress: bool = False,
 ) -> Fidelity:
-    """`fidelity` of two models whose weights are not in memory; `told` goes to `walked`."""
+    """`fidelity` of two models whose weights are not in memory; the rest as `walked` has it."""
     window = evaluation_window(dense.model, None)
     windows, _ = whole_windows(dense.model, token_ids, window, max_windows, bos)
-    sizes: dict[str, Any] = {"window": window, "max_windows": max_windows, "bos": bos}
-    with walked(dense, windows, "dense model", **told) as model:
-        states = DenseStates(model, token_ids, **sizes)
-    with walked(small, windows, "pruned model", **told) as model:
+    with walked(dense, windows, "dense model", folder=folder, progress=progress) as model:
+        states = DenseStates(model, token_ids, window=window, max_windows=max_windows, bos=bos)
+    with walked(small, windows, "pruned model", folder=folder, progress=progress) as model:
         return states.compare(model)

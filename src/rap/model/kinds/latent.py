@@ -7,7 +7,7 @@ Shapes: B batch, T new tokens, S cached tokens, H query heads, G KV heads, N gro
 D head dim, E model dim, r rank.
 """
 
-from typing import ClassVar, NamedTuple, TypedDict
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,36 +15,6 @@ from torch import Tensor, nn
 from ..attention import PairWidths, RapAttention, StateCache
 from ..rope import AttentionShape, Tables
 from ..specs import AttentionSpec
-
-# Directions with less than this share of the largest second moment carry rounding noise only.
-EIGENVALUE_FLOOR = 1e-12
-
-
-def floored(eigenvalues: Tensor) -> Tensor:
-    """Ascending eigenvalues [..., n] of second moments, float64: positive, none below the floor."""
-    top = eigenvalues[..., -1:].clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.maximum(eigenvalues, top * EIGENVALUE_FLOOR)
-
-
-class WeightFactors(NamedTuple):
-    """up [out, r] and down [r, in], whose product stands for a weight [out, in]."""
-
-    up: Tensor
-    down: Tensor
-
-
-def whitened_factors(weight: Tensor, moment_EE: Tensor | None, rank: int) -> WeightFactors:
-    """The rank-r product minimising E ||(W - up down) x||^2, float64, for E[x x^T] = `moment`.
-
-    The SVD of W C^1/2, as in SVD-LLM and PaLU: with its left vectors U the optimum is U U^T W, so
-    nothing is inverted, and U are the eigenvectors of W C W^T. Factors are balanced. Without a
-    moment it is the plain SVD of W.
-    """
-    weight = weight.detach().double().cpu()
-    moved = weight if moment_EE is None else weight @ moment_EE.double()
-    squares, vectors = torch.linalg.eigh(moved @ weight.mT)
-    scale, vectors = floored(squares).pow(0.25).flip(-1)[:rank], vectors.flip(-1)[:, :rank]
-    return WeightFactors(vectors * scale, (vectors / scale).mT @ weight)
 
 
 class ReconstructingAttention(RapAttention):

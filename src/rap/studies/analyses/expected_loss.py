@@ -1,4 +1,4 @@
-"""The loss that sensitivity.py expects of a cut against the loss that is measured."""
+"""The loss that `planning.losses` expects of a cut against the loss that is measured."""
 
 import math
 

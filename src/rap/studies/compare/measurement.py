@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.state import evaluating
-from ...evaluation.cost.footprint import footprint
+from ...evaluation.cost.footprint import cached_tensors, footprint
 from ...evaluation.cost.latency import PLAIN, measure_point
 from ...evaluation.cost.prefill import time_prefill
 from ...evaluation.quality.documents import check_wording
@@ -254,8 +254,7 @@ def prefill_bytes(model: Any, tokens: int = 16) -> float:
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     with evaluating(model):
         cache = model(input_ids=ids, use_cache=True).past_key_values
-    held = (value for layer in cache.layers for value in vars(layer).values())
-    return sum(value.nbytes for value in held if isinstance(value, Tensor)) / tokens
+    return sum(tensor.nbytes for tensor in cached_tensors(cache)) / tokens
 
 
 def _decode_seconds(
