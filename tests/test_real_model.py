@@ -1,0 +1,91 @@
+"""The page of all methods on the real model: it shows what was measured, the rest is open."""
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from cases.scripts import load_script
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """docs/real_model.py, which is no package."""
+    return load_script("docs/real_model.py")
+
+
+def test_the_committed_page_is_built_from_the_committed_results(script):
+    page = (REPOSITORY / script.PAGE).read_text(encoding="utf-8")
+    assert script.page(script.Evidence()) == page
+    assert "real-model.svg" in page
+
+
+def test_the_figure_can_be_drawn_again(script, tmp_path):
+    script.draw(script.Evidence(), tmp_path / "figure.svg")
+    drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
+    committed = (REPOSITORY / script.FIGURE).read_text(encoding="utf-8")
+    for method in script.COLORS:
+        assert f">{method}, cut<" in drawn
+        assert f">{method}, cut<" in committed
+
+
+def _rows(table: str, name: str) -> list[list[str]]:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return [row for row in rows if row[0].strip("*") == name]
+
+
+def test_methods_that_rebuild_nothing_come_first_and_by_their_best(script):
+    evidence = script.Evidence()
+    evidence.timed = {}
+    rap = script.Key("rap", 0.7)
+    order = [keys[0].method for keys in evidence.at(0.7)]
+    rebuilding = [evidence.cells[keys[0]]["reconstructs"] for keys in evidence.at(0.7)]
+    assert rebuilding == sorted(rebuilding)
+    assert order[0] == "rap"
+    # Its fit alone puts it there.
+    for recover in ("fit", "fit+full"):
+        evidence.cells.pop(script.Key("rap", 0.7, recover))
+    evidence.cells[rap] = evidence.cells[rap] | {"kl": {"value": 50.0}}
+    assert next(keys[0].method for keys in evidence.at(0.7)) != "rap"
+    (row,) = _rows(script.main_table(evidence, 0.7), "rap")
+    assert row[6:] == ["24.94", "", "", "50.000", "", ""]
+
+
+def test_what_single_files_say_is_found_by_their_names(script, tmp_path):
+    experiments = tmp_path / "experiments"
+    shutil.copytree(
+        REPOSITORY / "experiments",
+        experiments,
+        ignore=lambda folder, names: {"cells"} & set(names),
+    )
+    whole = experiments / "smollm2-whole-test"
+    for name in ("rap-paper-0.7", "rap-0.5-distilled", "unknown-0.7"):
+        (whole / f"{name}.json").write_text(json.dumps({"value": 77.0}), encoding="utf-8")
+    found = script.Evidence(experiments)
+    assert found.whole[script.Key("rap:paper", 0.7)] == {"value": 77.0}
+    assert found.whole[script.Key("rap", 0.5, "fit+full")] == {"value": 77.0}
+    assert not any(key.method == "unknown" for key in found.whole)
+    table = script.beyond_table(found)
+    (row,) = _rows(table, "rap:paper at 0.7")
+    assert row[1:4] == ["77.00", "", ""]
+    # Models that were made on other text are not of this table.
+    assert "repeated" not in table
+
+
+def test_times_of_prompts_are_shown_once_there_are_some(script):
+    evidence = script.Evidence()
+    evidence.timed = {}
+    assert "prefill" not in script.page(evidence)
+    cell = evidence.cells[script.Key("rap", 0.7)] | {
+        "prefill_tokens": 512,
+        "prefill_seconds": 1.0,
+        "dense_prefill_seconds": 2.0,
+    }
+    evidence.timed = {script.Key("rap", 0.7): cell}
+    assert "reading 512 tokens (prefill)" in script.page(evidence)
+    (row,) = _rows(script.main_table(evidence, 0.7), "rap")
+    assert row[6] == "50%"
