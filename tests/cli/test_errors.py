@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors import safe_open
@@ -289,6 +290,29 @@ def test_numbers_are_checked_before_a_model_or_a_text_is_read(monkeypatch, argum
     result = run("evaluate", *arguments.split())
     assert error_violations(result) == []
     assert message in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--retain 0.01",
+        "--retain 0.01 --budget search",
+        "--retain 0.01 --method rap:paper",
+        "--retain 0.01 --budget uniform",
+        "--retain 0.01 --method random",
+        "--retain 0.01 --stream",
+    ],
+)
+def test_a_budget_that_no_layer_can_keep_is_refused_before_calibration(
+    tmp_path, monkeypatch, arguments
+):
+    never = mock.Mock(side_effect=AssertionError("calibrated"))
+    monkeypatch.setattr("rap.calibration.workbench.calibrate", never)
+    monkeypatch.setattr("rap.calibration.streamed.calibrate_layers", never)
+    result = run(*BUNDLED[:2], "-o", tmp_path / "out", *QUICK, *arguments.split())
+    assert error_violations(result) == []
+    assert "retain 0.01" in result.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_debug_shows_the_traceback(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from ..model.specs import NORM_MODES
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
 from ..planning.norms import NORM_ROWS, with_denominators
 from ..planning.plan import LayerPlan, Plan
-from ..planning.scores import LayerScores, Named, score_layers
+from ..planning.scores import LayerScores, Named, equal_scores, score_layers
 from ..planning.sharing import divide
 from ..surgery.apply import apply
 from .dense import DenseLayers, dense_layers
@@ -73,6 +73,12 @@ class Method(ABC):
 
         A Plan, or another record with its `retain`, `kept_fraction`, `shapes`, `model_type`,
         `dense_fingerprint`, `method` and `save`, which this method's `apply` takes.
+        """
+
+    def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:  # noqa: B027 - optional
+        """Raise RapError for a budget that layers of these shapes cannot keep, if that shows.
+
+        Asked before anything is measured, where `plan` would only say so afterwards.
         """
 
     def apply(self, model: PreTrainedModel, plan: Any) -> Any:
@@ -152,6 +158,11 @@ class PairPruning(Method):
     ) -> list[LayerScores | None]:
         """Scores of every layer's pairs and channels: the one thing a pair method must say."""
 
+    def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
+        """As of every method: what layers of equal scores could not keep, none can."""
+        alike = [None if shape is None else equal_scores(shape) for shape in shapes]
+        self._spend(alike, shapes)
+
     def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
         """Score, budget, select (the paper's Budget-Alloc). The model is not changed."""
         fingerprint = self.check(model, statistics)
@@ -211,12 +222,17 @@ class PairPruning(Method):
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
     ) -> list[LayerBudget | None]:
         """How much every layer keeps of K and of V."""
+        return self._spend(scores, dense.shapes)
+
+    def _spend(
+        self, scores: Sequence[LayerScores | None], shapes: Sequence[AttentionShape | None]
+    ) -> list[LayerBudget | None]:
         return kv_budgets(
             scores,
             self.retain,
             budget=self.budget,
             key_share=self.key_share,
-            align=self.alignment(dense.shapes),
+            align=self.alignment(shapes),
         )
 
     def cut_layers(

@@ -13,7 +13,7 @@ from ..model.errors import RapError
 from ..model.layers import base_model_type
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, LayerBudget, layer_budget
-from ..planning.knapsack import allocate_by_error, offered_widths
+from ..planning.knapsack import above_floor, allocate_by_error, offered_widths
 from ..planning.losses import (
     DIRECTIONS,
     Metric,
@@ -139,6 +139,15 @@ class Rap(PairPruning):
     ) -> list[LayerScores | None]:
         """Scores by the chosen rule, or by energy where they rank no more than free channels."""
         return score_layers(self._ranking, statistics, weights, shapes, self.seed)
+
+    def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
+        """As of pair pruning; by error every head keeps a step at least."""
+        if self.budget not in ("error", "search"):
+            super().check_shapes(shapes)
+            return
+        present = [shape for shape in shapes if shape is not None]
+        sizes, heads = zip(*((s.head_dim // 2, s.num_kv_heads) for s in present), strict=True)
+        above_floor(self.retain, sizes, heads, max(1, self.alignment(shapes) // 2))
 
     def budgets(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
@@ -272,8 +281,7 @@ class Rap(PairPruning):
             )
         if True not in mixed and self._says_how_to_fold:
             raise RapError(
-                "context and reach are settings of folded keys, and the keys of this model cannot "
-                "be folded: leave both out"
+                "context and reach are of folded keys, and this model's cannot be: leave both out"
             )
         return True in mixed
 

@@ -27,6 +27,7 @@ from ..evaluation.quality.streamed import streamed_fidelity
 from ..methods import Method, parse_method
 from ..methods.base import PairPruning, traits
 from ..methods.stored import check_streams, plan_stored
+from ..model.layers import attention_layers
 from ..recovery.fit import estimate_fit
 from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
@@ -123,7 +124,11 @@ def _bench(
 
 
 def _given(method: PairPruning, stored: StoredModel, file: str | Path | None) -> Statistics | None:
-    """The statistics of the file; without one RapError for a method that needs gradients."""
+    """The statistics of the file; without one RapError for a method that needs gradients.
+
+    RapError too for a budget that the layers cannot keep.
+    """
+    method.check_shapes([layer.shape for layer in attention_layers(stored.model)])
     needs, what = method.needs_for(stored.model), f"method {method.name}"
     if file is None:
         refuse_gradients(needs, what, _REMEDY)

@@ -48,14 +48,7 @@ def allocate_by_error(
                 raise RapError(f"curve {number} has an error of {error}: errors must be finite")
     heads = [1] * len(sizes) if heads is None else heads
     widths = offered_widths(sizes, unit)
-    floor = sum(count * each[0] for count, each in zip(heads, widths, strict=True))
-    whole = sum(count * size for count, size in zip(heads, sizes, strict=True))
-    asked = retain * whole - floor
-    if asked < -unit * min(heads) / 2:
-        raise RapError(
-            f"retain {retain} is below one step of {unit} in every layer: ask for at least "
-            f"{math.ceil(1000 * floor / whole) / 1000}, or for a smaller alignment"
-        )
+    asked = above_floor(retain, sizes, heads, unit)
     # Prices of widths above the floor, in the largest step that divides them all.
     prices = [
         [count * (n - each[0]) for n in each] for count, each in zip(heads, widths, strict=True)
@@ -65,6 +58,23 @@ def allocate_by_error(
     offered = [[curve[n] for n in each] for curve, each in zip(errors, widths, strict=True)]
     chosen = _cheapest(offered, prices, asked / step)
     return [each[option] for each, option in zip(widths, chosen, strict=True)]
+
+
+def above_floor(retain: float, sizes: Sequence[int], heads: Sequence[int], unit: int) -> float:
+    """What `retain` leaves above one unit in every head of every layer, below 0 by rounding alone.
+
+    Raises RapError for less.
+    """
+    widths = offered_widths(sizes, unit)
+    floor = sum(count * each[0] for count, each in zip(heads, widths, strict=True))
+    whole = sum(count * size for count, size in zip(heads, sizes, strict=True))
+    asked = retain * whole - floor
+    if asked < -unit * min(heads) / 2:
+        raise RapError(
+            f"retain {retain} is below one step of {unit} in every layer: ask for at least "
+            f"{math.ceil(1000 * floor / whole) / 1000}, or for a smaller alignment"
+        )
+    return asked
 
 
 def offered_widths(sizes: Sequence[int], unit: int) -> list[list[int]]:

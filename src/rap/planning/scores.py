@@ -28,6 +28,16 @@ class LayerScores:
     channels_GD: Tensor
 
 
+def equal_scores(shape: AttentionShape) -> LayerScores:
+    """Of a layer where every pair and channel counts as much."""
+    heads, geometry = shape.num_kv_heads, shape.geometry
+    return LayerScores(
+        pairs_GP=torch.ones(heads, geometry.num_pairs),
+        free_GF=torch.ones(heads, geometry.num_free),
+        channels_GD=torch.ones(heads, shape.head_dim),
+    )
+
+
 @dataclass(frozen=True)
 class Score:
     """A scorer: the statistics it needs, and `layer(statistics, weights, shape, seed)`.
