@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +16,8 @@ from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap.checkpoint import files
 from rap.checkpoint.files import (
+    check_output,
+    check_output_file,
     check_safetensors,
     read_json,
     whole_directory,
@@ -374,3 +377,37 @@ def test_folders_that_were_made_for_an_output_go_with_it(tmp_path, kind):
     with kind(tmp_path / "there" / "a" / "out") as partial:
         partial.mkdir(exist_ok=True)
     assert _names(tmp_path / "there" / "a") == ["out"]
+
+
+def test_where_nothing_can_appear_is_refused_before_any_work(tmp_path, monkeypatch):
+    mounted = next(path for path in map(Path, ("/proc", "/dev", "/")) if path.is_mount())
+    with pytest.raises(CheckpointError, match="root of a file system"):
+        check_output(mounted, force=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(CheckpointError, match="may not be written to, where out would appear"):
+        check_output(tmp_path / "out", force=False)
+    with pytest.raises(CheckpointError, match="may not be written to"):
+        check_output_file(tmp_path / "deeper" / "out.json", force=False)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_a_folder_stays_one(tmp_path, there):
+    """What is written goes where it leads: another disk, as a rule."""
+    (tmp_path / "disk").mkdir()
+    if there:
+        (tmp_path / "disk" / "big").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "big")
+    with whole_directory(tmp_path / "out") as partial:
+        (partial / "config.json").write_text("{}")
+        assert partial.parent == tmp_path / "disk"
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "big" / "config.json").read_text() == "{}"
+    with whole_file(tmp_path / "out" / "x.json") as partial:
+        partial.write_text("1")
+    (tmp_path / "y.json").symlink_to(tmp_path / "out" / "x.json")
+    with whole_file(tmp_path / "y.json") as partial:
+        partial.write_text("2")
+    assert (tmp_path / "y.json").is_symlink()
+    assert (tmp_path / "disk" / "big" / "x.json").read_text() == "2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out", "y.json"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["big"]

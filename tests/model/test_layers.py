@@ -1,5 +1,6 @@
 """Which models are taken, and that every other is refused with the reason before any work."""
 
+import copy
 import json
 
 import pytest
@@ -59,6 +60,17 @@ def test_quantized_checkpoint_is_refused_before_any_weight_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="is quantized: compress the unquantized weights"):
         load_dense(tmp_path)
+
+
+def test_a_pruned_checkpoint_may_be_quantized(tmp_path):
+    """Its classes are built from a config that says so: a loader quantizes what it reads then."""
+    model = tiny_model()
+    small = apply(model, random_plan(model, [(3, 5), (2, 7)]))
+    config = copy.deepcopy(small.config)
+    config.quantization_config = {"quant_method": "torchao", "quant_type": "int8_weight_only"}
+    again = type(small)(config)
+    assert again.state_dict().keys() == small.state_dict().keys()
+    assert attention_spec(config) is attention_spec(model.config)
 
 
 def test_pruned_model_is_refused_in_memory_and_on_disk(tmp_path):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import attention_layers, refuse_pruned, trained_length
+from ..model.layers import attention_layers, check_dense, trained_length
 from .backward import check_gradient, linear_of, watch_gradients
 from .forward import watch_activations
 from .logits import decoder_of
@@ -59,7 +59,7 @@ def calibrate(
     Raises CalibrationError for unknown needs, unusable windows, or the first loss, activation or
     gradient that is not finite; UnsupportedModelError for a model without pairs.
     """
-    refuse_pruned(model.config)
+    check_dense(model.config)
     needs = check_needs(needs)
     check_windows(model, windows)
     shapes = [layer.shape for layer in attention_layers(model)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.errors import CalibrationError
-from ..model.layers import AttentionLayer, attention_layers, attention_spec, refuse_pruned
+from ..model.layers import AttentionLayer, attention_layers, attention_spec, check_dense
 from .forward import watch_activations
 from .memory import FORWARD_BATCH
 from .observers import ForwardStatistic, Reading, WatchedLayer
@@ -47,7 +47,7 @@ def calibrate_layers(
     next; a stream that is large in host memory is mapped from a file in `folder`. Raises
     CalibrationError as `run.calibrate`, and for needs of gradients.
     """
-    refuse_pruned(source.model.config)
+    check_dense(source.model.config)
     refuse_gradients(needs)
     check_windows(source.model, windows)
     stream = Stream(source, windows, batch_size, folder)

@@ -19,7 +19,7 @@ from ..checkpoint.load import load_config, load_dense, load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import attention_layers, attention_spec, refuse_pruned
+from ..model.layers import attention_layers, attention_spec, check_dense
 from .bos import Bos, bos_token, check_bos, describe_bos
 from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
@@ -86,13 +86,13 @@ class Workbench:
         if isinstance(source, (str, Path)):
             path = resolve_source(source)
             config = load_config(path)
-            refuse_pruned(config)
+            check_dense(config)
             attention_spec(config)
             tokenizer = tokenizer or load_tokenizer(path)
             placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
             model, name = load_dense(path, dtype=dtype, **placement), str(source)
         else:
-            refuse_pruned(source.config)
+            check_dense(source.config)
             attention_spec(source.config)
             if tokenizer is None:
                 raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")

@@ -50,11 +50,17 @@ def check_output(output: str | Path, *, force: bool) -> None:
     """Raise CheckpointError if the directory `output` cannot be made or may not be replaced.
 
     What is replaced goes whole. So the directory one works in, and those above it, are refused
-    always, and `force` takes only what this package or transformers wrote.
+    always, as are roots of file systems, and `force` takes only what this package or transformers
+    wrote. A link to a directory stands for that directory.
     """
     check_folder(output)
-    path = Path(output)
-    if Path.cwd().is_relative_to(path.resolve()):
+    path = Path(output).resolve()
+    if path.is_mount():
+        raise CheckpointError(
+            f"{path} is the root of a file system, which cannot be replaced whole: name a "
+            "directory inside it"
+        )
+    if Path.cwd().is_relative_to(path):
         raise CheckpointError(
             f"{output} is the directory you work in, or one above it, which would be replaced "
             "whole: name a directory inside it"
@@ -102,7 +108,7 @@ def whole_file(output: str | Path, *, force: bool = True) -> Iterator[Path]:
     Raises CheckpointError if `output` may not be replaced, or where there is no room for it.
     """
     check_output_file(output, force=force)
-    target = Path(output).absolute()
+    target = Path(output).resolve()
     made = _make_parents(target)
     _remove_abandoned(target)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
@@ -126,7 +132,7 @@ def whole_directory(
     CheckpointError if `output` may not be replaced, or where there is no room for it.
     """
     check_folder(output) if own else check_output(output, force=force)
-    target = Path(output).absolute()
+    target = Path(output).resolve()
     made = _make_parents(target)
     _remove_abandoned(target)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
@@ -229,9 +235,13 @@ def check_safetensors(path: Path) -> None:
 
 
 def _check_parents(path: Path) -> None:
-    above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    above = next((parent for parent in path.resolve().parents if parent.exists()), None)
     if above is not None and not above.is_dir():
         raise CheckpointError(f"{above} is a file: {path} cannot be made inside it")
+    if above is not None and not os.access(above, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{above} may not be written to, where {path.name} would appear: name another output"
+        )
 
 
 def _move_into_place(partial: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from ..model.errors import CheckpointError, RapError
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import PREFIX, attention_spec, refuse_pruned, text_config
+from ..model.layers import PREFIX, attention_spec, check_dense, text_config
 from ..model.modeling import auto_class, register
 from .files import check_safetensors
 from .shards import check_depth
@@ -52,7 +52,7 @@ def load_dense(source: str | Path, **kwargs: Any) -> Any:
     Raises UnsupportedModelError or CheckpointError.
     """
     config = load_config(source)
-    refuse_pruned(config)
+    check_dense(config)
     attention_spec(config)
     return _load(source, config, **kwargs)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..model.errors import CheckpointError
 from ..model.fingerprint import Fingerprint, tied_names
-from ..model.layers import attention_spec, refuse_pruned, text_config
+from ..model.layers import attention_spec, check_dense, text_config
 from .conversions import Conversions
 from .load import check_generation_config, load_config, without_tensors
 from .shards import DTYPES, check_depth, find_shards, same_values
@@ -52,7 +52,7 @@ class StoredModel:
 
     def __init__(self, source: str | Path):
         self.name, config = str(source), load_config(source)
-        refuse_pruned(config)
+        check_dense(config)
         attention_spec(config)
         self.folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(self.name))
         check_generation_config(self.folder)

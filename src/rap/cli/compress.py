@@ -15,7 +15,7 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..methods import Method, apply_plan, traits_of
 from ..model.errors import RapError
-from ..model.layers import attention_spec, refuse_pruned, text_config
+from ..model.layers import attention_spec, check_dense, text_config
 from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
@@ -166,7 +166,7 @@ def _tell(
     text = None if evaluate == "none" else evaluate
     check_sources(read.calibration, text)
     config = load_config(resolve_source(model))
-    refuse_pruned(config)
+    check_dense(config)
     attention_spec(config)
     dense = dry.unloaded(config)
     needs = method.needs_for(dense)

@@ -12,7 +12,13 @@ from ..checkpoint.load import is_pruned, load_config, without_tensors
 from ..checkpoint.source import resolve_source
 from ..methods import Rap
 from ..model.errors import RapError
-from ..model.layers import AttentionLayer, attention_layers, attention_spec, text_config
+from ..model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    check_dense,
+    text_config,
+)
 from ..model.rope import AttentionShape
 from ..planning.budgets import kv_budgets
 from ..planning.mixing import key_limit, value_limit
@@ -77,6 +83,8 @@ def describe_model(target: str, retain: float = 0.7) -> dict[str, Any]:
 
 def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, Any]:
     """As `describe_model`, of a config."""
+    if not is_pruned(config):
+        check_dense(config)
     attention_spec(config)
     text = text_config(config)
     # Read first: building a model writes the dtype it was built in.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import attention_layers, base_model_type, refuse_pruned
+from ..model.layers import attention_layers, base_model_type, check_dense
 from ..model.rope import AttentionShape
 from ..model.specs import NORM_MODES
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
@@ -87,7 +87,7 @@ class Method(ABC):
 
     def check(self, model: PreTrainedModel, statistics: Statistics) -> str:
         """The dense model's fingerprint; RapError unless the statistics are whole and of it."""
-        refuse_pruned(model.config)
+        check_dense(model.config)
         return self.check_statistics(statistics, fingerprint_model(model))
 
     def check_statistics(self, statistics: Statistics, fingerprint: str) -> str:

@@ -52,15 +52,9 @@ def trained_length(config: PreTrainedConfig) -> int | None:
 def attention_spec(config: PreTrainedConfig) -> AttentionSpec:
     """The family row for a config, before any weight is read.
 
-    Raises UnsupportedModelError with the reason (what is missing), CheckpointError for a quantized
-    checkpoint.
+    Raises UnsupportedModelError with the reason (what is missing).
     """
     model_type = base_model_type(config)
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            f"this {model_type} checkpoint is quantized: compress the unquantized weights first, "
-            "then quantize the result"
-        )
     text = text_config(config)
     spec = FAMILIES.get(base_model_type(text))
     if spec is None or getattr(text, "kv_lora_rank", None):
@@ -69,11 +63,16 @@ def attention_spec(config: PreTrainedConfig) -> AttentionSpec:
     return spec
 
 
-def refuse_pruned(config: PreTrainedConfig) -> None:
-    """Raise CheckpointError if the config is of an already pruned model."""
+def check_dense(config: PreTrainedConfig) -> None:
+    """Raise CheckpointError if the config is of a model that is pruned or quantized already."""
     if str(config.model_type).startswith(PREFIX):
         raise CheckpointError(
             "this model is already pruned: start again from the dense checkpoint it came from"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"this {base_model_type(config)} checkpoint is quantized: compress the unquantized "
+            "weights first, then quantize the result"
         )
 
 

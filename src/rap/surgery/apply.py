@@ -16,8 +16,8 @@ from ..model.layers import (
     attention_layers,
     attention_spec,
     base_model_type,
+    check_dense,
     projection_tensors,
-    refuse_pruned,
 )
 from ..model.modeling import CONFIG_VERSION, config_class, model_class
 from ..model.norms import norm_names
@@ -33,7 +33,7 @@ def apply(model: PreTrainedModel, plan: Plan) -> Any:
     PlanError if the plan was made for another model, CheckpointError if the model is pruned
     already or has weights offloaded to the meta device.
     """
-    refuse_pruned(model.config)
+    check_dense(model.config)
     offloaded = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if offloaded is not None:
         raise CheckpointError(

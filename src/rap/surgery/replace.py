@@ -23,8 +23,8 @@ from ..model.layers import (
     attention_layers,
     attention_spec,
     base_model_type,
+    check_dense,
     projection_tensors,
-    refuse_pruned,
     rotary_module,
 )
 from ..model.rope import AttentionShape
@@ -160,7 +160,7 @@ def replaced_layers(model: PreTrainedModel, plan: Plan) -> dict[int, ReplacedLay
 
 def check_made_for(replacement: Replacement, model: PreTrainedModel) -> None:
     """Raise PlanError unless the replacement was made for this dense model."""
-    refuse_pruned(model.config)
+    check_dense(model.config)
     replacement.check_model(
         base_model_type(model.config),
         [layer.shape for layer in attention_layers(model)],

@@ -31,8 +31,8 @@ from ..model.layers import (
     attention_layers,
     attention_spec,
     base_model_type,
+    check_dense,
     projection_tensors,
-    refuse_pruned,
     text_config,
 )
 from ..model.modeling import auto_class
@@ -215,7 +215,7 @@ def check_config(config: PreTrainedConfig, plan: PlanHeader) -> None:
     Raises CheckpointError for a model that is pruned or quantized, UnsupportedModelError for a
     family that is not known.
     """
-    refuse_pruned(config)
+    check_dense(config)
     attention_spec(config)
     # Before layers are built, which a wrong number of them makes long.
     plan.check_kind(base_model_type(config), text_config(config).num_hidden_layers)
