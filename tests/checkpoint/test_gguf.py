@@ -85,3 +85,15 @@ def test_a_header_of_another_model_is_refused(tmp_path):
         resolve_source(file)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "home").rglob("config.json"))
+
+
+def test_a_part_of_a_model_is_refused(tmp_path, monkeypatch):
+    """transformers would fill in random numbers, and they would be kept."""
+    model = tiny_llama()
+    whole = model.state_dict()
+    part = {name: x for name, x in whole.items() if ".layers.1." not in name}
+    monkeypatch.setattr(model, "state_dict", lambda: part)
+    write_gguf(tmp_path / "part.gguf", model)
+    with pytest.raises(CheckpointError, match=r"lacks 9 of the tensors of its model .*join"):
+        checkpoint_of(tmp_path / "part.gguf")
+    assert not list((tmp_path / "home").glob("gguf/*"))

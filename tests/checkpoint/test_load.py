@@ -5,12 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from cases.models import tiny_model
-from rap.checkpoint.load import load, load_config, load_tokenizer, reading, without_tensors
+from cases.models import random_tokens, tiny_model
+from cases.plans import random_plan
+from rap.checkpoint.load import (
+    is_offloaded,
+    load,
+    load_config,
+    load_tokenizer,
+    reading,
+    without_tensors,
+)
 from rap.checkpoint.stored import StoredModel
 from rap.model.errors import CheckpointError, PlanError
+from rap.surgery.apply import apply
 
 
 @pytest.fixture
@@ -132,3 +142,31 @@ def test_errors_that_say_what_to_do_stay_what_they_are():
         raise PlanError("as it is")
     with pytest.raises(KeyboardInterrupt), reading("open x"):
         raise KeyboardInterrupt
+
+
+def test_soft_caps_are_obeyed_unless_something_else_is_asked_for(tmp_path):
+    """SDPA leaves the cap of Gemma 2's scores out without a word."""
+    model = tiny_model("gemma2", attn_logit_softcapping=2.0)
+    apply(model, random_plan(model, [(3, 5), (2, 7)])).save_pretrained(tmp_path / "small")
+    model.save_pretrained(tmp_path / "dense")
+    model.set_attn_implementation("eager")
+    ids = random_tokens(1, 20)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "dense")(ids).logits, model(ids).logits)
+    assert load(tmp_path / "small").config._attn_implementation == "eager"
+    chosen = load(tmp_path / "small", attn_implementation="sdpa")
+    assert chosen.config._attn_implementation == "sdpa"
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    assert load(tmp_path / "llama").config._attn_implementation == "sdpa"
+
+
+def test_offloaded_weights_are_not_hashed(tmp_path):
+    model = tiny_model("llama")
+    apply(model, random_plan(model, [(3, 5), (2, 7)])).save_pretrained(tmp_path / "small")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
+    small = load(tmp_path / "small", device_map=places, offload_folder=tmp_path / "offloaded")
+    assert is_offloaded(small)
+    ids = random_tokens(1, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(small(ids).logits, load(tmp_path / "small")(ids).logits)

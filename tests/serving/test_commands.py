@@ -2,20 +2,35 @@
 
 import importlib.util
 import json
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from cases.command import error_violations, run
-from cases.models import tiny_model
+from cases.family_cases import CASES, random_case_plan
+from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import assets
+from rap.calibration.run import calibrate
+from rap.checkpoint.load import load_config
 from rap.cli import serving as command_line
+from rap.evaluation.cost.footprint import footprint
+from rap.methods import METHODS
 from rap.model.errors import RapError
+from rap.serving.engine import EngineError, run_engine
 from rap.serving.llamacpp.verify import verify_llamacpp
 from rap.serving.serve import Server
-from rap.serving.verify import bundled_prompts, kept_fraction, transcribe, verify
+from rap.serving.verify import (
+    bundled_prompts,
+    dense_channels,
+    kept_fraction,
+    transcribe,
+    verify,
+)
 from rap.surgery.apply import apply
 
 
@@ -163,3 +178,47 @@ def test_prompts_fit_a_short_model():
     assert [len(prompt) for prompt in prompts] == [1, 7, 32]
     assert max(map(max, prompts)) < config.vocab_size
     assert torch.tensor(prompts[2]).unique().numel() > 8
+
+
+@pytest.mark.parametrize("method", ["palu", "svdllm", "elitekv", "matryoshka", "kvpruner-indexed"])
+def test_every_method_is_verified(tmp_path, method):
+    model = tiny_model("llama", dtype=torch.float32)
+    chosen = METHODS[method](retain=0.5)
+    plan = chosen.plan(model, calibrate(model, random_tokens(4, 32), chosen.needs_for(model)))
+    chosen.apply(model, plan).save_pretrained(tmp_path / "small")
+    found = verify(tmp_path / "small")
+    assert found.passed
+    assert found.kept_fraction == pytest.approx(plan.kept_fraction)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "lfm2", "qwen3_next"])
+def test_capacity_is_that_of_layers_that_attend(tmp_path, name):
+    """Text models inside others, and layers without attention: as footprint counts."""
+    (case,) = [case for case in CASES if case.name == name]
+    model = case.model()
+    small = apply(model, random_case_plan(model, case))
+    small.save_pretrained(tmp_path / "small")
+    config = load_config(tmp_path / "small")
+    assert bundled_prompts(tmp_path / "small", config)
+    kept, dense = footprint(small), footprint(model)
+    share = kept.kv_bytes_per_token / dense.kv_bytes_per_token
+    assert share == pytest.approx(kept_fraction(config))
+    assert dense_channels(config) * model.dtype.itemsize == dense.kv_bytes_per_token
+
+
+def test_an_engine_that_takes_too_long_is_ended_in_a_line(tmp_path):
+    child = tmp_path / "child"
+    code = (
+        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']);"
+        f"open({str(child)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    )
+    with pytest.raises(EngineError, match="vLLM did not answer in 3 seconds"):
+        run_engine([sys.executable, "-c", code], "vLLM", 3)
+    gone = Path(f"/proc/{child.read_text()}")
+    for _ in range(100):  # a busy machine takes a while to end it
+        if not gone.exists() or "(zombie)" in (gone / "status").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the engine's own process went on")
+    assert run_engine([sys.executable, "-c", "print('done')"], "vLLM", 60) == "done\n"

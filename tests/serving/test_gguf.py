@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from cases.command import error_violations, run
+from cases.family_cases import CASES
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import assets
@@ -75,6 +76,39 @@ def test_read_back_by_transformers_it_is_the_same_model(saved, home, tmp_path, r
     ids = torch.arange(90)[None] * 7
     with torch.no_grad():
         torch.testing.assert_close(back(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("qwen2", {}), ("llama", {"attention_bias": True}), ("llama", {"mlp_bias": True})],
+)
+def test_biases_are_read_back(saved, home, tmp_path, family, fields):
+    model = bundled_vocabulary(family, **fields)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.uniform_(-1, 1)
+    export_gguf(saved(model), tmp_path / "a.gguf", kind="f32", pre=PRE)
+    back = load(resolve_source(tmp_path / "a.gguf"))
+    ids = torch.arange(90)[None] * 7
+    with torch.no_grad():
+        torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-3)
+
+
+def test_a_head_of_its_own_is_kept_whatever_the_config_says(saved, home, tmp_path):
+    folder = saved(bundled_vocabulary(tie_word_embeddings=False))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    model = load(folder)
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    export_gguf(folder, tmp_path / "a.gguf", kind="f32", pre=PRE)
+    assert "output.weight" in read(tmp_path / "a.gguf")[1]
+
+
+def test_a_multimodal_checkpoint_is_refused_in_a_sentence(saved, tmp_path):
+    (case,) = [case for case in CASES if case.name == "gemma3"]
+    with pytest.raises((UnsupportedModelError, CheckpointError)):
+        export_gguf(saved(case.model()), tmp_path / "a.gguf", pre=PRE)
 
 
 def test_the_reader_sees_a_file_without_factors(saved, home, tmp_path, monkeypatch):

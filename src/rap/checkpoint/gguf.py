@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,13 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
         types = _tensor_types(file)
         where: dict[str, Any] = {"gguf_file": file.name}
         config = AutoConfig.from_pretrained(file.parent, **where)
+        _name_biases(config, file)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-        packed = AutoModelForCausalLM.from_pretrained(
-            file.parent, config=config, dtype=torch.float32, **where
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, config=config, dtype=torch.float32, output_loading_info=True, **where
         )
+        packed, found = loaded
+        _check_whole(packed, file, found["missing_keys"])
         _turn_as_stored(packed.config, file)
     matrices = set(types) - {"F32"}  # norms are F32 in every file
     dtype = _EXACT.get(min(matrices, default="F32"), torch.bfloat16)
@@ -79,6 +82,39 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
         tokenizer.save_pretrained(partial)
         write_json(partial / SOURCE_FILE, stored)
     return stored
+
+
+def _name_biases(config: Any, file: Path) -> None:
+    """Say in the config which biases the file has: transformers makes a model without them."""
+    names = _tensor_names(file)
+    for field, role in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_down")):
+        if hasattr(config, field):
+            setattr(config, field, any(name.endswith(f"{role}.bias") for name in names))
+
+
+def _check_whole(packed: Any, file: Path, missing: Iterable[str]) -> None:
+    """Raise CheckpointError for weights of the model that the file has not, and the other way.
+
+    transformers makes the ones up and drops the others. An output's bias that is no more than
+    zeros need not be in a file.
+    """
+    absent = sorted(missing)
+    for name in absent:
+        if name.endswith("o_proj.bias"):
+            packed.get_parameter(name).data.zero_()
+    lacking = [name for name in absent if not name.endswith("o_proj.bias")]
+    if lacking:
+        raise CheckpointError(
+            f"{file} lacks {len(lacking)} of the tensors of its model ({lacking[0]}, ...): it is "
+            "one of several parts, or damaged: join the parts, or download it again"
+        )
+    biases = [name for name in _tensor_names(file) if name.endswith(".bias")]
+    read = [name for name in packed.state_dict() if name.endswith(".bias")]
+    if len(biases) > len(read):
+        raise CheckpointError(
+            f"{file} has {len(biases)} biases, and the model that transformers makes of it "
+            f"{len(read)}: start from the checkpoint that it was made of"
+        )
 
 
 def _plain(packed: Any, dtype: torch.dtype) -> Any:
@@ -116,6 +152,13 @@ def _turn_as_stored(config: Any, file: Path) -> None:
         "short_factor": factors,
         "long_factor": factors,
     }
+
+
+def _tensor_names(file: Path) -> list[str]:
+    """The names of all tensors."""
+    from gguf import GGUFReader  # an optional extra
+
+    return [tensor.name for tensor in GGUFReader(file).tensors]
 
 
 def _tensor_types(file: Path) -> Counter[str]:

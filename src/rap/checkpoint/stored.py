@@ -20,6 +20,12 @@ from .conversions import Conversions
 from .load import check_generation_config, load_config, without_tensors
 from .shards import DTYPES, check_depth, find_shards, same_values
 
+# What a hub repository may hold beside safetensors, often as large again, and is not read here.
+_OTHER_FORMS = (
+    *("*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.onnx_data"),
+    *("original/*", "consolidated*"),
+)
+
 
 class Weights(Protocol):
     """The weights of a model that are not in memory: `model` has its modules, and says their names.
@@ -54,7 +60,9 @@ class StoredModel:
         self.name, config = str(source), load_config(source)
         check_dense(config)
         attention_spec(config)
-        self.folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(self.name))
+        self.folder = Path(source)
+        if not self.folder.is_dir():
+            self.folder = Path(snapshot_download(self.name, ignore_patterns=list(_OTHER_FORMS)))
         check_generation_config(self.folder)
         self.shards = find_shards(self.folder)
         check_depth(self.shards, config)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.bos import Bos, bos_token
 from ..checkpoint.files import check_output_file
-from ..checkpoint.load import load, load_tokenizer
+from ..checkpoint.load import is_offloaded, load, load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..evaluation.quality.documents import WORDINGS, check_wording
 from ..evaluation.quantization import KINDS, quantize_weights
@@ -97,7 +97,8 @@ def open_checkpoint(
     if dtype == "auto" and not device_map and quantize is None:
         dtype = "float32"
     loaded = load(source, dtype=dtype, **placement)
-    record = {"model": model, "fingerprint": fingerprint_model(loaded), "quantize": quantize}
+    known = None if is_offloaded(loaded) else fingerprint_model(loaded)
+    record = {"model": model, "fingerprint": known, "quantize": quantize}
     if quantize is not None:
         quantize_weights(loaded, quantize)
     return Opened(loaded, tokenizer, record, bos_token(bos, tokenizer, loaded.config))

@@ -83,7 +83,7 @@ class RapModelMixin(_Model):
         return False
 
     # The base's other arguments pass through unnamed.
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As the base class; the config records the fingerprint of exactly these weights."""
         state, skip = kwargs.get("state_dict"), tied_names(self)
         self.config.rap["fingerprint"] = (
@@ -91,7 +91,7 @@ class RapModelMixin(_Model):
             if state is None
             else fingerprint_tensors((n, t) for n, t in state.items() if n not in skip)
         )
-        return super().save_pretrained(save_directory, **kwargs)
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def _get_static_cache_init_shape(self) -> None:
         """Head widths differ from config.head_dim: a static cache takes them from the tensors."""

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -106,23 +107,49 @@ def run_vllm(
         paths = [Path(folder) / name for name in ("job.json", "result.json")]
         paths[0].write_text(json.dumps(job), encoding="utf-8")
         command = [sys.executable, "-m", "rap.serving.vllm.worker", *map(str, paths)]
-        done = subprocess.run(
-            command,
-            env=engine_environment(environment, eager=job["engine"]["enforce_eager"]),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        surroundings = engine_environment(environment, eager=job["engine"]["enforce_eager"])
+        log = run_engine(command, "vLLM", timeout, surroundings)
         result = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else {}
     if "error" in result or not result:
-        raise failure(done.stdout + done.stderr, result.get("error", ""))
+        raise failure(log, result.get("error", ""))
     return EngineRun(
         rounds=[[Transcript(**each) for each in one] for one in result["rounds"]],
         capacity_tokens=result["capacity_tokens"],
         start_seconds=result["start_seconds"],
         version=result["vllm"],
     )
+
+
+def run_engine(
+    command: Sequence[str],
+    name: str,
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run an engine's process to its end; all it printed.
+
+    Raises EngineError if that takes more than `timeout` seconds. Whatever ends the wait ends the
+    processes that the engine started too.
+    """
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.communicate(timeout=timeout)[0]
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise EngineError(
+                f"{name} did not answer in {timeout:,.0f} seconds: try a smaller model, or fewer "
+                "and shorter prompts"
+            ) from error
 
 
 def failure(log: str, error: str = "") -> EngineError:

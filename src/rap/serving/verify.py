@@ -9,12 +9,12 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import assets
-from ..checkpoint.load import is_pruned, load, load_config, load_tokenizer
+from ..checkpoint.load import is_pruned, load, load_config, load_tokenizer, without_tensors
 from ..evaluation.cost.footprint import footprint
 from ..model.errors import CheckpointError, RapError
+from ..model.layers import attention_layers, text_config, trained_length
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
-from .layout import cached_heads, dense_head_dims
 from .paths import serving_path
 
 ENGINES = ("transformers", "vllm")
@@ -97,7 +97,7 @@ def verify(
     reference = load(source, dtype="float32", attn_implementation="eager")
     compared = agreement(reference, transcripts)
     bound = tolerance if tolerance is not None else TOLERANCES[dtype]
-    channels = _dense_channels(config, tensor_parallel_size)
+    channels = dense_channels(config, tensor_parallel_size)
     dense_bytes = channels * getattr(torch, dtype).itemsize
     return Verification(
         engine=engine,
@@ -122,13 +122,15 @@ def check_tolerance(tolerance: float | None) -> None:
 
 def bundled_prompts(source: str | Path, config: PreTrainedConfig) -> list[list[int]]:
     """Token ids of five prompts, 1 to 300 tokens: bundled text, or random without a tokenizer."""
-    longest = (config.max_position_embeddings or PROMPT_TOKENS[-1] + MAX_TOKENS) - MAX_TOKENS
+    longest = (trained_length(config) or PROMPT_TOKENS[-1] + MAX_TOKENS) - MAX_TOKENS
     lengths = [length for length in PROMPT_TOKENS if length <= longest]
     try:
         tokenizer = load_tokenizer(source)
     except CheckpointError:
         ids = torch.randint(
-            config.vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(0)
+            text_config(config).vocab_size,
+            (sum(lengths),),
+            generator=torch.Generator().manual_seed(0),
         ).tolist()
     else:
         text = assets.reference_text("validation")[: 20 * sum(lengths)]
@@ -164,19 +166,15 @@ def transcribe(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -
 
 
 def kept_fraction(config: PreTrainedConfig) -> float:
-    """Cached channels over those of the dense model, from the config; 1 for a dense one."""
-    section = getattr(config, "rap", None) or {"layers": [None] * config.num_hidden_layers}
-    kept = 0
-    sizes = zip(cached_heads(config), dense_head_dims(config), strict=True)
-    for widths, (heads, dim) in zip(section["layers"], sizes, strict=True):
-        own = widths["pairs"] * 2 + widths["free"] + widths["values"] if widths else 2 * dim
-        kept += heads * own
-    return kept / _dense_channels(config, 1)
+    """Cached channels over those of the dense model, as the config says; 1 for a dense one."""
+    section = getattr(config, "rap", None)
+    return float(section["kept_fraction"]) if section else 1.0
 
 
-def _dense_channels(config: PreTrainedConfig, num_devices: int) -> int:
+def dense_channels(config: PreTrainedConfig, num_devices: int = 1) -> int:
     """Channels that a dense model caches per token on each of several devices."""
-    sizes = zip(cached_heads(config), dense_head_dims(config), strict=True)
+    layers = attention_layers(without_tensors(config))
+    sizes = [(x.shape.num_cached_heads, x.shape.head_dim) for x in layers if x.shape is not None]
     return sum(2 * dim * max(1, heads // num_devices) for heads, dim in sizes if heads)
 
 

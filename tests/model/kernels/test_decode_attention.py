@@ -221,6 +221,47 @@ def test_a_cache_that_the_model_made_grows_on_with_what_it_holds():
 
 
 @torch.no_grad()
+def test_what_is_evicted_stays_evicted():
+    """Eviction keeps a view that begins where the store does, and skips through it."""
+    small, tokens = _pruned(), random_tokens(1, 12)
+    logits = []
+    for make in (DynamicCache, GrowingCache):
+        cache = make(config=small.config)
+        small(tokens, past_key_values=cache)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+        for token in random_tokens(1, 3, seed=1).split(1, dim=1):
+            logits.append(small(token, past_key_values=cache).logits)
+    assert all(torch.equal(*pair) for pair in zip(logits[:3], logits[3:], strict=True))
+
+
+def test_a_cache_of_inference_mode_grows_on_outside_it():
+    small, tokens, cache = _pruned(), random_tokens(1, 9), GrowingCache(_pruned().config)
+    with torch.inference_mode():
+        small(tokens, past_key_values=cache)
+    with torch.no_grad():
+        found = small(tokens[:, :1], past_key_values=cache).logits[:, -1]
+        both = small(torch.cat([tokens, tokens[:, :1]], 1)).logits[:, -1]
+    torch.testing.assert_close(found, both)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "of every head"])
+@torch.no_grad()
+def test_masks_of_other_forms_are_taken_with_a_soft_cap(kind):
+    model = tiny_model("gemma2", dtype=torch.float64, attn_logit_softcapping=2.0, **SHAPE)
+    tokens = random_tokens(2, 7)
+    keep = torch.ones(7, 7, dtype=torch.bool).tril()[None, None].expand(2, 1, 7, 7)
+    added = torch.zeros(2, 1, 7, 7, dtype=torch.float64).masked_fill(~keep, float("-inf"))
+    model.set_attn_implementation("eager")
+    expected = model(tokens, attention_mask=added).logits
+    model.set_attn_implementation("rap")
+    mask = added if kind == "numbers" else keep.expand(2, SHAPE["heads"], 7, 7)
+    found = model(tokens, attention_mask=mask).logits
+    # The eager softmax is in float32.
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
 def test_growing_cache_moves_rarely_and_not_at_all_with_capacity():
     small = _pruned()
     for capacity, allowed in ((0, 3), (400, 0)):

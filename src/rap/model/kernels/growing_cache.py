@@ -50,11 +50,17 @@ class GrowingLayer(DynamicLayer):
         self._stores = []
 
     def _has_room(self, total: int, held: tuple[Tensor, Tensor]) -> bool:
-        """Whether the stores still hold what the layer does (beams replace it), and more fits."""
+        """Whether the stores still hold what the layer does, and more fits.
+
+        Beams and eviction replace what it holds, also by other views of the same memory; what was
+        made in inference mode cannot be written to outside it.
+        """
         return bool(self._stores) and all(
             store.shape[-2] >= total
             and store.shape[0] == now.shape[0]
             and store.data_ptr() == now.data_ptr()
+            and store.stride() == now.stride()
+            and store.is_inference() <= torch.is_inference_mode_enabled()
             for store, now in zip(self._stores, held, strict=True)
         )
 

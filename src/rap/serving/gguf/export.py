@@ -10,6 +10,7 @@ from ...checkpoint.files import check_output_file, whole_file
 from ...checkpoint.gguf import FREQUENCY_FACTORS
 from ...checkpoint.load import load_config, load_tokenizer
 from ...model.errors import CheckpointError, RapError
+from ...model.layers import text_config
 from .plain import head_width, plain_model, width_warnings
 from .rotation import rotate_heads
 
@@ -57,7 +58,7 @@ def export_gguf(
     from .tensors import stored_tensors
     from .tokenizer import add_tokenizer, copy_tokenizer
 
-    vocabulary = load_config(source).vocab_size
+    vocabulary = text_config(load_config(source)).vocab_size
     writer = new_writer(ARCHITECTURE)
     if tokenizer_from is not None:
         copy_tokenizer(writer, tokenizer_from, vocabulary, pre)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...checkpoint.gguf import FREQUENCY_FACTORS
 from ...model.errors import RapError
+from ...model.fingerprint import tied_names
 from .plain import frequency_factors, head_width
 
 # Name, how matrices are stored, and the number by which GGUF calls such a file.
@@ -65,8 +66,9 @@ def stored_tensors(model: Any, kind: str) -> Iterator[Stored]:
         listed = torch.tensor(factors)
         assert len(listed) == head_width(config) // 2
         yield Stored(FREQUENCY_FACTORS, tuple(listed.shape), TYPES["f32"][0], listed)
+    tied = tied_names(model)
     for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name in tied:
             continue
         if name.endswith("o_proj.bias") and not weight.any():
             continue  # a Qwen2 as a Llama has a zero bias that no file needs

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..engine import LOG_LINES, EngineError
+from ..engine import LOG_LINES, EngineError, run_engine
 
 WORKER = Path(__file__).with_name("worker.py")
 CACHES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q4_0")
@@ -101,16 +100,8 @@ def run_llamacpp(
     with tempfile.TemporaryDirectory(prefix="rap-llamacpp-") as folder:
         paths = [Path(folder) / name for name in ("job.json", "result.json")]
         paths[0].write_text(json.dumps(job), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, str(WORKER), *map(str, paths)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            check=False,
-        )
+        log = run_engine([sys.executable, str(WORKER), *map(str, paths)], "llama.cpp", timeout)
         result = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else None
-    log = done.stderr + done.stdout
     if result is None:
         raise failure(log)
     return _answered(result, log)

@@ -22,6 +22,7 @@ def attend(
 ) -> Tensor:
     """softmax(cap(scale q k)) v over kept slots, [B, H, T, C]; a sink takes its share of the sum.
 
+    The mask may also be of every head, or of numbers to add to scores, as transformers takes them.
     Scores and softmax in float32 or wider, as in the families' eager attention. A query that keeps
     no slot gets zeros. Of the weights a share `dropout` is zeroed at random, and the others grow by
     1 / (1 - dropout). Memory grows with T x S.
@@ -32,7 +33,7 @@ def attend(
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if keep_B1TS is not None:
-        score = score.masked_fill(~keep_B1TS[:, :, None], float("-inf"))
+        score = _masked(score, keep_B1TS)
     top = score.amax(-1, keepdim=True).clamp_min(torch.finfo(wide).min)
     sink = None
     if sinks_H is not None:
@@ -46,6 +47,15 @@ def attend(
     if dropout:
         weight = torch.dropout(weight, dropout, train=True)
     return torch.matmul(weight, values_BGSC[:, :, None]).flatten(1, 2)
+
+
+def _masked(score_BGRTS: Tensor, mask: Tensor) -> Tensor:
+    """Scores under a mask [B, 1 or H, T, S]: of what is kept, or, in floats, of what is added."""
+    heads = score_BGRTS.shape[1:3]
+    mask = mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, heads)
+    if mask.dtype == torch.bool:
+        return score_BGRTS.masked_fill(~mask, float("-inf"))
+    return score_BGRTS + mask.to(score_BGRTS.dtype)
 
 
 def kept_slots(
