@@ -1,6 +1,7 @@
 """What every method must do, whatever it keeps: dense at retain 1, cache, decode, save, recover."""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,27 @@ def test_attention_of_another_make_is_refused(family: str, reason: str) -> None:
 def test_impossible_settings_are_refused(name: str, settings: dict, message: str) -> None:
     with pytest.raises(rap.RapError, match=message):
         METHODS[name](**settings)
+
+
+@every_case
+def test_models_are_pickled(case: MethodCase, calibrated: tuple) -> None:
+    _, model = small(case, calibrated)
+    again = pickle.loads(pickle.dumps(model))
+    ids = random_tokens(1, 9)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_the_default_type_of_a_process_changes_no_statistic() -> None:
+    model, windows = tiny_model(dtype=torch.float32), random_tokens(2, 16)
+    expected = rap.calibrate(model, windows, {"energy", "values"}).layers
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found = rap.calibrate(model, windows, {"energy", "values"}).layers
+    finally:
+        torch.set_default_dtype(before)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, tensor in theirs.items():
+            assert ours[name].dtype == torch.float32
+            torch.testing.assert_close(ours[name], tensor)

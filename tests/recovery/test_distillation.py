@@ -482,3 +482,16 @@ def test_a_full_disk_is_one_line(models, tmp_path, monkeypatch, how):
 def test_other_errors_are_not_called_a_full_disk(tmp_path):
     with pytest.raises(RuntimeError, match="out of memory"), runs.explained(tmp_path):
         raise RuntimeError("out of memory")
+
+
+def test_the_result_uses_a_cache_as_its_model_did(models, recovered):
+    """The trainer turns that off in the config, where a decode loop by hand reads it."""
+    assert recovered.model.config.use_cache is models[1].config.use_cache is True
+    assert recovered.model(WINDOWS[:1]).past_key_values is not None
+
+
+@torch.no_grad()
+def test_gradients_may_be_off_around_it(models):
+    dense, small = models
+    with_gradients = distill(small, dense, WINDOWS, CONFIG, validation=VALIDATION)
+    assert with_gradients.report["steps"] == CONFIG.steps

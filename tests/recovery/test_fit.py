@@ -289,3 +289,10 @@ def test_what_cannot_be_fitted_is_refused(pair: tuple[Any, Any]) -> None:
     for name, value in wrong.items():
         with pytest.raises(RapError, match=f"fit {name}"):
             FitConfig(**{name: value})
+
+
+@torch.no_grad()
+def test_gradients_may_be_off_around_it(pair: tuple[Any, Any]) -> None:
+    dense, small = pair
+    found = fit_layers(small, dense, WINDOWS, CONFIG)
+    assert any(layer.after < layer.before for layer in found)

@@ -39,7 +39,7 @@ class WatchedLayer:
         """A float32 accumulator on the device of a projection."""
         # A layer that reads another's keys has none.
         linear = self.linears.get(role) or next(iter(self.linears.values()))
-        return torch.zeros(shape, device=linear.weight.device)
+        return torch.zeros(shape, dtype=torch.float32, device=linear.weight.device)
 
     def canonical(self, x_HD: Tensor) -> Tensor:
         """Channels in canonical order: first of every pair, second of every pair, the rest."""

@@ -131,7 +131,7 @@ def new_stream(shape: tuple[int, ...], folder: Path | None = None) -> Tensor:
     """
     size = torch.Size(shape).numel()
     if folder is None or size * FLOAT <= HOST_SHARE * free_memory(torch.device("cpu")):
-        return torch.empty(shape)
+        return torch.empty(shape, dtype=torch.float32)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         mapped = torch.from_file(file.name, shared=True, size=size, dtype=torch.float32)

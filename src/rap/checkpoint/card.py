@@ -35,10 +35,13 @@ tokenizer = AutoTokenizer.from_pretrained("{path}")
 
 Method: `{method}`
 
-{calibration}The weights' fingerprint and every layer's widths are in `config.json`
-(section `rap`), the full decision in `plan.rap` (`rap inspect plan plan.rap`){measured}.
+{calibration}{recorded} in `plan.rap` (`rap inspect plan plan.rap`){measured}.
 The licence is that of the dense model.
 """
+_RECORDED = (
+    "The weights' fingerprint and every layer's widths are in `config.json`\n(section `rap`), the "
+    "full decision"
+)
 _MEASURED = ", the measurements and\nversions in `rap_report.json`"
 
 
@@ -79,6 +82,7 @@ def model_card(report: dict[str, Any], title: str) -> str:
         path=title,
         method=report["method"],
         calibration=f"Calibration: {report['calibration']}. " if "calibration" in report else "",
+        recorded="The full decision is" if about.get("ships") == "stock" else _RECORDED,
         measured=_MEASURED if "provenance" in report else "",
     )
 

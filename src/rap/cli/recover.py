@@ -240,7 +240,8 @@ def _read(
     The report may be missing. RapError for what is no pruned checkpoint, or another teacher.
     """
     check_dtype(teacher_dtype, KINDS)
-    if not (pruned.is_dir() and is_pruned(load_config(pruned))):
+    # Whole heads leave a plain checkpoint of the family, with the plan beside it.
+    if not (pruned.is_dir() and (is_pruned(load_config(pruned)) or (pruned / PLAN_FILE).is_file())):
         raise RapError(f"{pruned} is not a pruned checkpoint: run `rap compress` first")
     report = pruned / REPORT_FILE
     stored = read_json(report, "remove it, or compress again") if report.is_file() else {}

@@ -82,7 +82,6 @@ class RapModelMixin(_Model):
         """False: custom code may not fill in what checkpoints do not store, as families do."""
         return False
 
-    # The base's other arguments pass through unnamed.
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As the base class; the config records the fingerprint of exactly these weights."""
         state, skip = kwargs.get("state_dict"), tied_names(self)
@@ -95,7 +94,6 @@ class RapModelMixin(_Model):
 
     def _get_static_cache_init_shape(self) -> None:
         """Head widths differ from config.head_dim: a static cache takes them from the tensors."""
-        return None
 
 
 def build_attention(
@@ -208,13 +206,15 @@ def __getattr__(name: str) -> type:
             return config_class(base_type)
         if name == f"Rap{model_name}":
             return model_class(base_type)
-    if name.startswith("Rap") and name.endswith("Attention"):
-        # Unpickling a model asks for the class of its attention by name.
-        for base_type in _model_names():
+    # Pickling and unpickling a model ask for the class of its attention by name.
+    kinds: dict[str, Any] = {x.__name__.removesuffix("Attention"): x for x in KINDS.values()}
+    for prefix, kind in ({"Rap": None} | kinds).items() if name.endswith("Attention") else ():
+        for base_type in _model_names() if name.startswith(prefix) else ():
             family = sys.modules[model_class(base_type).__mro__[2].__module__]
-            if dense := getattr(family, name.removeprefix("Rap"), None):
+            if dense := getattr(family, name.removeprefix(prefix), None):
                 spec = FAMILIES.get(base_type)  # None of a multimodal whole
-                return attention_class(dense, plain_attention(spec) if spec else RapAttention)
+                kind = kind or (plain_attention(spec) if spec else RapAttention)
+                return attention_class(dense, kind)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -80,7 +80,8 @@ def distill(
         adapted = add_adapters(student, config)
         data = Windows(windows), Windows(validation)
         trainer = DistillationTrainer(adapted, teacher, config, data, arguments, progress)
-        trainer.run(checkpoint)
+        with torch.enable_grad():
+            trainer.run(checkpoint)
         _load_best(trainer, work)
         dtypes = {name: parameter.dtype for name, parameter in small.named_parameters()}
         merged = merge(trainer.model, validation[0], dtypes)
@@ -112,7 +113,11 @@ def _temporary(stack: ExitStack) -> Path:
 
 
 def _as_found(merged: PreTrainedModel, small: PreTrainedModel) -> Any:
-    """Take off what training put on: checkpointing, its hook on the embedding, mode, device."""
+    """Take off what training put on: checkpointing, its hook on the embedding, mode, device.
+
+    The trainer says in the config that no cache is used, and who decodes by hand would lose it.
+    """
+    merged.config.use_cache = small.config.use_cache
     merged.disable_input_require_grads()
     vars(merged).pop("_require_grads_hooks", None)
     if not small.is_gradient_checkpointing:

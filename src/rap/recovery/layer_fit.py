@@ -150,6 +150,7 @@ class LayerProblem:
         output = self.attention(*args, **kwargs)
         return output if isinstance(output, Tensor) else output[0]
 
+    @torch.enable_grad()
     def _train(self) -> None:
         groups, attention = [], set(self.attention.parameters())
         for parameter in self.trained.values():
