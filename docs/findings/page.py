@@ -29,6 +29,7 @@ REAL = tuple(
         "-fit-sweep",
         "-fit-methods",
         "-fit-svdllm",
+        "-fit-others",
         "-distil",
         "-defaults",
         "-refit",
