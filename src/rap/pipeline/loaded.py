@@ -35,10 +35,10 @@ def compress(
     *,
     method: Method | str = "rap",
     tokenizer: Any = None,
-    calibration: str = "bundled",
+    calibration: str | Path = "bundled",
     num_windows: int = 32,
     window: int = 1024,
-    evaluate: str | None = "bundled",
+    evaluate: str | Path | None = "bundled",
     dtype: str | torch.dtype = "auto",
     device_map: str | None = None,
     recover: str = "none",
@@ -61,13 +61,15 @@ def compress(
 
     Raises a RapError for any input that cannot work, before the work it would waste.
     """
+    # As reports are written: paths as text, numbers of NumPy as Python's.
+    calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
     if isinstance(method, str):
-        method = parse_method(method, retain, seed=seed)
+        method = parse_method(method, float(retain), seed=seed)
     check_recovery(recover, method.name)
     check_sources(calibration, evaluate)
     if output is not None:
         check_output(output, force=force)
-    reading = CalibrationText(calibration, num_windows, window, seed, bos)
+    reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
     bench = Workbench.open(
         source, tokenizer, dtype=dtype, device_map=device_map, reading=reading, progress=progress
     )
