@@ -70,7 +70,7 @@ class RotatedMoment(ForwardStatistic):
     @staticmethod
     def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
         width = layer.shape.head_dim
-        return FLOAT * 2 * layer.shape.num_kv_heads * (width**2 + width)
+        return FLOAT * 2 * layer.shape.num_kv_heads * (width**2 + 2 * width)
 
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTGD = split_heads(outputs.float(), self.layer.shape.head_dim)

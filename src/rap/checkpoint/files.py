@@ -55,15 +55,15 @@ def check_output(output: str | Path, *, force: bool) -> None:
     """
     check_folder(output)
     path = Path(output).resolve()
-    if path.is_mount():
-        raise CheckpointError(
-            f"{path} is the root of a file system, which cannot be replaced whole: name a "
-            "directory inside it"
-        )
     if Path.cwd().is_relative_to(path):
         raise CheckpointError(
             f"{output} is the directory you work in, or one above it, which would be replaced "
             "whole: name a directory inside it"
+        )
+    if path.is_mount():
+        raise CheckpointError(
+            f"{path} is the root of a file system, which cannot be replaced whole: name a "
+            "directory inside it"
         )
     if not path.is_dir() or not any(path.iterdir()):
         return

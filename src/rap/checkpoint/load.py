@@ -127,8 +127,7 @@ def _load(source: str | Path, config: PreTrainedConfig, **kwargs: Any) -> Any:
             check_safetensors(shard)
         if any(shard.name.startswith("model") for shard in shards):  # and not an adapter alone
             check_depth(shards, config)
-    if getattr(text_config(config), SOFT_CAP, None) is not None:
-        kwargs.setdefault("attn_implementation", "eager")
+    kwargs = _obeying(config) | kwargs
     with reading(f"load weights from {source}"):
         model, found = auto_class(config).from_pretrained(
             source, output_loading_info=True, **kwargs
@@ -143,10 +142,16 @@ def _load(source: str | Path, config: PreTrainedConfig, **kwargs: Any) -> Any:
     return model.eval()
 
 
+def _obeying(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a model must be loaded with to do what its config says."""
+    capped = getattr(text_config(config), SOFT_CAP, None) is not None
+    return {"attn_implementation": "eager"} if capped else {}
+
+
 def without_tensors(config: PreTrainedConfig, **kwargs: Any) -> Any:
     """The model of a config on the meta device; CheckpointError for a config that makes none."""
     with reading("build the model that the config describes"), torch.device("meta"):
-        return auto_class(config).from_config(config, **kwargs)
+        return auto_class(config).from_config(config, **(_obeying(config) | kwargs))
 
 
 @contextlib.contextmanager

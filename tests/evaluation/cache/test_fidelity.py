@@ -113,7 +113,7 @@ def test_windows_are_spread_over_the_text():
 @pytest.mark.parametrize("sizes", [(40, 39, 1), (40, 0, 1), (40, 20, 0)])
 def test_sizes_that_judge_nothing_are_refused(sizes, ids):
     named = dict(zip(("window", "prefix", "piece"), sizes, strict=True))
-    with pytest.raises(RapError, match="cannot judge windows of 40"):
+    with pytest.raises(RapError, match="cannot score windows of 40"):
         DenseContinuations(tiny_model(), ids.flatten(), **named, num_windows=1)
 
 
