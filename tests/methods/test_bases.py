@@ -81,8 +81,8 @@ def test_the_memory_estimate_counts_them(calibrated: tuple, need: str) -> None:
     model, windows, _ = calibrated
     found = rap.calibrate(model, windows, {need})
     held = sum(tensor.nbytes for layer in found.layers for tensor in layer.values())
-    # What `result` drops: the keys' mean, and four of a distance's eight bytes.
-    dropped = {"rotated": GROUPS * DIM, "logits": 4 * SAMPLES_PER_WINDOW, "inputs": 0}
+    # What `result` drops: the keys' mean and two centres, four of a distance's eight bytes.
+    dropped = {"rotated": 3 * GROUPS * DIM, "logits": 4 * SAMPLES_PER_WINDOW, "inputs": 0}
     held += len(found.layers) * 4 * dropped[need]
     assert estimate_memory(model, windows, {need})["accumulators"] == held
 
