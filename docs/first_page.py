@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, Formatter, PercentFormatter
 
 from rap.studies.report.report import markdown_table
 
@@ -117,18 +118,24 @@ def draw(measured: Measured, path: Path) -> None:
             points = list(measured.curve(row))
             label = row.name.strip("*")
             axes.plot(*zip(*points, strict=True), marker="o", color=row.color, label=label)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(FixedLocator([0.03, 0.1, 0.3, 1, 10]))
-        axes.yaxis.set_minor_locator(FixedLocator([]))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.invert_xaxis()
-        axes.set_xlabel("KV cache, share of the dense model's")
-        axes.set_ylabel("perplexity over dense")
-        axes.grid(axis="y", color="0.9")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        shown = PercentFormatter(1.0, decimals=0)
+        over_share(axes, "perplexity over dense", [0.03, 0.1, 0.3, 1, 10], shown)
         figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def over_share(axes: Axes, what: str, ticks: list[float], shown: Formatter) -> None:
+    """Draw `what` on a logarithmic axis over the share of the cache, which shrinks to the right."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_major_formatter(shown)
+    axes.yaxis.set_minor_locator(FixedLocator([]))
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.invert_xaxis()
+    axes.set_xlabel("KV cache, share of the dense model's")
+    axes.set_ylabel(what)
+    axes.grid(axis="y", color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def with_table(text: str, measured: Measured) -> str:

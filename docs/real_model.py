@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from first_page import EXPERIMENTS, REPOSITORY, Measured
+from first_page import EXPERIMENTS, REPOSITORY, Measured, over_share
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 
 from rap.studies.report.report import markdown_table
 
@@ -205,17 +205,8 @@ def draw(evidence: Evidence, path: Path) -> None:
         methods = dict.fromkeys(key.method for key in evidence.cells if key != DENSE)
         for method in [*(m for m in methods if m not in COLORS), *COLORS]:
             _curves(axes, evidence, method)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(FixedLocator([0.03, 0.1, 0.3, 1, 3, 10]))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.invert_xaxis()
-        axes.set_xlabel("KV cache, share of the dense model's")
-        axes.set_ylabel("KL from the dense model, nats a token")
-        axes.grid(axis="y", color="0.9")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        what, shown = "KL from the dense model, nats a token", StrMethodFormatter("{x:g}")
+        over_share(axes, what, [0.03, 0.1, 0.3, 1, 3, 10], shown)
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +59,21 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
         types = _tensor_types(file)
         where: dict[str, Any] = {"gguf_file": file.name}
         config = AutoConfig.from_pretrained(file.parent, **where)
-        _name_biases(config, file)
+        _name_biases(config, types)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, config=config, dtype=torch.float32, output_loading_info=True, **where
         )
         packed, found = loaded
-        _check_whole(packed, file, found["missing_keys"])
+        _check_whole(packed, file, types, found["missing_keys"])
         _turn_as_stored(packed.config, file)
-    matrices = set(types) - {"F32"}  # norms are F32 in every file
+    counted = Counter(types.values())
+    matrices = set(counted) - {"F32"}  # norms are F32 in every file
     dtype = _EXACT.get(min(matrices, default="F32"), torch.bfloat16)
     dtype = dtype if len(matrices) < 2 else torch.bfloat16
     stored = {
         "file": file.name,
-        "types": ", ".join(f"{count} {name}" for name, count in types.most_common()),
+        "types": ", ".join(f"{count} {name}" for name, count in counted.most_common()),
         "dtype": str(dtype).removeprefix("torch."),
     }
     with reading(f"read {file}", "its header and its tensors disagree, download it again"):
@@ -84,15 +85,14 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
     return stored
 
 
-def _name_biases(config: Any, file: Path) -> None:
-    """Say in the config which biases the file has: transformers makes a model without them."""
-    names = _tensor_names(file)
+def _name_biases(config: Any, names: Collection[str]) -> None:
+    """Say in the config which biases a file has: transformers makes a model without them."""
     for field, role in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_down")):
         if hasattr(config, field):
             setattr(config, field, any(name.endswith(f"{role}.bias") for name in names))
 
 
-def _check_whole(packed: Any, file: Path, missing: Iterable[str]) -> None:
+def _check_whole(packed: Any, file: Path, names: Collection[str], missing: Collection[str]) -> None:
     """Raise CheckpointError for weights of the model that the file has not, and the other way.
 
     transformers makes the ones up and drops the others. An output's bias that is no more than
@@ -108,7 +108,7 @@ def _check_whole(packed: Any, file: Path, missing: Iterable[str]) -> None:
             f"{file} lacks {len(lacking)} of the tensors of its model ({lacking[0]}, ...): it is "
             "one of several parts, or damaged: join the parts, or download it again"
         )
-    biases = [name for name in _tensor_names(file) if name.endswith(".bias")]
+    biases = [name for name in names if name.endswith(".bias")]
     read = [name for name in packed.state_dict() if name.endswith(".bias")]
     if len(biases) > len(read):
         raise CheckpointError(
@@ -154,18 +154,11 @@ def _turn_as_stored(config: Any, file: Path) -> None:
     }
 
 
-def _tensor_names(file: Path) -> list[str]:
-    """The names of all tensors."""
+def _tensor_types(file: Path) -> dict[str, str]:
+    """By tensor, in which of GGUF's types it is stored."""
     from gguf import GGUFReader  # an optional extra
 
-    return [tensor.name for tensor in GGUFReader(file).tensors]
-
-
-def _tensor_types(file: Path) -> Counter[str]:
-    """How many tensors are stored in each of GGUF's types."""
-    from gguf import GGUFReader  # an optional extra
-
-    return Counter(tensor.tensor_type.name for tensor in GGUFReader(file).tensors)
+    return {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
 
 
 def _digest(file: Path) -> str:

@@ -31,7 +31,6 @@ from .checkpoints import (
     open_checkpoint,
 )
 from .groups import Loading, grouped
-from .options import print_table
 
 CACHE_LOADING = Loading(dtype="float32")
 HEADER = ["cache", "perplexity", "recall", "after the prefix", "at the end", "of exact"]
@@ -118,21 +117,16 @@ def cache_command(
     title = f"{label(opened)}: {asked.prefix} tokens read, then the cache compressed"
     rows = [_row(row, exact) for row in (exact, compressed)]
     made = provenance(seed=load.seed, quantize=quantize, dtype=load.dtype)
-    result = {
-        **opened.record,
+    figures = {
         "text": text,
         "bits": bits,
         "press": press,
         "wording": asked.wording,
         "exact": exact,
         "compressed": compressed,
-        "table": {"title": title, "header": HEADER, "rows": rows},
-        "command": made["command"],
-        "provenance": made,
     }
-    deliver(result, output, as_json)
-    if not as_json:
-        print_table(title, HEADER, rows)
+    table = {"title": title, "header": HEADER, "rows": rows}
+    deliver(opened, figures, table, made, output, as_json)
 
 
 def _measured(

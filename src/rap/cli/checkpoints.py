@@ -17,7 +17,7 @@ from ..evaluation.quantization import KINDS, quantize_weights
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from . import options
-from .options import print_json, write_result
+from .options import print_json, print_table, write_result
 
 ResultFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")]
 Quantize = Annotated[
@@ -110,12 +110,26 @@ def open_dense(dense: str, device_map: str | None) -> Any:
     return load(resolve_source(dense), dtype="float32", **placement)
 
 
-def deliver(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
-    """Write a result where that is wanted, and print it if it is printed as JSON."""
+def deliver(
+    opened: Opened,
+    figures: dict[str, Any],
+    table: dict[str, Any],
+    made: dict[str, Any],
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Write what was measured of a checkpoint where that is wanted, and print it, or its table.
+
+    `made` is its provenance, with the command.
+    """
+    result = {**opened.record, **figures, "table": table, "provenance": made}
+    result["command"] = made["command"]
     if output is not None:
         write_result(output, result)
     if as_json:
         print_json(result)
+    else:
+        print_table(table["title"], table["header"], table["rows"])
 
 
 def label(opened: Opened) -> str:

@@ -93,16 +93,13 @@ def perplexity_command(
         "header": ["text", "windows", "tokens a window", "perplexity"],
         "rows": [[text, f"{scored.num_windows:,}", f"{scored.window:,}", f"{scored.value:.4f}"]],
     }
-    told = {"table": table, "command": made["command"], "provenance": made}
-    deliver({**opened.record, "text": text, **asdict(scored), **told}, output, as_json)
-    if not as_json:
-        print_table(**table)
-        if len(scored.positions) > 1:
-            rows = [
-                [f"{part.start:,} to {part.stop - 1:,}", f"{math.exp(part.nats_per_token):.2f}"]
-                for part in scored.positions
-            ]
-            print_table("By position in the window", ["tokens before", "perplexity"], rows)
+    deliver(opened, {"text": text, **asdict(scored)}, table, made, output, as_json)
+    if len(scored.positions) > 1 and not as_json:
+        rows = [
+            [f"{part.start:,} to {part.stop - 1:,}", f"{math.exp(part.nats_per_token):.2f}"]
+            for part in scored.positions
+        ]
+        print_table("By position in the window", ["tokens before", "perplexity"], rows)
 
 
 @evaluate_app.command("recall")
@@ -147,26 +144,20 @@ def recall_command(
         "rows": [[f"{far:,}", *(by_place[far, n] for n in facts)] for far in distances],
     }
     made = provenance(seed=how.seed, quantize=how.quantize)
-    result = {
-        **opened.record,
+    figures = {
         "text": text,
         "bos": opened.bos,
         "wording": wording,
         "recall": [asdict(cell) for cell in cells],
         "copy": {**asdict(copied), "gain": copied.gain},
-        "table": table,
-        "command": made["command"],
-        "provenance": made,
     }
-    deliver(result, output, as_json)
-    if as_json:
-        return
-    print_table(**table)
-    print_table(
-        "Loss on a passage, nats per token",
-        ["passage", "read again after", "first time", "second time"],
-        [[copied.passage, copied.distance, f"{copied.first:.2f}", f"{copied.second:.2f}"]],
-    )
+    deliver(opened, figures, table, made, output, as_json)
+    if not as_json:
+        print_table(
+            "Loss on a passage, nats per token",
+            ["passage", "read again after", "first time", "second time"],
+            [[copied.passage, copied.distance, f"{copied.first:.2f}", f"{copied.second:.2f}"]],
+        )
 
 
 @evaluate_app.command("needle")
@@ -223,11 +214,8 @@ def needle_command(
         "wording": wording,
         "needle": [asdict(cell) for cell in cells],
     }
-    shown = {"table": table, "command": made["command"], "provenance": made}
-    deliver({**opened.record, **grid, **shown}, output, as_json)
+    deliver(opened, grid, table, made, output, as_json)
     if figure is not None:
         with whole_file(figure) as partial:
             heat_map(cells, title).savefig(partial, format=figure.suffix[1:], dpi=160)
         console.print(f"wrote {figure}")
-    if not as_json:
-        print_table(title, table["header"], table["rows"])

@@ -60,20 +60,15 @@ def fidelity_command(
     )
     made = provenance(max_windows=max_windows)
     table = _table(f"{label(opened)} beside {dense}", measured, text)
-    result = {
-        **opened.record,
+    figures = {
         "dense": dense,
         "dense_fingerprint": fingerprint_model(original),
         "text": text,
         "bos": opened.bos,
         **asdict(measured),
-        "table": table,
-        "command": made["command"],
-        "provenance": made,
     }
-    deliver(result, output, as_json)
+    deliver(opened, figures, table, made, output, as_json)
     if not as_json:
-        print_table(**table)
         print_table(
             "By position in the window",
             ["tokens before", "KL", "same most likely token"],

@@ -28,7 +28,6 @@ from .checkpoints import (
     open_dense,
 )
 from .groups import grouped
-from .options import print_table
 
 NUM_PROMPTS, PROMPT_TOKENS = 64, 64
 
@@ -121,18 +120,8 @@ def generation_command(
         temperature=asked.temperature,
         top_p=asked.top_p,
     )
-    result = {
-        **opened.record,
-        "dense": dense,
-        "dense_fingerprint": fingerprint_model(original),
-        **about,
-        "table": table,
-        "command": made["command"],
-        "provenance": made,
-    }
-    deliver(result, output, as_json)
-    if not as_json:
-        print_table(title, table["header"], table["rows"])
+    figures = {"dense": dense, "dense_fingerprint": fingerprint_model(original), **about}
+    deliver(opened, figures, table, made, output, as_json)
 
 
 def _continued(

@@ -15,7 +15,6 @@ from ..evaluation.quality.ruler_tasks import TASKS
 from . import options
 from .checkpoints import Haystack, Opening, ResultFile, deliver, label, open_checkpoint
 from .groups import grouped
-from .options import print_table
 
 
 @grouped
@@ -59,15 +58,5 @@ def ruler_command(
     title = f"Tasks of long context, {label(opened)}: share of answers (95 % interval)"
     table = ruler_table(title, cells)
     made = provenance(seed=how.seed, documents=documents, quantize=how.quantize)
-    result = {
-        **opened.record,
-        "text": text,
-        "bos": opened.bos,
-        "ruler": [asdict(cell) for cell in cells],
-        "table": table,
-        "command": made["command"],
-        "provenance": made,
-    }
-    deliver(result, output, as_json)
-    if not as_json:
-        print_table(title, table["header"], table["rows"])
+    figures = {"text": text, "bos": opened.bos, "ruler": [asdict(cell) for cell in cells]}
+    deliver(opened, figures, table, made, output, as_json)

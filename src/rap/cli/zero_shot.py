@@ -18,7 +18,6 @@ from ..evaluation.quality.harness import (
 )
 from . import options
 from .checkpoints import Quantize, ResultFile, deliver, label, open_checkpoint
-from .options import print_table
 
 
 def zero_shot_command(
@@ -64,21 +63,15 @@ def zero_shot_command(
         "rows": [*rows, ["mean", "", "", f"{mean:.4f}", _error(error)]],
     }
     made = provenance(tasks=named, limit=limit, batch_size=batch_size, seed=seed)
-    result = {
-        **opened.record,
+    figures = {
         "tasks": [asdict(score) for score in scores],
         "mean": mean,
         "mean_stderr": error,
         "lm_eval": harness_version(),
         # lm-eval leaves it to the tokenizer.
         "bos": bos_token("auto", opened.tokenizer),
-        "table": table,
-        "command": made["command"],
-        "provenance": made,
     }
-    deliver(result, output, as_json)
-    if not as_json:
-        print_table(**table)
+    deliver(opened, figures, table, made, output, as_json)
 
 
 def _error(stderr: float | None) -> str:

@@ -155,7 +155,8 @@ def kv_budgets(
     else:
         ranks = [layer_score(layer) for layer in present] if ranks is None else ranks
         steps = _shared(present, ranks, retain, budget, key_share, unit)
-    budgets = iter([_layer_budget(*pair) for pair in zip(present, *steps, strict=True)])
+    kept = zip(present, _sizes(present), *steps, strict=True)
+    budgets = iter([layer_budget(layer.pairs_GP.shape[1], *rest) for layer, *rest in kept])
     return [None if layer is None else next(budgets) for layer in scores]
 
 
@@ -227,12 +228,6 @@ def _pooled(
 
 def _sizes(layers: list[LayerScores]) -> list[int]:
     return [layer.channels_GD.shape[1] // 2 for layer in layers]
-
-
-def _layer_budget(layer: LayerScores, key_steps: int, value_steps: int) -> LayerBudget:
-    return layer_budget(
-        layer.pairs_GP.shape[1], layer.channels_GD.shape[1] // 2, key_steps, value_steps
-    )
 
 
 def layer_budget(num_pairs: int, size: int, key_steps: int, value_steps: int) -> LayerBudget:
