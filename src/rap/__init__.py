@@ -14,6 +14,7 @@ from .evaluation.cost.footprint import footprint
 from .evaluation.quality.fidelity import fidelity
 from .evaluation.quality.perplexity import perplexity
 from .methods import METHODS, Method, Rap, parse_method
+from .methods import apply_plan as apply
 from .model.errors import RapError
 from .model.fingerprint import fingerprint_model
 from .model.kernels.growing_cache import GrowingCache
@@ -25,7 +26,7 @@ from .planning.plan import LayerPlan, Plan
 from .recovery.config import RecoveryConfig
 from .recovery.stages import recover
 from .studies.compare.run import compare
-from .surgery.apply import apply
+from .surgery.replace import load_plan
 
 register()
 register_kinds()
@@ -50,6 +51,7 @@ __all__ = [
     "fingerprint_model",
     "footprint",
     "load",
+    "load_plan",
     "load_windows",
     "parse_method",
     "perplexity",

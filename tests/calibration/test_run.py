@@ -6,6 +6,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -389,9 +390,21 @@ def test_a_pruned_model_is_refused(windows):
         calibrate(model, windows, {"fisher"})
 
 
+def test_a_model_with_adapters_is_refused_until_they_are_merged(windows):
+    wrapped = get_peft_model(tiny_model(), LoraConfig(r=2, init_lora_weights=False))
+    inside = tiny_model()
+    inside.add_adapter(LoraConfig(r=2, target_modules=["v_proj"]))
+    for model in (wrapped, wrapped.get_base_model(), inside):
+        with pytest.raises(CheckpointError, match=r"has adapters .*: merge them first"):
+            calibrate(model, windows, {"energy"})
+    merged = wrapped.merge_and_unload()
+    assert calibrate(merged, windows, {"energy"}).fingerprint == fingerprint_model(merged)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
+        (random_tokens(2, 9).tolist(), "LongTensor .* not a list"),
         (random_tokens(2, 9).float(), "LongTensor"),
         (random_tokens(2, 9)[0], "LongTensor"),
         (random_tokens(2, 9)[:0], "LongTensor"),

@@ -199,6 +199,7 @@ def test_a_dataset_out_of_reach_is_one_line_with_a_remedy(hub):
         ("folder", "folder is a directory: give 'bundled', .* or the name of a dataset"),
         ("bundled,repeated:folder", "folder is a directory"),
         ("bundled,repeated:absent.txt", "there is no file absent.txt"),
+        ("It was a dark evening. " * 20, r"^'It was a dark evening\. .{17}'\.\.\. names no text"),
     ],
 )
 def test_what_is_no_text_is_no_dataset_either(tmp_path, monkeypatch, source, message):

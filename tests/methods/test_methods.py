@@ -1,6 +1,7 @@
 """What every method must do, whatever it keeps: dense at retain 1, cache, decode, save, recover."""
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from rap.calibration.registry import STATISTICS, WINDOWS
 from rap.checkpoint.card import model_card
 from rap.cli.inspect import describe_plan
 from rap.evaluation.quality.reconstruction import reconstructs
-from rap.methods import METHODS, apply_plan
+from rap.methods import METHODS
 from rap.methods.base import traits
 from rap.model.errors import PlanError, UnsupportedModelError
 from rap.model.modeling import model_class
 from rap.planning.plan import Plan
 from rap.recovery.adapters import add_adapters, merge
 from rap.recovery.closed_form import refit_outputs
-from rap.surgery.replace import Replacement, load_plan
+from rap.surgery.replace import Replacement
 
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 80, "layers": 2}
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -163,9 +164,9 @@ def test_saved_and_loaded_is_the_same(case: MethodCase, calibrated: tuple, tmp_p
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, pruned(ids).logits)
     plan.save(tmp_path / "plan")
-    again = load_plan(tmp_path / "plan")
+    again = rap.load_plan(tmp_path / "plan")
     assert again.kept_fraction == plan.kept_fraction
-    assert rap.fingerprint_model(apply_plan(model, again)) == rap.fingerprint_model(pruned)
+    assert rap.fingerprint_model(rap.apply(model, again)) == rap.fingerprint_model(pruned)
     assert len(describe_plan(again)["layers"]) == SIZES["layers"]
 
 
@@ -244,6 +245,13 @@ def test_a_plan_of_another_model_is_refused(calibrated: tuple, tmp_path: Path) -
     pair_plan.save(tmp_path / "pairs")
     with pytest.raises(PlanError, match="does not hold a plan of such a method"):
         Replacement.load(tmp_path / "pairs")
+
+
+def test_a_plan_of_an_unknown_method_is_refused(calibrated: tuple) -> None:
+    plan, _ = small(next(case for case in CASES if case.name == "svdllm"), calibrated)
+    for method in ({"name": "later"}, plan.method | {"later": 1}, {}):
+        with pytest.raises(PlanError, match="a method that this release does not know"):
+            rap.apply(calibrated[0], dataclasses.replace(plan, method=method))
 
 
 @pytest.mark.parametrize(

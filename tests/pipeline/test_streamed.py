@@ -201,7 +201,12 @@ def test_statistics_of_a_file_take_any_method_that_cuts(tokenizer: Any, tmp_path
     statistics = rap.calibrate(model, windows, method.needs_for(model))
     statistics.save(tmp_path / "statistics")
     given: dict[str, Any] = {"statistics": tmp_path / "statistics", "evaluate": None}
-    compress_streamed(dense, 0.5, tmp_path / "out", **given)
+    report = compress_streamed(dense, 0.5, tmp_path / "out", **given)
+    made = report["provenance"]["settings"]
+    assert (made["num_windows"], made["window"]) == (2, 32)
+    assert made["statistics"] == str(tmp_path / "statistics")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Calibration: 2 windows of 32 tokens, from a file of statistics." in card
     expected = method.apply(model, method.plan(model, statistics))
     assert rap.fingerprint_model(load(tmp_path / "out")) == rap.fingerprint_model(expected)
     with pytest.raises(RapError, match="needs the statistics fisher"):

@@ -1,7 +1,9 @@
 """The plan as data: exact round trip, and a named error for everything that cannot be cut."""
 
 import dataclasses
+import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from safetensors.torch import save_file
 
 from cases.models import tiny_model
 from cases.plans import plan_of, random_plan
-from rap.model.errors import PlanError
+from rap.checkpoint import tensor_file
+from rap.model.errors import CheckpointError, PlanError
 from rap.model.rope import AttentionShape, HeadGeometry
 from rap.planning.plan import LayerPlan, Plan
 from rap.surgery.apply import apply
@@ -77,6 +80,21 @@ def test_round_trip_is_exact(plan, tmp_path_factory):
         if mine is not None:
             kinds = {name: tensor.dtype for name, tensor in mine.tensors().items()}
             assert kinds == {name: tensor.dtype for name, tensor in theirs.tensors().items()}
+
+
+def test_a_plan_appears_whole_and_with_its_folder(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "folder" / "plan.rap"
+    _plan(LAYER).save(path)
+
+    def full(tensors, partial, metadata):
+        Path(partial).write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensor_file, "save_file", full)
+    with pytest.raises(CheckpointError, match="no space left"):
+        _plan(LAYER, MIXED).save(path)
+    assert Plan.load(path) == _plan(LAYER)
+    assert [file.name for file in path.parent.iterdir()] == ["plan.rap"]
 
 
 def test_equality_sees_every_field():

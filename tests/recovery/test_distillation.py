@@ -18,7 +18,7 @@ from rap.evaluation.quantization import quantize_weights
 from rap.model.fingerprint import fingerprint_model
 from rap.recovery import distillation, runs, trainer
 from rap.recovery.adapters import add_adapters, merge
-from rap.recovery.config import RecoveryConfig
+from rap.recovery.config import RecoveryConfig, preset
 from rap.recovery.distillation import distill
 from rap.recovery.matching import attention_outputs, matching_loss
 from rap.recovery.trainer import BadSteps, DistillationTrainer
@@ -252,6 +252,19 @@ def test_without_validation_the_last_tenth_is_held_out(models):
     assert fingerprint_model(same) == fingerprint_model(found.model)
 
 
+def test_a_preset_is_known_by_its_name(models, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        distillation, "distill", lambda *given, **_: asked.append(given[3]) or found
+    )
+    found = distillation.Distillation(models[1], {})
+    assert recover(models[1], models[0], WINDOWS) is found.model
+    recover(models[1], models[0], WINDOWS, "long")
+    assert asked == [preset("fast"), preset("long")]
+    with pytest.raises(RapError, match="unknown recovery preset 'quick': use one of paper, fast"):
+        recover(models[1], models[0], WINDOWS, "quick")
+
+
 def test_a_teacher_in_eight_bits_teaches_nearly_the_same(models, recovered):
     """Its own rounding is in what the student learns, and no more than that."""
     pytest.importorskip("torchao")  # where it is installed, importing peft prints its warnings
@@ -274,6 +287,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(models):
     ("windows", "message"),
     [
         (WINDOWS[0], "token ids"),
+        (WINDOWS.tolist(), "windows must be a LongTensor .* not a list"),
         (WINDOWS.float(), "token ids"),
         (WINDOWS[:, :1], "two tokens"),
         (WINDOWS + 120, "outside the vocabulary"),

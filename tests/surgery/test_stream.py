@@ -97,6 +97,42 @@ def test_output_loads_like_any_checkpoint(tmp_path, shard):
         assert torch.equal(loaded(tokens).logits, expected)
 
 
+@pytest.mark.parametrize("said", ["bfloat16", None], ids=["said", "unsaid"])
+@pytest.mark.parametrize(
+    ("model_type", "finer"),
+    [
+        ("llama", ""),  # all of it, beside a config that says otherwise
+        ("llama", "norm"),
+        ("llama", "layers.1.self_attn"),
+        ("mixtral", "experts.1."),  # one of several tensors that the model joins
+        ("glm4_moe", "e_score_correction_bias"),  # which transformers leaves in float32
+    ],
+)
+def test_weights_of_several_types_are_taken_as_loading_takes_them(
+    tmp_path, model_type, finer, said
+):
+    dense, streamed = tmp_path / "dense", tmp_path / "streamed"
+    tiny_model(model_type, layers=3).save_pretrained(dense)
+    stored = load_file(dense / "model.safetensors")
+    coarse = torch.float32 if finer == "" and said is None else torch.bfloat16
+    types = {name: torch.float32 if finer in name else coarse for name in stored}
+    assert torch.float32 in types.values()
+    save_file({name: x.to(types[name]) for name, x in stored.items()}, dense / "model.safetensors")
+    (dense / "config.json").write_text(json.dumps(_config(dense) | {"dtype": said}))
+    loaded = load(dense)
+    plan = random_plan(loaded, WIDTHS)
+
+    apply_streamed(dense, plan, streamed)
+    expected = apply(loaded, plan).state_dict()
+    found = load(streamed).state_dict()
+    assert {name: x.dtype for name, x in found.items()} == {
+        name: x.dtype for name, x in expected.items()
+    }
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    kept = [name for name, x in _tensors(streamed).items() if x.dtype == torch.float32]
+    assert all(coarse == torch.float32 or "e_score" in name for name in kept)
+
+
 def _says_tied(model, folder, **kwargs) -> None:
     """Save an untied model with a config that says it is tied."""
     model.save_pretrained(folder, **kwargs)

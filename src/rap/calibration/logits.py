@@ -18,8 +18,9 @@ CHUNK_LOGITS = 2**25  # logits held at once, tokens x vocabulary: 128 MiB of flo
 def decoder_of(model: Any) -> tuple[str, nn.Module]:
     """The module below the language-model head, and its name in the model.
 
-    It holds the decoder or, in multimodal models, the decoder and what looks at images. Raises
-    RapError if the model has no such part, as a PEFT wrapper has none.
+    It holds the decoder or, in multimodal models, the decoder and what looks at images. Of a model
+    that peft wraps, it is the one with the adapters in it. Raises RapError if the model has no such
+    part, or learned prompts, which the wrapper alone puts before the tokens.
     """
     model = _headed(model)
     decoder = text_decoder(model)
@@ -28,7 +29,6 @@ def decoder_of(model: Any) -> tuple[str, nn.Module]:
             return name, child
     raise RapError(
         f"{type(model).__name__} has no decoder directly below its head: use the causal LM itself"
-        " (of a PEFT model, model.get_base_model())"
     )
 
 
@@ -82,7 +82,14 @@ def _view(headed: Any, name: str, decoder: nn.Module | None) -> Any:
 
 
 def _headed(model: Any) -> Any:
-    """The part that is a causal LM by itself: a child of some multimodal models (llama4)."""
+    """The part that is a causal LM by itself: a child of some multimodal models (llama4).
+
+    Raises RapError for learned prompts.
+    """
+    if hasattr(model, "get_base_model"):
+        if model.active_peft_config.is_prompt_learning:
+            raise RapError("a model with learned prompts cannot be read: use one without, or LoRA")
+        model = model.get_base_model()
     head = model.get_output_embeddings()
     for child in model.children():
         if hasattr(child, "get_decoder") and any(part is head for part in child.modules()):

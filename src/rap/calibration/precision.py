@@ -1,15 +1,13 @@
 """Models in another precision than they are stored in."""
 
 import copy
-import re
 from typing import Any
 
 import torch
 
+from ..checkpoint.stored import LOW, kept_in_float32
 from ..model.errors import RapError
 from .memory import free_memory
-
-LOW = (torch.float16, torch.bfloat16)
 
 
 def for_calibration(model: Any) -> Any:
@@ -48,12 +46,7 @@ def _cast(model: Any, dtype: torch.dtype) -> Any:
     What is stored is cast, less what the family keeps in float32. Frequencies of RoPE are in no
     checkpoint, and stay as they were computed: rounding them turns far pairs by other angles.
     """
-    kept = [
-        re.compile(pattern.replace("*", ".*"))
-        for name, dtypes in (("", LOW[:1]), ("_strict", LOW))
-        if dtype in dtypes
-        for pattern in getattr(model, f"_keep_in_fp32_modules{name}", None) or ()
-    ]
+    kept = kept_in_float32(model, dtype)
     stored = model.state_dict(keep_vars=True)
     exact = {
         name: tensor.data.float()

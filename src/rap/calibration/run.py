@@ -59,7 +59,7 @@ def calibrate(
     Raises CalibrationError for unknown needs, unusable windows, or the first loss, activation or
     gradient that is not finite; UnsupportedModelError for a model without pairs.
     """
-    check_dense(model.config)
+    check_dense(model)
     needs = check_needs(needs)
     check_windows(model, windows)
     shapes = [layer.shape for layer in attention_layers(model)]
@@ -107,6 +107,10 @@ def _found(
 
 def check_windows(model: Any, windows: Tensor) -> None:
     """Raise CalibrationError for windows [N, T] that this model cannot read."""
+    if not isinstance(windows, Tensor):
+        raise CalibrationError(
+            f"windows must be a LongTensor [N, T], not a {type(windows).__name__}"
+        )
     if windows.ndim != 2 or windows.dtype != torch.long or min(windows.shape) < 1:
         raise CalibrationError(
             f"windows must be a LongTensor [N, T], not {windows.dtype} {list(windows.shape)}"

@@ -70,10 +70,13 @@ def load_windows(
 def named_sources(source: str | Path) -> list[str]:
     """The sources of a mixed text, a comma list of what `read_text` knows.
 
-    A file whose own name has a comma is one source, repeated or not.
+    A file whose name has a comma is one source. Raises CalibrationError for a text itself.
     """
-    if Path(str(source).removeprefix(REPEATED)).is_file():
-        return [str(source)]
+    try:
+        if Path(str(source).removeprefix(REPEATED)).is_file():
+            return [str(source)]
+    except OSError as error:  # too long for a name
+        raise CalibrationError(f"{str(source)[:40]!r}... names no text: give {POSSIBLE}") from error
     return [name.strip() for name in str(source).split(",") if name.strip()]
 
 
@@ -263,11 +266,9 @@ def _field_of(path: Path, number: int, line: str) -> str:
 
 
 def _text_of(entry: object) -> str | None:
-    if not isinstance(entry, dict):
-        return None
-    if isinstance(entry.get("text"), str):
-        return str(entry["text"])
-    return next((value for value in entry.values() if isinstance(value, str)), None)
+    fields = entry if isinstance(entry, dict) else {}
+    candidates = (fields.get("text"), *fields.values())
+    return next((value for value in candidates if isinstance(value, str)), None)
 
 
 def _read_dataset(name: str, max_characters: int | None) -> str:

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..checkpoint.files import whole_file
 from ..checkpoint.load import load_config, load_dense, load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
@@ -92,7 +91,7 @@ class Workbench:
             placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
             model, name = load_dense(path, dtype=dtype, **placement), str(source)
         else:
-            check_dense(source.config)
+            check_dense(source)
             attention_spec(source.config)
             if tokenizer is None:
                 raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")
@@ -159,8 +158,7 @@ class Workbench:
     def _collect(self, needs: frozenset[str]) -> Statistics:
         collected = self._read(needs)
         if self.kept_in is not None:
-            with whole_file(self._file(self.kept_in)) as partial:
-                collected.save(partial)
+            collected.save(self._file(self.kept_in))
         return collected
 
     def _read(self, needs: frozenset[str]) -> Statistics:

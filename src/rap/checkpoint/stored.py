@@ -3,6 +3,7 @@
 What is read is not kept: a tensor is in memory for as long as its caller holds it.
 """
 
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ _OTHER_FORMS = (
     *("original/*", "consolidated*"),
 )
 
+LOW = (torch.float16, torch.bfloat16)
+
 
 class Weights(Protocol):
     """The weights of a model that are not in memory: `model` has its modules, and says their names.
@@ -39,11 +42,11 @@ class Weights(Protocol):
     def fingerprint(self) -> str: ...
 
     def tensor(self, name: str) -> Tensor:
-        """One of them, by its name in the state dict of the model, in the type it is stored in."""
+        """One of them, by its name in the state dict of the model, in its `dtype`."""
         ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that one of them is stored in."""
+        """The type of one of them."""
         ...
 
 
@@ -77,16 +80,26 @@ class StoredModel:
         """A tensor by the model's name; experts that the model joins are read and joined."""
         parts = self._parts(name)
         if parts[0][2] is None:
-            return self.read(*parts[0][:2])
+            return self.read(*parts[0][:2], name)
         files = {stored: path for path, stored, _ in parts}
         pairs = [(stored, part) for _, stored, part in parts if part is not None]
-        return self.join(name, pairs, lambda stored: self.read(files[stored], stored))
+        return self.join(name, pairs, lambda stored: self.read(files[stored], stored, name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor is stored in, by the model's name."""
+        """The type that a tensor is taken in, by the model's name."""
         path, stored, _ = self._parts(name)[0]
         with safe_open(path, "pt") as shard:
-            return DTYPES[shard.get_slice(stored).get_dtype()]
+            return self.taken_in(name, DTYPES[shard.get_slice(stored).get_dtype()])
+
+    def taken_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The type for a tensor that is stored in `dtype`, by the model's name.
+
+        Values are those of the loaded model, which transformers makes of one type, less what the
+        family keeps in float32. So what is stored finer is rounded; the rest stays as it is.
+        """
+        loaded = torch.float32 if any(x.search(name) for x in self._exact) else self._loaded
+        rounded = dtype.is_floating_point and torch.promote_types(dtype, loaded) != loaded
+        return loaded if rounded else dtype
 
     def join(self, name: str, parts: list[tuple[str, str]], read: Any) -> Tensor:
         """What the model joins of stored `parts`, as `conversions.Conversions.join`.
@@ -101,12 +114,12 @@ class StoredModel:
             )
         return joined
 
-    @staticmethod
-    def read(path: Path, stored: str) -> Tensor:
-        """A tensor by its file and its name there."""
+    def read(self, path: Path, stored: str, name: str) -> Tensor:
+        """A tensor by its file, its name there and the model's, or a part of one."""
         # Opened for each tensor: a shard that stays open keeps every page read of it mapped.
         with safe_open(path, "pt") as shard:
-            return shard.get_tensor(stored)
+            tensor: Tensor = shard.get_tensor(stored)
+        return tensor.to(self.taken_in(name, tensor.dtype))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -121,6 +134,8 @@ class StoredModel:
         self.conversions, state = Conversions(self.model), self.model.state_dict()
         self.shapes = {name: tensor.shape for name, tensor in state.items()}
         self.expected = state.keys() - tied_names(self.model)
+        self._loaded = loaded_dtype(self.model.config, self.shards[0])
+        self._exact = kept_in_float32(self.model, self._loaded)
         self.where: dict[str, list[tuple[Path, str, str | None]]] = {}
         for path in self.shards:
             with safe_open(path, "pt") as shard:
@@ -157,6 +172,25 @@ class StoredModel:
         """Whether weights that the config says are tied are both stored, and differ."""
         pairs = [(a, b) for a, b in self._tied.items() if a in self.where and b in self.where]
         return not all(same_values(self.where[a][-1][:2], self.where[b][-1][:2]) for a, b in pairs)
+
+
+def loaded_dtype(config: PreTrainedConfig, first_shard: Path) -> torch.dtype:
+    """What `from_pretrained(dtype="auto")` makes of a checkpoint: its config's, or the first's."""
+    if config.dtype is not None:
+        return getattr(torch, str(config.dtype).removeprefix("torch."))
+    with safe_open(first_shard, "pt") as shard:
+        stored = (DTYPES.get(shard.get_slice(name).get_dtype()) for name in shard.keys())  # noqa: SIM118
+        return next((x for x in stored if x and x.is_floating_point), torch.float32)
+
+
+def kept_in_float32(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
+    """Patterns of names that transformers leaves in float32 where it loads a model in `dtype`."""
+    return [
+        re.compile(pattern.replace("*", ".*"))
+        for name, dtypes in (("", LOW[:1]), ("_strict", LOW))
+        if dtype in dtypes
+        for pattern in getattr(model, f"_keep_in_fp32_modules{name}", None) or ()
+    ]
 
 
 def _check_type(stored: str, found: str) -> None:

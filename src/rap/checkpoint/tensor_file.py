@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..model.errors import RapError
+from .files import whole_file
 
 Layers = Sequence[Mapping[str, Tensor] | None]
 Made = TypeVar("Made")
@@ -37,7 +38,10 @@ class TensorFile:
     remedy: str
 
     def save(self, path: str | Path, layers: Layers, about: Mapping[str, Any]) -> None:
-        """Write the tensors of every layer (None: none) and JSON-able `about`."""
+        """Write the tensors of every layer (None: none) and JSON-able `about`, whole or not at all.
+
+        Raises CheckpointError where the file cannot be made.
+        """
         tensors = {
             # Copies: the format refuses one tensor under two names.
             f"layers.{index}.{name}": tensor.clone(memory_format=torch.contiguous_format)
@@ -46,7 +50,8 @@ class TensorFile:
         }
         header = json.dumps({"version": self.version, **about})
         metadata = {"format": self._format, self.key: header, _DIGEST: _digest(header, tensors)}
-        save_file(tensors, path, metadata=metadata)
+        with whole_file(path) as partial:
+            save_file(tensors, partial, metadata=metadata)
 
     def load(
         self,

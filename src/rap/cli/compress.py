@@ -9,7 +9,7 @@ import typer
 from ..calibration.text import check_sources
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
-from ..checkpoint.files import check_output, check_output_file, whole_file
+from ..checkpoint.files import check_output, check_output_file
 from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
@@ -215,8 +215,7 @@ def plan_command(
         progress=True,
     )
     decision = bench.plan(chosen)
-    with whole_file(output, force=force) as partial:
-        decision.save(partial)
+    decision.save(output)
     settings: dict[str, Any] = {
         "calibration": read.calibration,
         "num_windows": read.windows,

@@ -87,7 +87,7 @@ class Method(ABC):
 
     def check(self, model: PreTrainedModel, statistics: Statistics) -> str:
         """The dense model's fingerprint; RapError unless the statistics are whole and of it."""
-        check_dense(model.config)
+        check_dense(model)
         return self.check_statistics(statistics, fingerprint_model(model))
 
     def check_statistics(self, statistics: Statistics, fingerprint: str) -> str:

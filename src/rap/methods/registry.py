@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..model.errors import PlanError
 from ..planning.plan import Plan
 from ..surgery.apply import apply
 from ..surgery.replace import Replacement
@@ -48,8 +49,20 @@ def traits_of(plan: Plan | Replacement) -> dict[str, str]:
 
 
 def apply_plan(model: PreTrainedModel, plan: Plan | Replacement) -> Any:
-    """The model that a plan of any method makes of the dense one."""
+    """The smaller model that a plan of any method makes of the dense one, which stays untouched.
+
+    It holds its own copy of every weight, on the devices of the dense ones. Raises PlanError if the
+    plan was made for another model or by a method that this release does not know, CheckpointError
+    if the model is pruned already or has weights offloaded to the meta device.
+    """
     if isinstance(plan, Plan):
         return apply(model, plan)
     settings = dict(plan.method)
-    return METHODS[settings.pop("name")](**settings).apply(model, plan)
+    try:
+        method = METHODS[settings.pop("name")](**settings)
+    except (KeyError, TypeError) as error:
+        raise PlanError(
+            f"the plan is of a method that this release does not know ({plan.method}): use the "
+            "release that made it"
+        ) from error
+    return method.apply(model, plan)

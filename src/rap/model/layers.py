@@ -63,8 +63,17 @@ def attention_spec(config: PreTrainedConfig) -> AttentionSpec:
     return spec
 
 
-def check_dense(config: PreTrainedConfig) -> None:
-    """Raise CheckpointError if the config is of a model that is pruned or quantized already."""
+def check_dense(model: PreTrainedModel | PreTrainedConfig) -> None:
+    """Raise CheckpointError for a model, or a config of one, that is pruned or quantized already.
+
+    So for a live model with adapters, whose weights are not what it computes with.
+    """
+    if _has_adapters(model):
+        raise CheckpointError(
+            f"this {type(model).__name__} has adapters beside its weights: merge them first "
+            "(model = model.merge_and_unload() of peft)"
+        )
+    config = model if isinstance(model, PreTrainedConfig) else model.config
     if str(config.model_type).startswith(PREFIX):
         raise CheckpointError(
             "this model is already pruned: start again from the dense checkpoint it came from"
@@ -74,6 +83,13 @@ def check_dense(config: PreTrainedConfig) -> None:
             f"this {base_model_type(config)} checkpoint is quantized: compress the unquantized "
             "weights first, then quantize the result"
         )
+
+
+def _has_adapters(model: object) -> bool:
+    # By what peft puts in, for it takes seconds to import and leaves its config behind after it
+    # merged: a wrapper of the model, or of linear layers.
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return hasattr(model, "get_base_model") or any(hasattr(m, "base_layer") for m in modules)
 
 
 def rotary_module(model: nn.Module) -> nn.Module:

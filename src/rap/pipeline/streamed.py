@@ -3,6 +3,7 @@
 Every pass reads the layers from their files in order, and carries the text through them.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def compress_streamed(
     if tokens is not None:
         _measure(report, small, bench, str(evaluate), tokens)
     report["recovery"] = recovery
-    report["provenance"] = made_with(reading, evaluate, "auto", device=device)
+    report |= _record(reading, evaluate, device, given, statistics)
     apply_streamed(
         stored, plan, output, changed=small.changed, report=report, force=force, progress=progress
     )
@@ -136,6 +137,22 @@ def _given(method: PairPruning, stored: StoredModel, file: str | Path | None) ->
     found = Statistics.load(file)
     found.require(needs, what)
     return found
+
+
+def _record(
+    reading: CalibrationText,
+    evaluate: str | None,
+    device: str,
+    given: Statistics | None,
+    file: str | Path | None,
+) -> dict[str, Any]:
+    """How the run is repeated; with statistics of a file also what was read for those."""
+    if given is None:
+        return {"provenance": made_with(reading, evaluate, "auto", device=device)}
+    read = replace(reading, num_windows=given.num_windows, window=given.window)
+    text = f"{read.num_windows} windows of {read.window} tokens, from a file of statistics"
+    made = made_with(read, evaluate, "auto", device=device, statistics=str(file))
+    return {"calibration": text, "provenance": made}
 
 
 def _say(bench: StreamedBench, method: PairPruning, stage: StreamedStage, measured: bool) -> None:

@@ -55,7 +55,8 @@ def distill(
     `windows` and `validation` are LongTensors [N, T]; without `validation` the last tenth of
     `windows` is held out. `small` and `teacher` are left untouched, but for the device of the
     teacher. The result is `small` itself if its held-out perplexity (float32) is the lower one,
-    so it is never worse than what recovery started from. With a `work` folder the same call
+    so it is never worse than what recovery started from. Like transformers' Trainer it seeds the
+    generators of torch, NumPy and Python. With a `work` folder the same call
     continues a run that was killed, to the same weights; `runs.clear_work` removes it. Under
     torchrun or `accelerate launch` every process calls this, and gets the same model; on several
     machines `work` must be a folder they share.
@@ -63,9 +64,9 @@ def distill(
     Raises RapError for windows or vocabularies that do not fit, a full disk, three steps without a
     finite loss before a good one, or adapters that turn out not to have been applied.
     """
+    _check(small, teacher, {"windows": windows, "validation": validation}, config)
     if validation is None:
         windows, validation = hold_out(windows, config.validation_windows)
-    _check(small, teacher, windows, validation, config)
     started = time.monotonic()
     with ExitStack() as stack:
         work = work or _temporary(stack)
@@ -143,9 +144,15 @@ def _description(
 
 
 def _check(
-    small: Any, teacher: Any, windows: Tensor, validation: Tensor, config: RecoveryConfig
+    small: Any, teacher: Any, given: dict[str, Tensor | None], config: RecoveryConfig
 ) -> None:
-    for name, rows in (("windows", windows), ("validation", validation)):
+    for name, rows in given.items():
+        if rows is None:
+            continue
+        if not isinstance(rows, Tensor):
+            raise RapError(
+                f"recovery {name} must be a LongTensor [N, T], not a {type(rows).__name__}"
+            )
         if rows.ndim != 2 or rows.dtype != torch.int64 or len(rows) < 1 or rows.shape[1] < 2:
             raise RapError(
                 f"recovery {name} must be token ids [N, T] in int64 with two tokens or more a "
@@ -159,6 +166,8 @@ def _check(
         )
     if _is_spread(small):
         raise RapError("the student is spread over several devices: load it on one to train it")
+    windows = given["windows"]
+    assert windows is not None
     low, high = int(windows.min()), int(windows.max())
     if low < 0 or high >= sizes[0]:
         raise RapError(

@@ -55,13 +55,16 @@ def recover(
     small: PreTrainedModel,
     teacher: PreTrainedModel,
     windows: Tensor,
-    config: RecoveryConfig | None = None,
+    config: RecoveryConfig | str = "fast",
     *,
     validation: Tensor | None = None,
     work: Path | None = None,
     progress: bool = False,
 ) -> Any:
-    """The model that `distillation.distill` returns (which see), by default of preset `fast`."""
+    """The model that `distillation.distill` returns (which see), by a preset or other settings.
+
+    Raises RapError as it does, and for a preset that there is none of.
+    """
     # Imported here: the trainer and peft take seconds, and only distillation needs them.
     from .distillation import distill
 
@@ -69,7 +72,7 @@ def recover(
         small,
         teacher,
         windows,
-        config or preset("fast"),
+        preset(config) if isinstance(config, str) else config,
         validation=validation,
         work=work,
         progress=progress,

@@ -33,7 +33,7 @@ def apply(model: PreTrainedModel, plan: Plan) -> Any:
     PlanError if the plan was made for another model, CheckpointError if the model is pruned
     already or has weights offloaded to the meta device.
     """
-    check_dense(model.config)
+    check_dense(model)
     offloaded = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if offloaded is not None:
         raise CheckpointError(

@@ -160,7 +160,7 @@ def replaced_layers(model: PreTrainedModel, plan: Plan) -> dict[int, ReplacedLay
 
 def check_made_for(replacement: Replacement, model: PreTrainedModel) -> None:
     """Raise PlanError unless the replacement was made for this dense model."""
-    check_dense(model.config)
+    check_dense(model)
     replacement.check_model(
         base_model_type(model.config),
         [layer.shape for layer in attention_layers(model)],

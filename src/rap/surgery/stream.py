@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ class _Rewriter:
     def _entries(
         self, stored: Any, name: str, source: str, target: str, part: str | None
     ) -> Iterator[_Entry]:
-        dtype, shape = DTYPES[stored.get_dtype()], tuple(stored.get_shape())
+        dtype = self.stored.taken_in(target, DTYPES[stored.get_dtype()])
+        shape = tuple(stored.get_shape())
         layer, role = self.cuts.get(target, (None, ""))
         if layer is None or self.plan.layers[layer.index] is None:
             yield _Entry(name, dtype, shape, source=source, target=target, part=part)
@@ -130,7 +132,7 @@ class _Rewriter:
         if entry.value is not None:
             self.small.add(entry.target, entry.value)
             return entry.value
-        dense = self.stored.read(self.where[entry.source], entry.source)
+        dense = self._read(entry.source, entry.target)
         if entry.part is not None:
             self.parts.setdefault(entry.target, []).append((entry.source, entry.part))
             return dense
@@ -148,9 +150,12 @@ class _Rewriter:
     def join(self) -> None:
         """Hash the tensors that the model joins from several stored ones, when all are written."""
         for target, parts in self.parts.items():
-            joined = self.stored.join(target, parts, lambda x: self.stored.read(self.where[x], x))
+            joined = self.stored.join(target, parts, partial(self._read, target=target))
             self.dense.add(target, joined)
             self.small.add_same(target, self.dense)
+
+    def _read(self, source: str, target: str) -> Tensor:
+        return self.stored.read(self.where[source], source, target)
 
     def _cut(self, tensor: Tensor, layer: AttentionLayer, role: str) -> Tensor:
         return cut_layer(role, tensor, layer, self.plan, self.spec)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 
 from cases.models import MAX_POSITIONS, VOCABULARY, random_tokens, tiny_model
 from rap import assets
@@ -43,11 +44,18 @@ def pruned_tiny():
     return model_class("llama")(config).eval()
 
 
+def adapted_tiny(config):
+    """A model as peft wraps it, with adapters that do something."""
+    torch.manual_seed(3)
+    return get_peft_model(tiny_model(), config).eval()
+
+
 MODELS = {
     **{name: (lambda name=name: tiny_model(name)) for name in ("llama", "mistral", "qwen2")},
     "softcapped": lambda: tiny_model("gemma2", final_logit_softcapping=2.0),
     "scaled": lambda: tiny_model("cohere", logit_scale=0.3),
     "pruned": pruned_tiny,
+    "adapted": lambda: adapted_tiny(LoraConfig(r=2, init_lora_weights=False)),
 }
 
 
@@ -210,6 +218,9 @@ WRONG = {
     "batch": ([1] * 50, {"batch_size": 0}, "batch_size"),
     "id": ([1, VOCABULARY] * 50, {}, f"token id {VOCABULARY} is outside.*tokenizer"),
     "negative id": ([1, -100] * 50, {}, "token id -100 is outside"),
+    "text": ("It was a dark evening", {}, "not as str: take tokenizer"),
+    "encoding": ({"input_ids": [1] * 50}, {}, "not as dict: take tokenizer"),
+    "parts": ([1.5] * 50, {}, "whole numbers, not as torch.float32: take tokenizer"),
 }
 
 
@@ -219,6 +230,12 @@ def test_wrong_input_is_one_line_that_says_what_to_do(case):
     with pytest.raises(RapError, match=message) as caught:
         perplexity(tiny_model(), ids, **({"window": WINDOW} | options))
     assert "\n" not in str(caught.value)
+
+
+def test_learned_prompts_are_refused():
+    prompts = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
+    with pytest.raises(RapError, match="learned prompts cannot be read"):
+        perplexity(adapted_tiny(prompts), random_tokens(1, 3 * WINDOW), window=WINDOW)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -201,10 +201,10 @@ def whole_windows(
     """Windows, LongTensor [num_windows, T] on the CPU, and the number of tokens left over.
 
     With a `bos` each begins with it, once. Raises RapError for a text shorter than a window, less
-    than one window, or ids outside the vocabulary.
+    than one window, what is no token ids, or ids outside the vocabulary.
     """
     check_sizes(max_windows=max_windows)
-    ids = torch.as_tensor(token_ids, dtype=torch.long, device="cpu").flatten()
+    ids = _whole_numbers(token_ids)
     made = bos is None or (len(ids) >= window and bool((_rows(ids, window)[:, 0] == bos).all()))
     if not made and ids[:1].tolist() == [bos]:
         ids = ids[1:]
@@ -224,6 +224,21 @@ def whole_windows(
         )
     rows = _rows(ids, size)[:max_windows]
     return rows if made else with_bos(rows, bos), len(ids) - rows.numel()
+
+
+def _whole_numbers(token_ids: Tensor | Sequence[int]) -> Tensor:
+    try:
+        ids = torch.as_tensor(token_ids, device="cpu").flatten()
+    except (TypeError, ValueError, RuntimeError):  # a text, or all that a tokenizer returns
+        found = type(token_ids).__name__
+    else:
+        if not ids.numel() or not ids.is_floating_point():
+            return ids.long()
+        found = str(ids.dtype)
+    raise RapError(
+        f"a text is given as its token ids, whole numbers, not as {found}: take "
+        "tokenizer(text).input_ids of this model's tokenizer"
+    )
 
 
 def _rows(ids_N: Tensor, size: int) -> Tensor:
