@@ -1,10 +1,9 @@
 """The generated Rap<Family>Config and Rap<Family>ForCausalLM classes.
 
-Every class is derived from the family's own, so generation, gradient checkpointing and output
-capture are inherited (transformers' tensor parallelism is not: it splits no frequencies). The `rap`
-section of the config holds the widths, the frequency index of every layer is a persistent buffer.
-This file, with the siblings it needs, is also copied into checkpoints, as remote code: they may
-import torch, transformers and each other.
+Every class is derived from the family's own and inherits generation, gradient checkpointing and
+output capture (not tensor parallelism, which would split no frequencies). The `rap` section of the
+config holds the widths, the frequency index of every layer is a persistent buffer. This file, with
+its siblings, is copied into checkpoints: they may import torch, transformers and each other.
 """
 
 import functools
