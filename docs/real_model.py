@@ -23,9 +23,10 @@ from rap.studies.report.report import markdown_table
 PAGE, FIGURE = "docs/real-model.md", "docs/real-model.svg"
 RATIOS = (0.7, 0.5)
 RECOVERIES = {"none": "cut", "fit": "fitted", "fit+full": "distilled"}
-MORE = ("smollm2-starkv", "smollm2-fit-svdllm", "smollm2-fit-others")
+MORE = ("smollm2-starkv", "smollm2-fit-svdllm", "smollm2-fit-others", "smollm2-distil-others")
 TIMED, TEXTS = "smollm2-times", ("smollm2-fit-texts", "smollm2-texts")
-RECALLED = ("smollm2-recall", "smollm2-recall-fit")
+RECALLED = ("smollm2-recall", "smollm2-recall-fit", "smollm2-texts")
+RULED = {"4k": "smollm2-ruler", "8k": "smollm2-ruler-8k"}
 TASKS = ("single-needle", "multi-key", "multi-value")
 # rap beside what is read most, each in a colour; all others are grey.
 COLORS = {"rap": "#1f5fa8", "rap:paper": "#b5651d", "palu": "#3d3d3d", "a3": "#2e8b57"}
@@ -54,9 +55,9 @@ BEYOND = """## Beyond eight windows of one text
 
 Perplexity over all 148 windows of the test text; of the bundled novels and of Python code (eight
 windows each), which calibration did not see; share of twelve numbers given back after 256 and
-1,000 tokens; RULER-like documents of 4,096 tokens: one needle, one of several keys, several values
-(sixteen documents); the mean of six zero-shot tasks, 500 questions each. Open cells were not
-measured.
+1,000 tokens; RULER-like documents of 4,096 and of 8,192 tokens: one needle, one of several keys,
+several values (sixteen and eight documents); the mean of six zero-shot tasks, 500 questions each.
+Open cells were not measured.
 """
 
 
@@ -87,7 +88,7 @@ class Evidence:
         self.timed = dict(self._cells(TIMED))
         self.texts = {key: cell for folder in TEXTS for key, cell in self._cells(folder)}
         self.recalled = {key: cell for folder in RECALLED for key, cell in self._cells(folder)}
-        self.ruled = dict(self._named("smollm2-ruler"))
+        self.ruled = {length: dict(self._named(folder)) for length, folder in RULED.items()}
         self.whole = dict(self._named("smollm2-whole-test"))
         self.scores = {key: first.score(key.method, key.retain, key.recover) for key in self.cells}
         self.dense = self.cells[DENSE]
@@ -169,7 +170,8 @@ def _number(value: float | None) -> str:
 
 def beyond_table(evidence: Evidence) -> str:
     """What else was measured of any model that has more than its windows, in Markdown."""
-    header = ["model", "all windows", "novels", "code", "recall", "RULER-like, 4k", "six tasks"]
+    header = ["model", "all windows", "novels", "code", "recall"]
+    header += [*(f"RULER-like, {length}" for length in RULED), "six tasks"]
     rows = []
     for keys in [[DENSE], *(keys for retain in RATIOS for keys in evidence.at(retain))]:
         for key in keys:
@@ -180,7 +182,7 @@ def beyond_table(evidence: Evidence) -> str:
                 _parts(
                     cell["accuracy"] for cell in evidence.recalled.get(key, {}).get("recall", [])
                 ),
-                _parts(_tasks(evidence.ruled.get(key))),
+                *(_parts(_tasks(ruled.get(key))) for ruled in evidence.ruled.values()),
                 evidence.scores[key],
             ]
             if any(row):

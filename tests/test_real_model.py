@@ -65,13 +65,17 @@ def test_what_single_files_say_is_found_by_their_names(script, tmp_path):
     whole = experiments / "smollm2-whole-test"
     for name in ("rap-paper-0.7", "rap-0.5-distilled", "unknown-0.7"):
         (whole / f"{name}.json").write_text(json.dumps({"value": 77.0}), encoding="utf-8")
+    far = [{"task": task, "accuracy": {"value": 0.77}} for task in script.TASKS]
+    (experiments / "smollm2-ruler-8k").mkdir(exist_ok=True)
+    file = experiments / "smollm2-ruler-8k" / "rap-paper-0.7.json"
+    file.write_text(json.dumps({"ruler": far}), encoding="utf-8")
     found = script.Evidence(experiments)
     assert found.whole[script.Key("rap:paper", 0.7)] == {"value": 77.0}
     assert found.whole[script.Key("rap", 0.5, "fit+full")] == {"value": 77.0}
     assert not any(key.method == "unknown" for key in found.whole)
     table = script.beyond_table(found)
     (row,) = _rows(table, "rap:paper at 0.7")
-    assert row[1:4] == ["77.00", "", ""]
+    assert (row[1], row[6]) == ("77.00", "77% / 77% / 77%")
     # Models that were made on other text are not of this table.
     assert "repeated" not in table
 

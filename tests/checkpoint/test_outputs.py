@@ -78,3 +78,13 @@ def test_files_are_written_into_any_folder(tmp_path, monkeypatch):
     check_folder(".")
     with pytest.raises(CheckpointError, match="is a file: name a directory"):
         check_folder("keep.txt")
+
+
+def test_a_repository_is_not_replaced_with_its_history(tmp_path):
+    output = tmp_path / "clone"
+    (output / ".git").mkdir(parents=True)
+    (output / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is a git repository, which would be replaced"):
+        check_output(output, force=True)
+    (output / ".git").rmdir()
+    check_output(output, force=True)

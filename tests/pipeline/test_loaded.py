@@ -1,13 +1,18 @@
 """`rap.compress` of a model in memory, called as programs call it."""
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from peft import LoraConfig, get_peft_model
 
 import rap
 from cases.models import tiny_model
+from cases.plans import random_plan
 from rap import assets
+from rap.pipeline.report import save
 
 
 def test_paths_and_numbers_of_numpy_are_taken(tokenizer, tmp_path: Path) -> None:
@@ -28,3 +33,19 @@ def test_paths_and_numbers_of_numpy_are_taken(tokenizer, tmp_path: Path) -> None
     report = json.loads((tmp_path / "out" / "rap_report.json").read_text(encoding="utf-8"))
     assert report["calibration"].startswith("2 windows of 32 tokens from mine.txt")
     assert rap.load(tmp_path / "out").config.rap["retain"] == 0.5
+
+
+def test_adapters_of_a_cut_model_are_not_recorded_as_of_the_dense_one(tmp_path: Path) -> None:
+    tiny_model(layers=2).save_pretrained(tmp_path / "dense")
+    dense = rap.load(tmp_path / "dense")
+    plan = random_plan(dense, [(3, 5), (3, 5)])
+
+    def base(model: Any) -> str | None:
+        adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["v_proj"]))
+        return adapted.peft_config["default"].base_model_name_or_path
+
+    small = rap.apply(dense, plan)
+    assert base(dense) == str(tmp_path / "dense")
+    assert not base(small)
+    save(small, plan, tmp_path / "small")
+    assert base(small) == base(rap.load(tmp_path / "small")) == str(tmp_path / "small")

@@ -67,6 +67,11 @@ def check_output(output: str | Path, *, force: bool) -> None:
         )
     if not path.is_dir() or not any(path.iterdir()):
         return
+    if (path / ".git").exists():
+        raise CheckpointError(
+            f"{output} is a git repository, which would be replaced with its history: name another "
+            "output, and copy its files there"
+        )
     if not _is_checkpoint(path):
         names = sorted(entry.name for entry in path.iterdir())
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

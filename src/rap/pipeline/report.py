@@ -116,7 +116,7 @@ def save(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if base_model_type(small.config) in WRAPPERS:
-            copy_processor(source or small.name_or_path, folder)
+            copy_processor(source or small.config.name_or_path, folder)
         if report is not None:
             write_json(folder / REPORT_FILE, report)
         elif dense is not None:
@@ -125,6 +125,7 @@ def save(
         if report is not None:
             card = model_card(report, Path(output).resolve().name)
             (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    small.name_or_path = str(output)  # as if it had been loaded from there
 
 
 def describe(bench: Workbench, method: Method, plan: Plan | Replacement) -> dict[str, Any]:

@@ -61,6 +61,8 @@ def assemble(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, 
     small.load_state_dict(state, assign=True, strict=True)
     _copy_buffers(model, small)
     small.tie_weights()
+    # What peft records as the base of adapters. The dense checkpoint, named in the config, is not.
+    small.name_or_path = ""
     small.config._attn_implementation = model.config._attn_implementation
     small.config._experts_implementation = model.config._experts_implementation
     small.generation_config = copy.deepcopy(model.generation_config)
