@@ -24,7 +24,7 @@ README, FIGURE = REPOSITORY / "README.md", "docs/first-page.svg"
 BEGIN, END = "<!-- measured: python docs/first_page.py -->\n", "<!-- end of what is measured -->\n"
 COMPARED = (
     *("smollm2", "smollm2-sweep", "smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods"),
-    "smollm2-distil",
+    *("smollm2-distil", "smollm2-distil-others"),
 )
 SCORED = "smollm2-zero-shot/zero-shot.json"
 RATIOS = (0.7, 0.5)
@@ -44,8 +44,10 @@ class Row:
 
 ROWS = (
     Row("the paper's cut", "rap:paper", "none", "#b5651d"),
-    Row("PaLU, low rank", "palu", "none", "#7d7d7d"),
-    Row("PaLU, fitted", "palu", "fit", "#3d3d3d"),
+    Row("the paper's cut, fitted and distilled", "rap:paper", "fit+full", "#6e3b0b"),
+    Row("PaLU, low rank", "palu", "none", "#a0a0a0"),
+    Row("PaLU, fitted", "palu", "fit", "#606060"),
+    Row("PaLU, fitted and distilled", "palu", "fit+full", "#000000"),
     Row("**rap**", "rap", "none", "#7fb0e6"),
     Row("**rap, fitted**", "rap", "fit", "#1f5fa8"),
     Row("**rap, fitted and distilled**", "rap", "fit+full", "#0b2f5c"),
@@ -112,7 +114,7 @@ def table(measured: Measured) -> str:
 def draw(measured: Measured, path: Path) -> None:
     """The figure of the first page: loss against cache, on a logarithmic axis."""
     with matplotlib.rc_context({"svg.hashsalt": "rap", "svg.fonttype": "none", "font.size": 11}):
-        figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+        figure = Figure(figsize=(8.6, 3.8), layout="constrained")
         axes = figure.subplots()
         for row in ROWS:
             points = list(measured.curve(row))

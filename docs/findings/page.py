@@ -29,6 +29,7 @@ REAL = tuple(
         "-fit-sweep",
         "-fit-methods",
         "-fit-svdllm",
+        "-distil-others",
         "-fit-others",
         "-distil",
         "-defaults",
