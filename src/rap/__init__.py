@@ -8,7 +8,7 @@ implementation "rap". Nothing is patched.
 from .calibration.run import calibrate
 from .calibration.statistics import Statistics
 from .calibration.text import load_windows
-from .checkpoint.load import load
+from .checkpoint.load import load, load_tokenizer
 from .checkpoint.version import __version__
 from .evaluation.cost.footprint import footprint
 from .evaluation.quality.fidelity import fidelity
@@ -52,6 +52,7 @@ __all__ = [
     "footprint",
     "load",
     "load_plan",
+    "load_tokenizer",
     "load_windows",
     "parse_method",
     "perplexity",

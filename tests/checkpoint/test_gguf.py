@@ -32,6 +32,8 @@ def test_float_file_gives_the_same_model(tmp_path):
     assert _same_logits(path, model, 1e-5)  # float32 both; only the order of sums differs
     assert json.loads((tmp_path / path / SOURCE_FILE).read_text())["types"] == "21 F32"
     assert load_tokenizer(path)("It was dark").input_ids
+    assert _same_logits(tmp_path / "tiny.gguf", model, 1e-5)  # what commands take, the API takes
+    assert load_tokenizer(tmp_path / "tiny.gguf")("It was dark").input_ids
 
 
 def test_quantized_file_is_dequantized_and_says_from_what(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import rap
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap.checkpoint.load import (
@@ -15,11 +16,12 @@ from rap.checkpoint.load import (
     load,
     load_config,
     load_tokenizer,
-    reading,
     without_tensors,
 )
+from rap.checkpoint.reading import reading
 from rap.checkpoint.stored import StoredModel
 from rap.model.errors import CheckpointError, PlanError
+from rap.model.fingerprint import fingerprint_model
 from rap.surgery.apply import apply
 
 
@@ -170,3 +172,8 @@ def test_offloaded_weights_are_not_hashed(tmp_path):
     ids = random_tokens(1, 9)
     with torch.no_grad():
         torch.testing.assert_close(small(ids).logits, load(tmp_path / "small")(ids).logits)
+
+
+def test_the_bundled_model_is_loaded_by_its_name(reference_model):
+    assert fingerprint_model(rap.load("bundled")) == fingerprint_model(reference_model)
+    assert rap.load_tokenizer("bundled")("It was dark").input_ids

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..model.errors import CheckpointError
 from .files import whole_directory, write_json
 from .home import home
-from .load import reading
+from .reading import reading
 
 SOURCE_FILE = "gguf_source.json"
 FREQUENCY_FACTORS = "rope_freqs.weight"

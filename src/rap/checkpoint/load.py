@@ -1,8 +1,7 @@
 """Checkpoint directories and models: reading them, with clear errors."""
 
-import contextlib
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,14 @@ from transformers import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from ..model.errors import CheckpointError, RapError
+from ..model.errors import CheckpointError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import PREFIX, attention_spec, check_dense, text_config
 from ..model.modeling import auto_class, register
 from .files import check_safetensors
+from .reading import reading
 from .shards import check_depth
+from .source import resolve_source
 
 _PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -32,9 +33,10 @@ SOFT_CAP = "attn_logit_softcapping"  # as the configs of Gemma 2 and its kin hav
 
 
 def load_config(source: str | Path) -> Any:
-    """The config of a checkpoint directory or hub name; CheckpointError if there is none, or a
+    """The config of what `source.resolve_source` knows; CheckpointError if there is none, or a
     senseless one."""
     register()
+    source = resolve_source(source)
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(f"{source} is a directory without a model: config.json is missing")
@@ -52,6 +54,7 @@ def load_dense(source: str | Path, **kwargs: Any) -> Any:
     Keyword arguments go to `from_pretrained` (dtype, device_map, ...).
     Raises UnsupportedModelError or CheckpointError.
     """
+    source = resolve_source(source)
     config = load_config(source)
     check_dense(config)
     attention_spec(config)
@@ -61,15 +64,17 @@ def load_dense(source: str | Path, **kwargs: Any) -> Any:
 def load(source: str | Path, *, verify: bool = True, **kwargs: Any) -> Any:
     """Any causal LM, dense or pruned, in eval mode.
 
-    `source` is a checkpoint directory or a hub name; `kwargs` (dtype, device_map, ...) go to
-    `from_pretrained`. A pruned checkpoint's weights are checked against the fingerprint
-    in its config, which hashes all of them once, unless `verify` is off, some are offloaded, or the
-    requested dtype cannot represent the stored values. Attention is eager, if nothing else is asked
-    for, in models that cap their scores: SDPA would leave the cap out.
+    `source` is a checkpoint directory, a hub name, `bundled`, a model that `rap fetch` brought, or
+    a .gguf file; `kwargs` (dtype, device_map, ...) go to `from_pretrained`. A pruned checkpoint's
+    weights are checked against the fingerprint in its config, which hashes all of them once, unless
+    `verify` is off, some are offloaded, or the requested dtype cannot represent the stored values.
+    Attention is eager, if nothing else is asked for, in models that cap their scores: SDPA would
+    leave the cap out.
 
     Raises CheckpointError for a source without a model, files that are missing, truncated or
     damaged, an unknown dtype, or weights that are not those the config describes.
     """
+    source = resolve_source(source)
     config = load_config(source)
     model = _load(source, config, **kwargs)
     stored = (getattr(config, "rap", None) or {}).get("fingerprint")
@@ -95,7 +100,8 @@ def is_pruned(model: PreTrainedModel | PreTrainedConfig) -> bool:
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """The tokenizer of a checkpoint; CheckpointError if there is none."""
+    """The tokenizer of a `source` that `load` takes; CheckpointError if there is none."""
+    source = resolve_source(source)
     with reading(f"load a tokenizer from {source}"):
         return AutoTokenizer.from_pretrained(source)
 
@@ -154,22 +160,6 @@ def without_tensors(config: PreTrainedConfig, **kwargs: Any) -> Any:
         return auto_class(config).from_config(config, **(_obeying(config) | kwargs))
 
 
-@contextlib.contextmanager
-def reading(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn what libraries raise over a damaged or senseless file, of any class, into one line.
-
-    That is a CheckpointError, which says that one cannot do `what`, why, and the `remedy` where
-    that is known. Raises errors of this package as they are.
-    """
-    try:
-        yield
-    except RapError:
-        raise
-    except Exception as error:
-        end = f": {remedy}" if remedy else ""
-        raise CheckpointError(f"cannot {what}: {_reason(error)}{end}") from error
-
-
 def check_dtype(dtype: object, others: Collection[str] = ()) -> None:
     """Raise CheckpointError unless `dtype` is "auto", or a torch type or the name of one.
 
@@ -201,15 +191,3 @@ def _check_positions(config: Any, source: str | Path) -> None:
             raise CheckpointError(
                 f"{name} {value!r} in the config of {source} is not a positive number: correct it"
             )
-
-
-def _reason(error: Exception) -> str:
-    """The line of an error that says most, by its class where the text alone says nothing."""
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    if "ignore_mismatched_sizes" in str(error):
-        return "their shapes are not those that its config.json describes"
-    if not lines:
-        return type(error).__name__
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    telling = isinstance(error, (OSError, ValueError, ImportError))
-    return text if telling else f"{type(error).__name__}: {text}"

@@ -165,7 +165,7 @@ def _models(
         raise RapError(f"{source} is pruned already: leave --retain out")
     small = load(source, dtype=dtype).to(device)
     if dense is not None:
-        whole = load(resolve_source(dense), dtype=small.dtype).to(device)
+        whole = load(dense, dtype=small.dtype).to(device)
     else:
         whole = stand_in(dense_config(config), dtype=small.dtype, device=device)
     return {"dense": whole, "pruned": small}

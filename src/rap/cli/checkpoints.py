@@ -107,7 +107,7 @@ def open_checkpoint(
 def open_dense(dense: str, device_map: str | None) -> Any:
     """The model that a pruned one is compared with, in float32."""
     placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
-    return load(resolve_source(dense), dtype="float32", **placement)
+    return load(dense, dtype="float32", **placement)
 
 
 def deliver(

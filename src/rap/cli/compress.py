@@ -165,7 +165,7 @@ def _tell(
     """What compressing would do; the model's shapes are those of its config."""
     text = None if evaluate == "none" else evaluate
     check_sources(read.calibration, text)
-    config = load_config(resolve_source(model))
+    config = load_config(model)
     check_dense(config)
     attention_spec(config)
     dense = dry.unloaded(config)

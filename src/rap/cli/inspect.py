@@ -9,7 +9,6 @@ from transformers import PreTrainedConfig
 
 from ..calibration.sharing import joined_shapes
 from ..checkpoint.load import is_pruned, load_config, without_tensors
-from ..checkpoint.source import resolve_source
 from ..methods import Rap
 from ..model.errors import RapError
 from ..model.layers import (
@@ -78,7 +77,7 @@ def describe_model(target: str, retain: float = 0.7) -> dict[str, Any]:
     Of a multimodal checkpoint, its text model. `retain` is the budget of the projected cache size,
     which has equal widths in all layers.
     """
-    return describe_config(load_config(resolve_source(target)), target, retain)
+    return describe_config(load_config(target), target, retain)
 
 
 def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, Any]:

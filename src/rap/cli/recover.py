@@ -19,7 +19,6 @@ from ..checkpoint.load import (
     load_tokenizer,
 )
 from ..checkpoint.provenance import provenance
-from ..checkpoint.source import resolve_source
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
 from ..methods.base import traits
@@ -163,7 +162,7 @@ def _tell(
 ) -> None:
     """What recovering would do; shapes of both models are those of their configs."""
     _read(pruned, teacher, loaded.teacher_dtype)
-    small_config, dense_config = load_config(pruned), load_config(resolve_source(teacher))
+    small_config, dense_config = load_config(pruned), load_config(teacher)
     small, dense = dry.unloaded(small_config), dry.unloaded(dense_config)
     steps, held = dry.recovery_step(recipe, small, dense, chosen)
     stored = "auto" if loaded.teacher_dtype in KINDS else loaded.teacher_dtype
@@ -207,7 +206,7 @@ def _figures(
 def _teacher(source: str, dtype: str, device_map: str | None) -> Any:
     """The dense model in a dtype, or with quantized weights: it is only read."""
     kept = "auto" if dtype in KINDS else dtype
-    dense = load_dense(resolve_source(source), dtype=kept, **_placement(device_map))
+    dense = load_dense(source, dtype=kept, **_placement(device_map))
     return quantize_weights(dense, dtype) if dtype in KINDS else dense
 
 

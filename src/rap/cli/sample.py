@@ -9,7 +9,6 @@ import typer
 from ..calibration.sampling import Corpus, check_length, write_documents
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import load_config
-from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
 from . import options
 from .checkpoints import open_checkpoint
@@ -59,7 +58,7 @@ def sample_command(
         raise RapError(f"{output} must end in {TEXT}: one document is written by line")
     check_output_file(output, force=force)
     drawn = Corpus(**asdict(asked), seed=seed)
-    check_length(load_config(resolve_source(model)), drawn)  # before weights are loaded
+    check_length(load_config(model), drawn)  # before weights are loaded
     opened = open_checkpoint(model, device_map, [], dtype=dtype)
     write_documents(
         opened.model, opened.tokenizer, output, drawn, force=force, progress=not as_json

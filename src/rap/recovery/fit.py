@@ -26,7 +26,7 @@ from ..calibration.progress import Progress
 from ..calibration.sources import LayerSource, LoadedLayers
 from ..calibration.streams import FLOAT, Stream, new_stream
 from ..checkpoint.files import whole_file
-from ..checkpoint.load import reading
+from ..checkpoint.reading import reading
 from ..model.errors import RapError
 from ..model.layers import (
     AttentionLayer,

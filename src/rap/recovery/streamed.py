@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..calibration.bos import Bos, bos_token
 from ..calibration.sources import StoredLayers
-from ..checkpoint.load import reading
+from ..checkpoint.reading import reading
 from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.streamed import streamed_perplexity
 from ..model.errors import RapError

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.files import PLAN_FILE
 from ..checkpoint.load import load_config
-from ..checkpoint.source import resolve_source
 from ..checkpoint.tensor_file import TensorFile
 from ..model.errors import PlanError, UnsupportedModelError
 from ..model.fingerprint import fingerprint_model
@@ -111,7 +110,7 @@ class Replacement(PlanHeader):
 
 
 def load_plan(path: str | Path) -> Plan | Replacement:
-    """A plan file of any method, or the one in a pruned checkpoint's folder; PlanError if none."""
+    """The plan of any method in `path`, a file or a pruned checkpoint; PlanError if there is none."""
     path = Path(path)
     if path.is_dir():
         path /= PLAN_FILE
@@ -171,7 +170,7 @@ def check_made_for(replacement: Replacement, model: PreTrainedModel) -> None:
 def check_teacher(plan: PlanHeader, source: str) -> None:
     """Raise PlanError unless the plan is for models of this shape, by the config of `source`."""
     try:
-        check_config(load_config(resolve_source(source)), plan)
+        check_config(load_config(source), plan)
     except PlanError as error:
         raise PlanError(
             f"{source} is not of the kind that the checkpoint was cut from: name the dense model "
