@@ -110,7 +110,7 @@ class Replacement(PlanHeader):
 
 
 def load_plan(path: str | Path) -> Plan | Replacement:
-    """The plan of any method in `path`, a file or a pruned checkpoint; PlanError if there is none."""
+    """The plan of any method at `path`, a file or a pruned checkpoint; PlanError without one."""
     path = Path(path)
     if path.is_dir():
         path /= PLAN_FILE
