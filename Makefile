@@ -54,7 +54,7 @@ $(SERVE)/.installed: pyproject.toml constraints-serve.txt
 serve-env: $(SERVE)/.installed ## make .venv-serve: vLLM, llama.cpp and MLX for CPUs, for the serving tests
 
 test-serve: $(SERVE)/.installed ## run the serving tests against the real engines
-	$(SERVE)/bin/python -m pytest -m "serve and not families" tests/serving $(ARGS)
+	$(SERVE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "serve and not families" tests/serving $(ARGS)
 
 test-families: $(SERVE)/.installed ## serve every family of docs/models.md in vLLM
 	$(SERVE)/bin/python -m pytest -m "serve and families" tests/serving $(ARGS)

@@ -22,8 +22,8 @@ from rap.evaluation.cost.latency import (
     Point,
     default_variants,
     measure_point,
-    weight_bytes,
 )
+from rap.evaluation.cost.reading import weight_bytes
 from rap.evaluation.cost.stand_ins import stand_in, uniform_config
 
 CONTEXTS = {"cpu": [512, 2048, 4096, 8192, 16384], "cuda": [4096, 8192, 16384, 32768]}

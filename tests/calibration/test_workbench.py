@@ -76,6 +76,15 @@ def test_kept_statistics_serve_the_same_weights_and_text_alone(calls, tmp_path):
     assert len(calls) == 3
 
 
+def test_kept_statistics_of_a_text_that_changed_are_not_taken(calls, tmp_path):
+    path = tmp_path / "mine.txt"
+    for words in ("some words of mine ", "quite other words "):
+        path.write_text(200 * words, encoding="utf-8")
+        reading = CalibrationText(str(path), num_windows=2, window=64)
+        Workbench.open("bundled", reading=reading, kept_in=tmp_path).statistics({"energy"})
+    assert len(calls) == 2
+
+
 def test_another_model_reads_the_same_windows(calls):
     bench = Workbench.open("bundled", reading=READING)
     collected = bench.statistics({"energy"})

@@ -200,7 +200,10 @@ def test_statistics_of_a_file_take_any_method_that_cuts(tokenizer: Any, tmp_path
     windows = rap.load_windows("bundled", tokenizer, num_windows=2, window=32)
     statistics = rap.calibrate(model, windows, method.needs_for(model))
     statistics.save(tmp_path / "statistics")
+    text = tmp_path / "unread.txt"
+    text.write_text("not read", encoding="utf-8")
     given: dict[str, Any] = {"statistics": tmp_path / "statistics", "evaluate": None}
+    given["calibration"] = text
     report = compress_streamed(dense, 0.5, tmp_path / "out", **given)
     made = report["provenance"]["settings"]
     assert (made["num_windows"], made["window"]) == (2, 32)

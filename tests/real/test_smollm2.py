@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rap
-from rap.calibration.text import evaluation_tokens
+from rap.calibration.held_out import evaluation_tokens
 from rap.checkpoint.load import load_dense, load_tokenizer
 from rap.checkpoint.source import resolve_source
 from rap.evaluation.quality.fidelity import fidelity

@@ -160,3 +160,4 @@ def test_nothing_to_do_at_full_width() -> None:
 def test_too_few_windows(pair: tuple) -> None:
     with pytest.raises(rap.RapError, match="at least 2"):
         refit_outputs(pair[1], pair[0], random_tokens(1, 64))
+    assert refit_outputs(copy.deepcopy(pair[1]), pair[0], random_tokens(2, 64))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
@@ -297,6 +298,18 @@ def test_a_teacher_of_another_vocabulary_is_refused(models):
 def test_windows_that_do_not_fit_are_refused(models, windows, message):
     with pytest.raises(RapError, match=message):
         distill(models[1], models[0], windows, CONFIG)
+
+
+def test_of_several_devices_one_process_takes_one(monkeypatch, tmp_path):
+    """Trainer would run the student on all of them, as copies that share what hooks keep."""
+
+    class Two(TrainingArguments):
+        @property
+        def n_gpu(self):
+            return 2
+
+    monkeypatch.setattr(distillation, "TrainingArguments", Two)
+    assert distillation._arguments(CONFIG, 8, tmp_path)._n_gpu == 1
 
 
 def test_a_logger_that_is_not_installed_is_refused(models, monkeypatch):

@@ -13,7 +13,7 @@ from cases.fits import ShortFit
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import RapError, assets
-from rap.calibration.text import evaluation_tokens
+from rap.calibration.held_out import evaluation_tokens
 from rap.checkpoint.load import load, load_config, load_dense
 from rap.cli import recover as recover_command
 from rap.evaluation.quality.fidelity import fidelity
@@ -136,6 +136,41 @@ def test_what_the_fit_holds_out_no_later_stage_trains_on(models, tokenizer, tmp_
     third, said = recover_stage(fitted, dense, tokenizer, "fast", fitted=told, **asked)
     assert "perplexity_refitted" not in said
     assert fingerprint_model(third) == fingerprint_model(both)
+
+
+def test_a_refit_of_several_texts_reads_all_of_them(models, tokenizer, monkeypatch):
+    """They come in turns, of which every second or fourth is one text alone."""
+    dense, small = models
+    run = stages._Run(small, dense, tokenizer, ["a", "b"], 0, None, None, False, {})
+    turns = torch.arange(600).remainder(2)[:, None].expand(600, 256)
+    read = []
+    monkeypatch.setattr(run, "windows", lambda config: turns)
+    monkeypatch.setattr(run, "offer", lambda model, done: None)
+    monkeypatch.setattr(stages, "refit_outputs", lambda *given, **_: read.append(given[2]))
+    run.refit(CONFIG)
+    assert len(read[0]) == stages.REFIT_TOKENS // 256
+    assert 0.3 < read[0].float().mean() < 0.7
+
+
+def test_a_fit_to_windows_that_began_otherwise_is_not_gone_on_from(models, tokenizer):
+    fitted = {"bos": 7, "fit": {"config": {}}, "perplexity_before": 2.0, "perplexity_fitted": 1.0}
+    with pytest.raises(RapError, match=r"BOS \(token 7\), and these are without BOS: give bos as"):
+        recover_stage(*models[::-1], tokenizer, "fit+fast", fitted=fitted, bos="never")
+
+
+def test_a_known_dense_figure_is_taken_of_the_same_text_alone(models, tokenizer, monkeypatch):
+    """A teacher of rounded weights cannot be measured in place of the dense model."""
+    monkeypatch.setattr(recover_command, "measure", lambda *given, **_: {"measured": given[2]})
+    known = {"perplexity": 9.0, "evaluation": {"text": "a.txt", "bos": None}}
+
+    def dense(text, known):
+        given = {"small": models[1]}, models[0], "int8", {"dense": known}, tokenizer, text
+        return recover_command._figures(*given, {"bos": "never"})["dense"]
+
+    assert dense("a.txt", known) is known
+    assert dense("b.txt", known) == {"measured": "b.txt"}
+    assert dense(None, known) == {"measured": None}
+    assert dense("a.txt", {"parameters": 3}) == {"measured": "a.txt"}
 
 
 def test_a_fit_is_gone_on_from_where_it_read_the_same_texts(models):

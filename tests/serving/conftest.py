@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ from cases.models import VOCABULARY, tiny_model
 from cases.plans import Widths, random_plan, zeroed
 from rap.planning.plan import Plan
 from rap.surgery.apply import apply
+
+# An engine binds every core that it finds, and spins on them: each worker's has one of its own.
+if _worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
+    _core = int(_worker) % (os.cpu_count() or 1)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(_core))
 
 # Six layers of the bundled model (D = 64): native sizes, sizes that the CPU backend does not take
 # (44, 24 and 20 channels are padded), keys wider than values and the reverse, one layer left dense.

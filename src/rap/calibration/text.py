@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .. import assets
-from ..model.errors import CalibrationError, RapError
+from ..model.errors import CalibrationError
 from .bos import Bos, bos_token, with_bos
 from .repeats import repeat_passages
 
@@ -31,7 +31,6 @@ POSSIBLE = "'bundled', 'paper', 'c4', a .txt or .jsonl file, or the name of a da
 
 # Characters that surely hold one token of running text; English has four to five.
 _CHARACTERS_PER_TOKEN = 16
-STREAMED_CHARACTERS = 4_000_000  # about a million tokens, 450 windows of 2048
 
 
 def load_windows(
@@ -45,8 +44,9 @@ def load_windows(
 ) -> Tensor:
     """Calibration windows, LongTensor [N, T], from sources as `named_sources` reads them.
 
-    Each source gives an equal share of the windows, the first ones what is left over. A window
-    begins with BOS as `bos.bos_token` decides; give it the token for a family's own default.
+    Each source gives an equal share of the windows, the first ones what is left over, and they come
+    in turns: what reads the first windows alone sees every source. A window begins with BOS as
+    `bos.bos_token` decides; give it the token for a family's own default.
 
     Raises CalibrationError as `check_sources` does, if a source cannot be read or is too short, or
     if there are fewer windows than sources.
@@ -64,7 +64,8 @@ def load_windows(
         text = read_text(name, max_characters=share * window * _CHARACTERS_PER_TOKEN)
         sizes = {"num_windows": share, "window": window}
         parts.append(windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos))
-    return torch.cat(parts)
+    turns = [torch.arange(len(part)) * len(parts) + n for n, part in enumerate(parts)]
+    return torch.cat(parts)[torch.cat(turns).argsort()]
 
 
 def named_sources(source: str | Path) -> list[str]:
@@ -171,21 +172,6 @@ def read_entries(path: str | Path) -> list[str]:
     return [_field_of(path, number, line) for number, line in filled]
 
 
-def evaluation_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Token ids [N] of a held-out text: `bundled` test novels, a file, or a dataset name.
-
-    Of a streamed dataset (C4) the first four million characters are read. Raises RapError for a
-    text without a word in it, or one that cannot be read.
-    """
-    if text == "bundled":
-        content = assets.reference_text("test")
-    else:
-        content = read_text(text, max_characters=STREAMED_CHARACTERS)
-    if not content.strip():
-        raise RapError("the evaluation text is empty: give a text with some words in it")
-    return torch.tensor(_encode(tokenizer, content))
-
-
 def _from_stretches(
     text: str, tokenizer: PreTrainedTokenizerBase, num_windows: int, window: int, seed: int
 ) -> Tensor | None:
@@ -196,7 +182,7 @@ def _from_stretches(
     for slot in _sample(len(text) // length, num_windows, seed):
         stretch = text[slot * length : (slot + 1) * length]
         # A stretch starts anywhere: drop the word it cuts.
-        ids = _encode(tokenizer, re.sub(r"^\S{0,40}\s", "", stretch))
+        ids = encode(tokenizer, re.sub(r"^\S{0,40}\s", "", stretch))
         if len(ids) < window:
             return None
         rows.append(ids[:window])
@@ -206,7 +192,7 @@ def _from_stretches(
 def _from_whole(
     text: str, tokenizer: PreTrainedTokenizerBase, num_windows: int, window: int, seed: int
 ) -> Tensor:
-    ids = _encode(tokenizer, text)
+    ids = encode(tokenizer, text)
     whole = len(ids) // window
     if whole == 0:
         raise CalibrationError(
@@ -227,7 +213,8 @@ def _sample(size: int, count: int, seed: int) -> list[int]:
     return sorted(torch.randperm(size, generator=generator)[:count].tolist())
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text, without special tokens."""
     # verbose=False: the text is longer than the model's window on purpose.
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 

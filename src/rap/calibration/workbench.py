@@ -20,11 +20,12 @@ from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, attention_spec, check_dense
 from .bos import Bos, bos_token, check_bos, describe_bos
+from .held_out import evaluation_tokens
 from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
 from .run import calibrate, check_windows
 from .statistics import Statistics
-from .text import evaluation_tokens, load_windows, named_sources, shown_name
+from .text import load_windows, named_sources, shown_name
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Workbench:
         return windows
 
     def held_out(self, text: str) -> Tensor:
-        """Token ids [K] of a text to judge on, as `text.evaluation_tokens` reads it."""
+        """Token ids [K] of a text to judge on, as `held_out.evaluation_tokens` reads it."""
         return evaluation_tokens(text, self.tokenizer)
 
     def statistics(self, needs: Collection[str]) -> Statistics:
@@ -174,9 +175,8 @@ class Workbench:
         return Statistics.load(path) if path is not None and path.is_file() else None
 
     def _file(self, folder: Path) -> Path:
-        """Named by the weights and the text they read."""
-        read = self.reading
-        parts: tuple[Any, ...] = (self.fingerprint, read.text, read.num_windows, read.window)
-        parts += (read.seed,) if self.bos is None else (read.seed, self.bos)
-        digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
-        return folder / f"statistics-{digest}.safetensors"
+        """Named by the weights and the windows they read: a text's name stays when it changes."""
+        digest = hashlib.sha256(self.fingerprint.encode())
+        digest.update(repr(tuple(self.windows.shape)).encode())
+        digest.update(self.windows.contiguous().numpy().data)
+        return folder / f"statistics-{digest.hexdigest()[:8]}.safetensors"

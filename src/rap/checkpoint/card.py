@@ -154,7 +154,7 @@ def comparison(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         for figure, name in names.items()
         if figure in dense
     ]
-    if "perplexity" in dense:
+    if "perplexity" in dense and "perplexity" in small:
         rows.append(("perplexity", f"{dense['perplexity']:.3f}", f"{small['perplexity']:.3f}"))
     for figure, (name, of_dense, form) in NEARNESS.items():
         # One recovered with a teacher of rounded weights, or by an earlier release, has none.

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..calibration.contents import check_contents, note_contents
 from ..calibration.workbench import Workbench
 from ..checkpoint.files import check_folder, whole_file, write_json
 from ..checkpoint.provenance import provenance
@@ -85,9 +86,11 @@ def analyze_command(
 def _study(model: str, read: Reading, evaluate: str, max_windows: int, kept_in: Path) -> Study:
     """The dense model with its texts, all of them checked before the first measurement."""
     placed: dict[str, Any] = {"dtype": read.dtype, "device_map": read.device_map}
+    check_contents(kept_in, read.text.text)
     bench = Workbench.open(model, **placed, reading=read.text, kept_in=kept_in)
     tokens = bench.held_out(evaluate)
     _ = bench.windows  # read, and checked, before the first measurement
+    note_contents(kept_in, read.text.text)
     return Study(bench, tokens, window=read.window, num_windows=max_windows)
 
 

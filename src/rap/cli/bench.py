@@ -16,6 +16,7 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..evaluation.cost.latency import PLAIN, Point, default_variants, measure_point
 from ..evaluation.cost.prefill import time_prefill
+from ..evaluation.cost.reading import if_it_fits
 from ..evaluation.cost.stand_ins import dense_config, stand_in, uniform_config
 from ..model.errors import RapError
 from ..model.layers import PREFIX
@@ -75,9 +76,7 @@ def bench_command(
         variants = default_variants(device)
         rows.append(_row(measure_point(models, context=context, variants=variants, **timed)))
         if prefill:
-            for each in models.values():
-                each.set_attn_implementation(PLAIN.attention)
-            rows[-1]["prefill"] = _prefill(time_prefill(models, tokens=context, **timed))
+            rows[-1]["prefill"] = _prefill(models, tokens=context, **timed)
     verdict = conclusion([(row["context"], row["ratio"]) for row in rows])
     result = {"model": model, "batch": batch, "points": rows, "verdict": verdict}
     result["provenance"] = provenance(**settings)
@@ -105,7 +104,7 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
             f"{row['context']:,}",
             *(f"{1e3 * row[name]:.2f}" if row[name] else "-" for name in ("dense", "pruned")),
             f"{row['ratio']:.2f}x" if row["ratio"] else "-",
-            f"{row['roofline']:.2f}x",
+            f"{row['roofline']:.2f}x" if row["roofline"] else "-",
         ]
         for row in rows
     ]
@@ -113,13 +112,21 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
     if "prefill" in rows[0]:
         header += ["prefill, dense ms", "pruned ms", "dense / pruned"]
         for cell, read in zip(cells, (row["prefill"] for row in rows), strict=True):
+            if read is None:
+                cell += ["-"] * 3
+                continue
             cell += [f"{1e3 * read[name]:.0f}" for name in ("dense", "pruned")]
             cell.append(f"{read['ratio']:.2f}x")
     print_table(title, header, cells)
 
 
-def _prefill(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Medians in seconds, and the median over rounds of dense over pruned."""
+def _prefill(models: dict[str, Any], **timed: Any) -> dict[str, float] | None:
+    """Medians in seconds, and the median over rounds of dense over pruned; None if memory ends."""
+    for model in models.values():
+        model.set_attn_implementation(PLAIN.attention)
+    seconds = if_it_fits(time_prefill, models, **timed)
+    if seconds is None:
+        return None
     return {
         **{name: statistics.median(spent) for name, spent in seconds.items()},
         "ratio": statistics.median(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..calibration.text import evaluation_tokens
+from ..calibration.held_out import evaluation_tokens
 from ..checkpoint.provenance import provenance
 from ..evaluation.cache.compressed import (
     CacheCompression,
@@ -21,7 +21,6 @@ from ..evaluation.quality.perplexity import check_sizes
 from ..model.errors import RapError
 from . import options
 from .checkpoints import (
-    HELD_OUT,
     Opened,
     Quantize,
     ResultFile,
@@ -110,7 +109,7 @@ def cache_command(
     compression.check()
     asked.check()
     opened = open_checkpoint(model, load.device_map, [output], quantize, load.dtype, load.bos)
-    ids = evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer)
+    ids = evaluation_tokens(text, opened.tokenizer)
     exact, compressed = (
         _measured(opened, ids, one, asked, load.seed) for one in (CacheCompression(), compression)
     )

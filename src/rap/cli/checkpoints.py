@@ -38,11 +38,6 @@ Words = Annotated[
         "trained on the plain one needs the natural one.",
     ),
 ]
-# Texts that models are held against, by the split that nothing is trained on.
-HELD_OUT = {
-    "wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1:test",
-    "c4": "allenai/c4:en:validation",
-}
 
 
 @dataclass(frozen=True, kw_only=True)

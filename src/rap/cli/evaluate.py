@@ -1,6 +1,5 @@
 """`rap evaluate`: quality of a dense or pruned checkpoint."""
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,10 +7,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..calibration.text import evaluation_tokens
+from ..calibration.held_out import evaluation_tokens
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.documents import check_grid
+from ..evaluation.quality.intervals import exponential
 from ..evaluation.quality.needle import check_depths, heat_map, needle_grid, needle_table
 from ..evaluation.quality.perplexity import check_sizes, perplexity
 from ..evaluation.quality.recall import copy_loss, recall_grid
@@ -19,7 +19,6 @@ from ..model.errors import RapError
 from . import options
 from .cache import cache_command
 from .checkpoints import (
-    HELD_OUT,
     Haystack,
     Opening,
     Quantize,
@@ -77,7 +76,7 @@ def perplexity_command(
     """Perplexity in float32 over contiguous non-overlapping windows."""
     check_sizes(window, max_windows, batch_size)
     opened = open_checkpoint(model, device_map, [output], quantize, dtype="float32", bos=bos)
-    tokens = evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer)
+    tokens = evaluation_tokens(text, opened.tokenizer)
     scored = perplexity(
         opened.model,
         tokens,
@@ -96,7 +95,7 @@ def perplexity_command(
     deliver(opened, {"text": text, **asdict(scored)}, table, made, output, as_json)
     if len(scored.positions) > 1 and not as_json:
         rows = [
-            [f"{part.start:,} to {part.stop - 1:,}", f"{math.exp(part.nats_per_token):.2f}"]
+            [f"{part.start:,} to {part.stop - 1:,}", f"{exponential(part.nats_per_token):.2f}"]
             for part in scored.positions
         ]
         print_table("By position in the window", ["tokens before", "perplexity"], rows)

@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.text import evaluation_tokens
+from ..calibration.held_out import evaluation_tokens
 from ..checkpoint.card import interval_text
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.fidelity import Fidelity, fidelity
 from ..evaluation.quality.perplexity import check_sizes
 from ..model.fingerprint import fingerprint_model
 from . import options
-from .checkpoints import HELD_OUT, Dense, ResultFile, deliver, label, open_checkpoint, open_dense
+from .checkpoints import Dense, ResultFile, deliver, label, open_checkpoint, open_dense
 from .options import print_table
 
 Text = Annotated[
@@ -52,7 +52,7 @@ def fidelity_command(
     measured = fidelity(
         opened.model,
         original,
-        evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer),
+        evaluation_tokens(text, opened.tokenizer),
         window=window,
         max_windows=max_windows,
         bos=opened.bos,

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..calibration.held_out import evaluation_tokens
 from ..calibration.progress import Progress
-from ..calibration.text import evaluation_tokens
 from ..checkpoint.card import interval_text
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.answers import Answers, LongOutput, compare_answers
@@ -18,7 +18,6 @@ from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from . import options
 from .checkpoints import (
-    HELD_OUT,
     Dense,
     Opened,
     ResultFile,
@@ -131,7 +130,7 @@ def _continued(
     return generation(
         opened.model,
         dense,
-        evaluation_tokens(HELD_OUT.get(text, text), opened.tokenizer),
+        evaluation_tokens(text, opened.tokenizer),
         num_prompts=asked.prompts or NUM_PROMPTS,
         prompt_tokens=asked.prompt_tokens or PROMPT_TOKENS,
         num_tokens=asked.tokens,

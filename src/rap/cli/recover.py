@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from ..calibration.bos import bos_token
-from ..calibration.text import check_sources, evaluation_tokens
+from ..calibration.held_out import evaluation_tokens
+from ..calibration.text import check_sources
 from ..checkpoint.card import NEARNESS, interval_text
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
 from ..checkpoint.load import (
@@ -196,9 +197,9 @@ def _figures(
     if teacher_dtype not in KINDS:
         return measure_against(dense, models, tokenizer, text, **judged)
     figures = {name: measure(model, tokenizer, text, **judged) for name, model in models.items()}
-    known: dict[str, Any] | None = old_report.get("dense")
-    first = bos_token(judged["bos"], tokenizer, dense.config)
-    if known is not None and known.get("evaluation", {}).get("bos") == first:
+    known: dict[str, Any] = old_report.get("dense") or {}
+    asked = {"text": text, "bos": bos_token(judged["bos"], tokenizer, dense.config)}
+    if text is not None and asked.items() <= known.get("evaluation", {}).items():
         return {"dense": known, **figures}
     return {"dense": measure(dense, tokenizer, text, **judged), **figures}
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from ..calibration.text import evaluation_tokens
+from ..calibration.held_out import evaluation_tokens
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.documents import check_grid
 from ..evaluation.quality.perplexity import check_sizes

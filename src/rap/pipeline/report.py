@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..calibration.bos import Bos, bos_token
-from ..calibration.text import evaluation_tokens
+from ..calibration.held_out import evaluation_tokens
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json

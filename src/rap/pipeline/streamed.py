@@ -50,10 +50,10 @@ def compress_streamed(
     *,
     method: Method | str = "rap",
     statistics: str | Path | None = None,
-    calibration: str = "bundled",
+    calibration: str | Path = "bundled",
     num_windows: int = 32,
     window: int = 1024,
-    evaluate: str | None = "bundled",
+    evaluate: str | Path | None = "bundled",
     device: str = "cpu",
     recover: str = "none",
     fit: FitConfig | None = None,
@@ -70,6 +70,7 @@ def compress_streamed(
     run goes on, when it is repeated, after the statistics or after the last fitted layer. Raises a
     RapError for any input that cannot work, before the work it would waste.
     """
+    calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
     work = work_folder(output)
     stage = StreamedStage(
         recover, work, calibration, config=fit, seed=seed, bos=bos, device=device, progress=progress

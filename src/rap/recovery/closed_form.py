@@ -68,8 +68,8 @@ def refit_outputs(
     in float64; time is three forward passes. Raises RapError for too few windows or a layer whose
     statistics are not finite.
     """
-    num_fit = round(len(windows) * (1 - held_out))
-    if not 0 < num_fit < len(windows):
+    num_fit = min(round(len(windows) * (1 - held_out)), len(windows) - 1)
+    if num_fit < 1:
         raise RapError(f"{len(windows)} windows cannot be split to fit and judge: give at least 2")
     mine, theirs = (Stream(LoadedLayers(model), windows, batch_size) for model in (small, dense))
     layers, dense_layers = attention_layers(small), attention_layers(dense)

@@ -185,7 +185,7 @@ def _arguments(config: RecoveryConfig, num_windows: int, work: Path) -> Training
     steps = config.steps or config.epochs * updates
     every = min(config.evaluate_every or updates, steps)
     plateau = config.schedule == "plateau"
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(work),
         max_steps=steps,
         per_device_train_batch_size=micro,
@@ -219,6 +219,10 @@ def _arguments(config: RecoveryConfig, num_windows: int, work: Path) -> Training
         seed=config.seed,
         data_seed=config.seed,
     )
+    # Of several GPUs one process takes one. Trainer would run copies of the student on all of
+    # them, whose hooks are the same, and double the batch.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 def _micro_batch(config: RecoveryConfig, num_windows: int, world: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration.bos import Bos, bos_token
+from ..calibration.bos import Bos, bos_token, describe_bos
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.layers import trained_length
@@ -186,7 +186,16 @@ class _Run:
             self.small = model
 
     def go_on(self, fitted: dict[str, Any]) -> None:
-        """Take a fit for done, whose report is given: what it held out stays held out."""
+        """Take a fit for done, whose report is given: what it held out stays held out.
+
+        Raises RapError if its windows began otherwise, for they would be others.
+        """
+        first = bos_token(self.bos, self.tokenizer, self.small.config)
+        if fitted["bos"] != first:
+            was, now = (describe_bos(token) for token in (fitted["bos"], first))
+            raise RapError(
+                f"the model was fitted to windows {was}, and these are {now}: give bos as it was"
+            )
         self.report |= {key: fitted[key] for key in FIT_REPORTS}
         self.windows(FitConfig(**fitted["fit"]["config"]))
 
@@ -203,7 +212,9 @@ class _Run:
         """Refit the outputs of every layer in closed form."""
         windows, refitted = self.windows(config), copy.deepcopy(self.small)
         count = max(2, REFIT_TOKENS // windows.shape[1])
-        some = windows[:: max(1, len(windows) // count)]
+        # Drawn, for windows of several texts come in turns: every fourth may be of one alone.
+        drawn = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))
+        some = windows[drawn[:count].sort().values]
         refit_outputs(refitted, self.dense, some, progress=self.progress)
         self.offer(refitted, "refitted")
 

@@ -9,6 +9,7 @@ import torch
 from cases.command import run
 from cases.models import tiny_model
 from cases.plans import random_plan
+from rap.cli import bench
 from rap.cli.bench import conclusion
 from rap.evaluation.cost import latency
 from rap.evaluation.cost.footprint import footprint
@@ -19,8 +20,8 @@ from rap.evaluation.cost.latency import (
     Variant,
     interleaved,
     measure_point,
-    weight_bytes,
 )
+from rap.evaluation.cost.reading import if_it_fits, weight_bytes
 from rap.evaluation.cost.stand_ins import dense_config, stand_in, uniform_config
 from rap.model.errors import RapError
 from rap.surgery.apply import apply
@@ -132,6 +133,61 @@ def test_models_take_turns_one_by_one_where_memory_is_short(monkeypatch, room, m
     point = measure_point({"dense": dense}, batch=1, context=9, rounds=1, variants=CPU_VARIANTS)
     assert [rounds is not None for rounds in point.seconds["dense"].values()] == 2 * [measured]
     assert (point.median("dense") is not None) == measured
+    assert point.roofline("dense") == (1 if measured else None)
+    assert point.roofline("pruned") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "fits"),
+    [
+        (torch.OutOfMemoryError("CUDA"), None),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), None),
+        (RuntimeError("shapes differ"), "raised"),
+    ],
+)
+def test_memory_that_does_not_suffice_is_no_error(error, fits):
+    def fail():
+        raise error
+
+    if fits is None:
+        assert if_it_fits(fail) is None
+        return
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        if_it_fits(fail)
+
+
+def test_bench_shows_contexts_that_fit_beside_those_that_do_not(monkeypatch, tmp_path):
+    """Far contexts are what it is asked for, and memory ends somewhere."""
+    whole, small = DecodeStep.__init__, bench.time_prefill
+
+    def build(self, *given, context, **named):
+        if context > 100:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        whole(self, *given, context=context, **named)
+
+    def read(models, *, tokens, **named):
+        if tokens > 100:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        return small(models, tokens=tokens, **named)
+
+    monkeypatch.setattr(DecodeStep, "__init__", build)
+    monkeypatch.setattr(bench, "time_prefill", read)
+    asked = ["--retain", 0.5, "--rounds", 1, "--device", "cpu", "--context", 64, "--context", 128]
+    shown = run("bench", "bundled", *asked, "--prefill", "-o", tmp_path / "bench.json")
+    assert shown.code == 0
+    assert shown.out.count("-  ") or shown.out.count("- ")
+    near, far = json.loads((tmp_path / "bench.json").read_text())["points"]
+    assert near["ratio"] > 0
+    assert near["prefill"]["ratio"] > 0
+    assert (far["ratio"], far["roofline"], far["prefill"]) == (None, None, None)
+
+
+def test_experts_that_no_token_chose_are_not_read():
+    model = tiny_model("qwen3_moe", num_experts=8, num_experts_per_tok=2)
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    assert experts > 0
+    assert weight_bytes(model) == weight_bytes(model, batch=4) - experts * 3 // 4
+    assert weight_bytes(model, batch=9) == weight_bytes(model, batch=4)
 
 
 @pytest.mark.parametrize(

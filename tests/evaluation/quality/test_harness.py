@@ -163,6 +163,27 @@ def test_a_metric_the_group_wants_must_be_there():
         harness._score("piqa", {"piqa": "acc_norm"}, found)
 
 
+def test_the_first_way_of_looking_for_an_answer_is_named():
+    ways = {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
+    found = {
+        "results": {"gsm8k": {"alias": "gsm8k", **ways, "exact_match_stderr,strict-match": "N/A"}},
+        "versions": {"gsm8k": 3.0},
+        "n-samples": {"gsm8k": {"original": 9, "effective": 4}},
+    }
+    score = TaskScore("gsm8k", "exact_match, strict-match", 0.25, 4, "3.0", 0.25)
+    assert harness._score("gsm8k", {"gsm8k": None}, found) == score
+
+
+def test_groups_of_different_limits_need_one_that_is_given(monkeypatch):
+    monkeypatch.setattr(harness, "_lm_eval", lambda: None)
+    asked = ["paper-longbench", "piqa"]
+    with pytest.raises(RapError, match="read different numbers of examples: give a limit"):
+        harness.run_tasks(None, None, asked)
+    monkeypatch.setattr(harness, "_manager", lambda tasks, folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # it came as far as that
+        harness.run_tasks(None, None, asked, limit=2)
+
+
 def test_mean_is_over_tasks():
     scores = [TaskScore(str(n), "acc", value, n, "1") for n, value in ((1, 0.5), (100, 0.7))]
     assert mean_score(scores) == pytest.approx(0.6)

@@ -36,3 +36,9 @@ def test_pairing_removes_what_is_hard_for_both():
 def test_windows_that_are_no_pairs_are_refused():
     with pytest.raises(ValueError, match="3 and 2 windows are not pairs"):
         perplexity_ratio_interval([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def test_a_loss_that_is_too_large_for_exp_is_infinite():
+    found = perplexity_ratio_interval([2000.0, 2001.0], [1.0, 2.0])
+    assert (found.value, found.low, found.high) == (math.inf, math.inf, math.inf)
+    assert perplexity_ratio_interval([1.0, 2.0], [2000.0, 2001.0]).value == 0

@@ -240,6 +240,7 @@ def test_a_text_of_just_the_length_will_do(text):
             "use plain, nat",
         ),
         (lambda text: recall.copy_loss(None, text, passage=9, distance=3), "or more"),
+        (lambda text: recall.copy_loss(None, text, passage=1), "predicts nothing"),
     ],
 )
 def test_wrong_input_is_refused(text, call, message):

@@ -11,12 +11,13 @@ import torch
 
 import rap
 from cases.command import error_violations, run
+from cases.family_cases import CASES as FAMILIES
 from cases.models import random_tokens, tiny_model
 from rap.calibration.workbench import Workbench
 from rap.model.errors import UnsupportedModelError
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_layers, layer_frequencies
-from rap.studies.analyses import expected_loss, orphans, ranks, rope_base
+from rap.studies.analyses import expected_loss, kept_pairs, orphans, ranks, rope_base
 from rap.studies.analyses.registry import ANALYSES
 from rap.studies.analyses.study import Study, figure_of, paper_cut
 
@@ -133,6 +134,27 @@ def test_only_the_base_changes():
     frequencies = layer_frequencies(other, attention_layers(other)[0])
     assert frequencies.tolist() == pytest.approx([1e5 ** (-j / 8) for j in range(8)], rel=1e-6)
     assert model.config.rope_parameters["rope_theta"] == 1e4
+
+
+def test_channels_that_never_rotate_count_as_a_head_s():
+    """By chance a kept channel's partner is one of all the others."""
+    case = next(case for case in FAMILIES if case.name == "stablelm")
+    part = study_of(case.model(dtype=torch.float32), random_tokens(2, 32), random_tokens(1, 99)[0])
+    for row in orphans.measure(part)["rows"]:
+        assert 0 <= row["chance"] <= 1
+
+
+def test_pairs_of_several_frequencies_have_no_one_axis():
+    case = next(case for case in FAMILIES if case.name == "gemma3_text")
+    mixed = study_of(case.model(dtype=torch.float32), random_tokens(2, 32), random_tokens(1, 99)[0])
+    with pytest.raises(UnsupportedModelError, match="rotate at different frequencies"):
+        kept_pairs.measure(mixed)
+
+
+def test_a_note_counts_the_windows_that_were_read(study):
+    assert study.note.startswith("Perplexity over 3 windows of 32 tokens")
+    short = replace(study, tokens_N=study.tokens_N[:70])
+    assert short.note.startswith("Perplexity over 2 windows of 32 tokens")
 
 
 def test_a_model_without_one_base_is_refused():

@@ -31,6 +31,7 @@ from rap.studies.compare.cells import CONFIG, RESULT, Cell, finished, store
 from rap.studies.compare.command import cell_command
 from rap.studies.compare.grid import Grid
 from rap.studies.compare.measurement import Measures, dense_states
+from rap.studies.compare.other_texts import other_texts
 
 TINY = Measures(
     window=128,
@@ -174,6 +175,31 @@ def test_other_texts_are_measured_as_the_first_is(grid, tiny, tmp_path):
     assert not any(one["title"].startswith("On texts of other") for one in apart["tables"])
     command = shlex.split(found["cells"][1]["command"])
     assert f"other_texts={other}, " in command
+
+
+def test_a_text_that_changed_is_not_taken_for_what_was_measured(tiny, tmp_path):
+    held_out = tmp_path / "mine.txt"
+    held_out.write_text(assets.reference_text("test")[:6_000], encoding="utf-8")
+    fast = replace(tiny, text=str(held_out), recall_documents=0, decode_steps=0, num_windows=1)
+    asked = {"output": tmp_path / "grid", "methods": ["rap"], "retain": (0.5,), **SMALL}
+    known = rap.compare(measures=fast, **asked)
+    assert rap.compare(measures=fast, **asked)["cells"] == known["cells"]
+    held_out.write_text(assets.reference_text("validation")[:6_000], encoding="utf-8")
+    with pytest.raises(RapError, match=r"mine\.txt has changed since .*grid was measured on it"):
+        rap.compare(measures=fast, **asked)
+    assert json.loads((tmp_path / "grid" / "compare.json").read_text())["cells"] == known["cells"]
+
+
+def test_texts_of_different_lengths_say_how_much_of_each_was_read():
+    def figures(count):
+        return {"perplexity": 9.0, "kl": {"value": 0.0}, "evaluation": {"num_windows": count}}
+
+    dense = {"method": "dense", "evaluation": {"num_windows": 4, "window": 64}}
+    dense["other_texts"] = {"a.txt": figures(4), "b.txt": figures(2)}
+    note = other_texts("m", 0.5, dense, [], {})["note"]
+    assert "; 4 windows of a.txt and 2 windows of b.txt, of 64 tokens." in note
+    dense["other_texts"]["b.txt"] = figures(4)
+    assert "; 4 windows of each text, of 64 tokens." in other_texts("m", 0.5, dense, [], {})["note"]
 
 
 def test_a_text_is_not_measured_twice():
@@ -363,7 +389,7 @@ def test_a_killed_comparison_continues(tiny, tmp_path):
 def test_the_command_of_a_cell_asks_for_that_cell(monkeypatch):
     grid = Grid(
         methods=("rap", "rap:paper:seed=3"),
-        retains=(0.7, 0.55),
+        retains=(0.7, 1 / 3),
         recoveries=("none", "fit", "fast", "fit+fast"),
         align=None,
         recovery={"learning_rate": 2e-5, "steps": 3, "fit.rate": 2e-3},

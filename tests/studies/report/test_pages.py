@@ -49,6 +49,12 @@ def test_every_result_is_on_the_page_of_its_topic_in_the_order_of_patterns(root)
     assert pages["new-study.md"].startswith("# New study\n")
 
 
+def test_a_folder_named_like_a_topic_shares_its_page(root):
+    _result(root / "experiments" / "quality" / "left.json")
+    pages = markdown_pages(default_sources(root), root / "docs")
+    assert _titles(pages["quality.md"]) == ["Table needle", "Table left"]
+
+
 def test_the_index_leads_from_every_result_file_to_its_command_and_page(root):
     index = markdown_pages(default_sources(root), root / "docs")[INDEX]
     row = next(line for line in index.splitlines() if "decode-cpu" in line and line[0] == "|")

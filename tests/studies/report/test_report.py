@@ -21,6 +21,12 @@ def test_a_table_becomes_markdown(tmp_path: Path) -> None:
     assert "`rap demo`" in page
 
 
+def test_a_bar_in_a_cell_does_not_end_it(tmp_path: Path) -> None:
+    table = {"title": "T", "header": ["a", "b"], "rows": [["KL(dense || pruned)", "1.5"]]}
+    (tmp_path / "a.json").write_text(json.dumps({"table": table}), encoding="utf-8")
+    assert r"| KL(dense \|\| pruned) | 1.5 |" in markdown_report([tmp_path], "Page")
+
+
 def test_single_files_are_shown_in_the_order_given(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         table = {"title": name, "header": ["x"], "rows": [[1]]}

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig, StaticCache
 
 from ...model.errors import UnsupportedModelError
 from ...model.kernels.growing_cache import GrowingCache
+from .reading import if_it_fits, weight_bytes
 
 WARM_UP = 2
 
@@ -223,8 +224,13 @@ class Point:
             return None
         return statistics.median(a / b for a, b in zip(*pair, strict=True))  # type: ignore[arg-type]
 
-    def roofline(self, pruned: str, dense: str = "dense") -> float:
-        """What the ratio would be if a step took as long as reading its bytes."""
+    def roofline(self, pruned: str, dense: str = "dense") -> float | None:
+        """What the ratio would be if a step took as long as reading its bytes.
+
+        None where memory did not hold the cache of both.
+        """
+        if not {pruned, dense} <= self.read_bytes.keys():
+            return None
         return self.read_bytes[dense] / self.read_bytes[pruned]
 
 
@@ -258,13 +264,13 @@ def measure_point(
         return interleaved(steps, rounds, lambda key: steps[key].choose(), clock)
 
     seconds: dict[tuple[str, Variant], list[float] | None] = dict.fromkeys(names)
-    together = _if_it_fits(build, names)
+    together = if_it_fits(build, names)
     if together is not None:
         seconds |= together
     else:
         for key in names:
             torch.cuda.empty_cache()
-            seconds |= _if_it_fits(build, [key]) or {}
+            seconds |= if_it_fits(build, [key]) or {}
     return Point(
         batch=batch,
         context=context,
@@ -273,26 +279,5 @@ def measure_point(
         },
         transient_bytes=transient,
         kv_bytes=kv_bytes,
-        read_bytes={name: weight_bytes(models[name]) + kv_bytes[name] for name in kv_bytes},
+        read_bytes={name: weight_bytes(models[name], batch) + kv_bytes[name] for name in kv_bytes},
     )
-
-
-def _if_it_fits(
-    build: Callable[..., dict[tuple[str, Variant], list[float]]],
-    keys: Sequence[tuple[str, Variant]],
-) -> dict[tuple[str, Variant], list[float]] | None:
-    """What `build` measures, or None if memory did not suffice."""
-    try:
-        return build(keys)
-    except torch.OutOfMemoryError:
-        # The error holds on to what was built, so the next attempt must wait until it is gone.
-        return None
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of the weights that a decode step reads: all but the input embedding, unless tied."""
-    embedding = model.get_input_embeddings().weight
-    output = model.get_output_embeddings()
-    tied = output is not None and output.weight is embedding
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    return whole if tied else whole - embedding.nbytes

@@ -88,14 +88,19 @@ def run_tasks(
     """
     check_questions(limit, batch_size)
     lm_eval = _lm_eval()
-    metrics, default = _expand(tasks)
+    metrics, limits = _expand(tasks)
+    if limit is None and len(limits) > 1:
+        raise RapError(
+            f"{', '.join(tasks)} read different numbers of examples: give a limit, or run them one "
+            "by one"
+        )
     manager = _manager(metrics, folder)
     with evaluating(model), _as_rap_error(metrics):
         found = lm_eval.simple_evaluate(
             model=_wrapped(model, tokenizer, batch_size),
             tasks=list(metrics),
             num_fewshot=None,
-            limit=limit if limit is not None else default,
+            limit=limit if limit is not None else limits.pop(),
             bootstrap_iters=0,
             log_samples=False,
             task_manager=manager,
@@ -131,21 +136,17 @@ def harness_version() -> str | None:
     return installed_version("lm_eval")
 
 
-def _expand(tasks: Sequence[str]) -> tuple[dict[str, str | None], int | None]:
-    """Every task with its metric (None: the best known one), and the limit the groups ask for."""
+def _expand(tasks: Sequence[str]) -> tuple[dict[str, str | None], set[int | None]]:
+    """Every task with its metric (None: the best known one), and the limits the groups ask for."""
     metrics: dict[str, str | None] = {}
-    limits = set()
+    limits: set[int | None] = set()
     for name in tasks:
         group = GROUPS.get(name)
         metrics |= dict(group.metrics) if group is not None else {name: None}
         limits.add(group.limit if group is not None else None)
     if not metrics:
         raise RapError(f"no task is named: give --tasks, such as {next(iter(GROUPS))}")
-    if len(limits) > 1:
-        raise RapError(
-            f"{', '.join(tasks)} read different numbers of examples: run them one by one"
-        )
-    return metrics, next(iter(limits))
+    return metrics, limits
 
 
 def _manager(tasks: Mapping[str, str | None], folder: Path | None) -> Any:
@@ -172,12 +173,14 @@ def _index(folder: Path | None, with_defaults: bool) -> Any:
 
 
 def _score(task: str, metrics: Mapping[str, str | None], found: Mapping[str, Any]) -> TaskScore:
-    values = {
-        name: float(value)
-        for key, value in found["results"][task].items()
-        for name, comma, filtered in [key.partition(",")]
-        if comma and filtered == UNFILTERED and not name.endswith("_stderr")
-    }
+    by_filter: dict[str, dict[str, float]] = {}
+    for key, value in found["results"][task].items():
+        name, comma, filtered = key.partition(",")
+        if comma and not name.endswith("_stderr"):
+            by_filter.setdefault(filtered, {})[name] = float(value)
+    # Tasks whose answers are looked for in what was generated name the ways of looking.
+    used = UNFILTERED if UNFILTERED in by_filter else next(iter(by_filter), UNFILTERED)
+    values = by_filter.get(used, {})
     wanted = metrics.get(task)
     chosen = [wanted] if wanted else [*METRICS, *values]
     metric = next((name for name in chosen if name in values), None)
@@ -189,7 +192,8 @@ def _score(task: str, metrics: Mapping[str, str | None], found: Mapping[str, Any
     version = str(found["versions"].get(task, ""))
     count = int(found["n-samples"][task]["effective"])
     value = values[metric]
-    return TaskScore(task, metric, value, count, version, _stderr(metric, value, count))
+    shown = metric if used == UNFILTERED else f"{metric}, {used}"
+    return TaskScore(task, shown, value, count, version, _stderr(metric, value, count))
 
 
 def _stderr(metric: str, value: float, count: int) -> float | None:

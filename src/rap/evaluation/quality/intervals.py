@@ -52,7 +52,15 @@ def perplexity_ratio_interval(
         )
     ours, theirs = (torch.as_tensor(x, dtype=torch.float64) for x in (nats_W, dense_nats_W))
     found = mean_interval((ours - theirs).tolist(), seed)
-    return Interval(*(math.exp(end) for end in (found.value, found.low, found.high)))
+    return Interval(*(exponential(end) for end in (found.value, found.low, found.high)))
+
+
+def exponential(nats: float) -> float:
+    """exp, and infinity where a loss is too large for it."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def share_interval(share: float, count: int) -> Interval:

@@ -4,7 +4,6 @@ Shapes: N tokens of text, B windows in a batch, T tokens of a window, C tokens o
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from ...calibration.progress import Progress
 from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ...model.layers import trained_length
+from .intervals import exponential
 
 DEFAULT_WINDOW = 2048
 FIRST_EDGE = 128  # tokens; ranges of positions double from here
@@ -145,7 +145,7 @@ class Losses:
         count = len(self.window_nats)
         num_tokens = count * (window - 1)
         nats = float(self.total / num_tokens)
-        value = math.exp(nats) if nats < 700 else math.inf
+        value = exponential(nats)
         mean_T = self.position_nats / count
         positions = [
             PositionLoss(start, stop, float(mean_T[start:stop].mean()))

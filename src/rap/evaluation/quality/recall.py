@@ -185,6 +185,8 @@ def copy_loss(
     """
     check_documents(num_documents)
     text, bos = np.asarray(text_ids), bos_token(bos, config=getattr(model, "config", None))
+    if passage < 2:
+        raise RapError(f"a passage of {passage} tokens predicts nothing: give 2 or more")
     if distance < passage:
         raise RapError(
             f"a passage of {passage} tokens cannot come again after {distance}: give a distance of "

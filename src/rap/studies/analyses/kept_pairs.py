@@ -19,8 +19,17 @@ ROWS = 8  # of the table: pairs are put together so that there are about so many
 
 
 def measure(study: Study) -> Data:
-    """Share of the heads of all layers that keep a pair, for every pair [P]."""
-    frequencies = next(f for f in dense_layers(study.model).frequencies if f is not None)
+    """Share of the heads of all layers that keep a pair, for every pair [P].
+
+    Raises UnsupportedModelError where layers have pairs of their own.
+    """
+    found = [f for f in dense_layers(study.model).frequencies if f is not None]
+    frequencies = found[0]
+    if any(len(f) == len(frequencies) and not torch.equal(f, frequencies) for f in found):
+        raise UnsupportedModelError(
+            "the layers of this model rotate at different frequencies: there is no one axis of "
+            "pairs to count on"
+        )
     wavelengths = [2 * math.pi / value if value else math.inf for value in frequencies.tolist()]
     return {
         "wavelengths": wavelengths,

@@ -50,15 +50,18 @@ def measure(study: Study) -> Data:
     rows = []
     for retain in RETAINS:
         method = IndexedKvPruner.paper(retain=retain, align=2)
-        channels = _single_channels(study.plan(method))
-        widths = [(kept.shape[1], pairs) for kept, pairs in channels]
+        plan = study.plan(method)
+        channels = _single_channels(plan)
+        widths = [
+            (kept.shape[1], dim) for (kept, _), dim in zip(channels, _heads(plan), strict=True)
+        ]
         rows.append(
             {
                 "retain": retain,
                 "channels": pair_damage(channels),
                 "pairs": pair_damage(kept_channels(study.plan(paper_cut(retain)))),
                 # Weighed by width, as the shares above are.
-                "chance": sum(w * chance(w, 2 * pairs) for w, pairs in widths)
+                "chance": sum(w * chance(w, head_dim) for w, head_dim in widths)
                 / sum(w for w, _ in widths),
             }
         )
@@ -71,6 +74,12 @@ def _single_channels(plan: Replacement) -> list[tuple[Tensor, int]]:
         for layer, shape in zip(plan.layers, plan.shapes, strict=True)
         if layer is not None and shape is not None
     ]
+
+
+def _heads(plan: Replacement) -> list[int]:
+    """Channels of a head of every planned layer, those that never rotate among them."""
+    both = zip(plan.layers, plan.shapes, strict=True)
+    return [shape.head_dim for layer, shape in both if layer is not None and shape is not None]
 
 
 def table(data: Data) -> Data:

@@ -58,13 +58,18 @@ class Study:
         """Perplexity of the model cut by `method`, by a plan of its own unless one is given."""
         return self.perplexity(method.apply(self.model, plan or self.plan(method)))
 
+    def _read(self) -> int:
+        """How many windows the text has, of those that are asked for."""
+        size = self.window if self.bench.bos is None else self.window - 1
+        return min(self.num_windows, len(self.tokens_N) // size)
+
     @property
     def note(self) -> str:
         """How perplexity was measured, for the note of a table."""
         bos, (count, length) = self.bench.bos, self.bench.windows.shape
         begins = f", {describe_bos(bos)}" if bos is not None else ""
         return (
-            f"Perplexity over {self.num_windows} windows of {self.window} tokens{begins}, "
+            f"Perplexity over {self._read()} windows of {self.window} tokens{begins}, "
             f"no training; calibrated on {count} windows of {length}."
         )
 

@@ -24,7 +24,7 @@ DTYPE = "float32"  # the default of `rap compare`
 def cell_command(cell: Cell, grid: Grid, model: str, dtype: str = DTYPE) -> str:
     """`rap compare` for one cell alone (the dense one is measured with any)."""
     method = grid.methods[0] if cell.spec == DENSE else cell.spec
-    parts = ["rap", "compare", model, "--methods", method, "--retain", f"{cell.retain:g}"]
+    parts = ["rap", "compare", model, "--methods", method, "--retain", _number(cell.retain)]
     if cell.recover != "none":
         parts += ["--recover", cell.recover]
     for name, value in _changed(grid):
@@ -38,6 +38,11 @@ def cell_command(cell: Cell, grid: Grid, model: str, dtype: str = DTYPE) -> str:
     if dtype != DTYPE:
         parts += ["--dtype", dtype]
     return shlex.join([*parts, "-o", "runs/cell"])
+
+
+def _number(value: float) -> str:
+    """As short as it can be and still be that number: another one would be another cell."""
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
 
 
 def _changed(settings: Grid | Measures) -> list[tuple[str, Any]]:

@@ -21,17 +21,23 @@ def other_texts(
     texts = list(dense.get("other_texts") or {})
     here = (DENSE, dense), *of_ratio(retain, cut, recovered)
     rows = [_row(row, record, dense, texts) for row, record in here]
-    scored = dense["evaluation"]
+    counts = {t: dense["other_texts"][t]["evaluation"]["num_windows"] for t in texts}
     return {
         "title": f"On texts of other kinds at retain {retain:g}, {name}",
         "note": (
             "Perplexity, in brackets what it lost over dense, and KL divergence from the dense "
-            f"model in nats a token; {scored['num_windows']} windows of {scored['window']:,} "
-            "tokens of each text."
+            f"model in nats a token; {_read(counts)}, of {dense['evaluation']['window']:,} tokens."
         ),
         "header": ["method", *(f"{Path(t).name} {what}" for t in texts for what in ("PPL", "KL"))],
         "rows": rows if texts else [],
     }
+
+
+def _read(counts: dict[str, int]) -> str:
+    """How many windows of each text were read."""
+    if len(set(counts.values())) == 1:
+        return f"{next(iter(counts.values()))} windows of each text"
+    return " and ".join(f"{count} windows of {Path(text).name}" for text, count in counts.items())
 
 
 def _row(name: str, record: Record, dense: Record, texts: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...calibration.contents import check_contents, note_contents
 from ...calibration.statistics import Statistics
 from ...calibration.text import check_sources
 from ...calibration.workbench import CalibrationText, Workbench
@@ -109,6 +110,8 @@ class Bench:
         progress: bool,
     ) -> None:
         self.grid, self.output, self.progress = grid, output, progress
+        texts = grid.calibration, *grid.measures.texts()
+        check_contents(output, *texts)
         self.models = KeptModels(output / "models", keep, device_map)
         reading = CalibrationText(
             grid.calibration, grid.num_windows, grid.window, grid.seed, grid.bos
@@ -125,6 +128,7 @@ class Bench:
         self.tokens = {name: self.dense.held_out(name) for name in grid.measures.texts()}
         dtype = str(self.dense.model.dtype).removeprefix("torch.")
         self.cells = grid.cells(self.dense.fingerprint, dtype, self.dense.bos)
+        note_contents(output, *texts)
 
     def folder(self, cell: Cell) -> Path:
         """Where a cell is stored."""

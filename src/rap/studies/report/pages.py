@@ -77,7 +77,11 @@ def _grouped(results: Sequence[dict[str, Any]], topics: Sequence[Topic]) -> Grou
             grouped.append((topic, [one for _, one in sorted(here, key=lambda pair: pair[0])]))
     for name in dict.fromkeys(_folder(result) for result in left):
         ones = [result for result in left if _folder(result) == name]
-        grouped.append((Topic(name, name.replace("-", " ").capitalize()), ones))
+        same = next((found for topic, found in grouped if topic.name == name), None)
+        if same is not None:  # a page of that name is there already
+            same += ones
+        else:
+            grouped.append((Topic(name, name.replace("-", " ").capitalize()), ones))
     return grouped
 
 

@@ -144,7 +144,8 @@ def _cells(result: dict[str, Any]) -> str:
 
 
 def _row(cells: list[Any]) -> str:
-    return f"| {' | '.join(str(cell) for cell in cells)} |"
+    shown = (str(cell).replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(shown)} |"
 
 
 def _source(result: dict[str, Any]) -> str:

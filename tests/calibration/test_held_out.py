@@ -1,0 +1,28 @@
+"""Names of datasets stand for the split that nothing is trained on, in every command."""
+
+import pytest
+
+from rap.calibration import held_out, text
+
+
+@pytest.mark.parametrize(
+    ("name", "judged", "calibrated"),
+    [
+        ("c4", "allenai/c4:en:validation", "allenai/c4:en:train"),
+        ("paper", "Salesforce/wikitext:wikitext-2-raw-v1:test", None),
+        ("wikitext-2-raw-v1", "Salesforce/wikitext:wikitext-2-raw-v1:test", None),
+        ("wikitext2", "Salesforce/wikitext:wikitext-2-raw-v1:test", "wikitext2"),
+        ("some/data:a:b", "some/data:a:b", "some/data:a:b"),
+    ],
+)
+def test_a_text_to_judge_on_is_another_split(monkeypatch, tokenizer, name, judged, calibrated):
+    read = []
+
+    def dataset(source, most):
+        read.append(source)
+        return "some words"
+
+    monkeypatch.setattr(text, "_read_dataset", dataset)
+    assert len(held_out.evaluation_tokens(name, tokenizer)) > 0
+    text.read_text(name)
+    assert read == [judged, calibrated or "Salesforce/wikitext:wikitext-2-raw-v1:train"]
