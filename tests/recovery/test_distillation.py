@@ -408,11 +408,11 @@ def test_a_bad_step_is_skipped_and_halves_the_rate(models, recovered, poison):
     assert rates[5] == pytest.approx(whole[5] / 2, rel=1e-12)
 
 
-def test_three_bad_steps_end_with_the_last_good_weights(models, poison):
+def test_three_bad_steps_end_with_the_last_good_weights(models, poison, tmp_path):
     poison(3, 4, 5)
     dense, small = models
     config = replace(CONFIG, steps=20)
-    found = distill(small, dense, WINDOWS, config, validation=VALIDATION)
+    found = distill(small, dense, WINDOWS, config, validation=VALIDATION, work=tmp_path)
     assert found.report["skipped_steps"] == [3, 4, 5]
     assert found.report["steps"] == 5
     measured = {e["step"]: e["perplexity"] for e in found.report["history"] if "perplexity" in e}
@@ -420,6 +420,10 @@ def test_three_bad_steps_end_with_the_last_good_weights(models, poison):
     assert measured[2] == measured[4] == measured[5]
     assert found.report["kept"] == "after"
     assert all(torch.isfinite(p).all() for p in found.model.parameters())
+    # Nothing is left to train where only saving the result was: it is given up.
+    again = distill(small, dense, WINDOWS, config, validation=VALIDATION, work=tmp_path)
+    assert equal(again.model.state_dict(), found.model.state_dict())
+    assert {**again.report, "seconds": 0} == {**found.report, "seconds": 0}
 
 
 def test_no_good_step_at_all_is_an_error(models, poison):

@@ -76,18 +76,25 @@ class DistillationTrainer(Trainer):
 
         Raises RapError if no step had a finite gradient; it gives up after `MAX_BAD_STEPS` of them.
         """
-        if checkpoint is not None:
-            stored = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-            if stored.global_step >= self.args.max_steps:
-                self.state = stored
-                return
-        with self.bar.running:
-            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if checkpoint is None or not self._ended_with(checkpoint):
+            with self.bar.running:
+                self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if len(self.bad_steps) == self.state.global_step:
             raise RapError(
                 f"the loss was not finite in the first {len(self.bad_steps)} steps: recover in "
                 "float32 or bfloat16, or give a lower learning_rate"
             )
+
+    def _ended_with(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is of the last step, or of the one that it was given up at."""
+        stored = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        kept = stored.stateful_callbacks.get("BadSteps") or {"args": {"steps": []}}
+        bad = kept["args"]["steps"]
+        if stored.global_step < self.args.max_steps and len(bad) < MAX_BAD_STEPS:
+            return False
+        self.state = stored
+        self.bad_steps[:] = bad
+        return True
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW; where matrices are trained, each at a rate in units of its root mean square."""
