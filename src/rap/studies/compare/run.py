@@ -56,7 +56,7 @@ def compare(
 
     A cell is a method at one ratio of `retain` after one of `recover`, measured as `measures` says,
     of a `source` loaded in `dtype` onto `device_map`. A killed or repeated call continues where it
-    stopped. `settings` are the other fields of
+    stopped; a text file that changed since is refused. `settings` are the other fields of
     `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery). `paper`
     are published figures to show beside the cells of the same method, retain and recovery. A live
     model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.
