@@ -3,6 +3,7 @@
 Shapes: N windows, T tokens of a window.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -134,6 +135,13 @@ def windows_from_text(
     asked = (num_windows, window if first is None else window - 1, seed)
     rows = _from_stretches(text, tokenizer, *asked)
     return with_bos(rows if rows is not None else _from_whole(text, tokenizer, *asked), first)
+
+
+def fingerprint_windows(windows_NT: Tensor) -> str:
+    """A hash of the windows' shape and tokens."""
+    digest = hashlib.sha256(str(tuple(windows_NT.shape)).encode())
+    digest.update(windows_NT.to(torch.int64).cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def read_text(source: str | Path, *, max_characters: int | None = None) -> str:

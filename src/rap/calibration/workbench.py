@@ -25,7 +25,7 @@ from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
 from .run import calibrate, check_windows
 from .statistics import Statistics
-from .text import load_windows, named_sources, shown_name
+from .text import fingerprint_windows, load_windows, named_sources, shown_name
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,6 @@ class Workbench:
 
     def _file(self, folder: Path) -> Path:
         """Named by the weights and the windows they read: a text's name stays when it changes."""
-        digest = hashlib.sha256(self.fingerprint.encode())
-        digest.update(repr(tuple(self.windows.shape)).encode())
-        digest.update(self.windows.contiguous().numpy().data)
-        return folder / f"statistics-{digest.hexdigest()[:8]}.safetensors"
+        read = f"{self.fingerprint} {fingerprint_windows(self.windows)}"
+        digest = hashlib.sha256(read.encode()).hexdigest()[:8]
+        return folder / f"statistics-{digest}.safetensors"

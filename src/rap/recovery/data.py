@@ -3,7 +3,6 @@
 Shapes: N windows, T tokens of a window.
 """
 
-import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -154,13 +153,6 @@ def _runs(rows_NT: np.ndarray, length: int) -> np.ndarray:
     factors = np.random.default_rng(0).integers(2**62, size=length) | 1
     runs_NSR = np.lib.stride_tricks.sliding_window_view(rows_NT, length, axis=1)
     return (runs_NSR @ factors).ravel()  # wraps around, as a hash may
-
-
-def fingerprint_windows(windows_NT: Tensor) -> str:
-    """A hash of the windows' shape and tokens."""
-    digest = hashlib.sha256(str(tuple(windows_NT.shape)).encode())
-    digest.update(windows_NT.to(torch.int64).cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _pack(

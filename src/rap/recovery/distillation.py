@@ -20,12 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..calibration.state import evaluating
+from ..calibration.text import fingerprint_windows
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from .adapters import add_adapters, merge
 from .config import RecoveryConfig
-from .data import Windows, fingerprint_windows, hold_out
+from .data import Windows, hold_out
 from .runs import begin, explained, processes
 from .trainer import DistillationTrainer
 

@@ -25,6 +25,7 @@ from ..calibration.memory import describe_memory
 from ..calibration.progress import Progress
 from ..calibration.sources import LayerSource, LoadedLayers
 from ..calibration.streams import FLOAT, Stream, new_stream
+from ..calibration.text import fingerprint_windows
 from ..checkpoint.files import whole_file
 from ..checkpoint.reading import reading
 from ..model.errors import RapError
@@ -35,7 +36,6 @@ from ..model.layers import (
     text_config,
     text_decoder,
 )
-from .data import fingerprint_windows
 from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
 from .runs import begin
 from .streams import attention_outputs_of, is_cut, residual_scale
