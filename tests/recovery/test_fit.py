@@ -22,7 +22,7 @@ from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_spec, text_decoder
 from rap.recovery import layer_fit
 from rap.recovery.fit import estimate_fit, fit_layers
-from rap.recovery.layer_fit import FitConfig, LayerProblem
+from rap.recovery.layer_fit import FitConfig, LayerProblem, fit_config
 from rap.recovery.streams import residual_scale
 
 CONFIG = FitConfig(window=16, num_windows=24, steps=25, batch=2, rate=0.03, scope="attention")
@@ -289,6 +289,9 @@ def test_what_cannot_be_fitted_is_refused(pair: tuple[Any, Any]) -> None:
     for name, value in wrong.items():
         with pytest.raises(RapError, match=f"fit {name}"):
             FitConfig(**{name: value})
+    with pytest.raises(RapError, match="fit would not read feed_forward_rate"):
+        fit_config(scope="attention", feed_forward_rate=0.02)
+    assert fit_config(scope="block", feed_forward_rate=0.02).feed_forward_rate == 0.02
 
 
 @torch.no_grad()

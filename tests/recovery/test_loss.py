@@ -161,6 +161,23 @@ def test_settings_that_cannot_work_are_refused(wrong):
         RecoveryConfig(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "unread", "also"),
+    [
+        ("fast", {"epochs": 2}, {"steps": None}),
+        ("paper", {"warmup_steps": 4}, {"schedule": "cosine"}),
+        ("full", {"rank": 4}, {"tune": "lora"}),
+        ("full", {"alpha": 4}, {"tune": "lora"}),
+        ("full", {"dropout": 0.1}, {"tune": "lora"}),
+        ("fast", {"temperature": 1.0, "kl_weight": 0.0}, {"kl_weight": 1.0}),
+    ],
+)
+def test_a_setting_that_the_others_leave_unread_is_refused(name, unread, also):
+    with pytest.raises(RapError, match=f"{name!r} would not read {next(iter(unread))}: "):
+        preset(name, **unread)
+    assert vars(preset(name, **unread | also)).items() >= (unread | also).items()
+
+
 def test_the_paper_preset_is_the_paper():
     paper = preset("paper")
     assert (paper.rank, paper.alpha, paper.dropout) == (8, 16, 0.05)

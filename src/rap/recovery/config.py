@@ -145,11 +145,34 @@ PRESETS: dict[str, RecoveryConfig] = {
 
 
 def preset(name: str, **changes: Any) -> RecoveryConfig:
-    """The named preset with some fields changed; RapError for an unknown name or field."""
+    """The named preset with some fields changed.
+
+    RapError for an unknown name or field, or one that a run with the others would not read.
+    """
     if name not in PRESETS:
         raise RapError(f"unknown recovery preset {name!r}: use one of {', '.join(PRESETS)}")
     known = {field.name for field in fields(RecoveryConfig)}
     for key in changes:
         if key not in known:
             raise RapError(f"recovery has no setting {key!r}; it has: {', '.join(sorted(known))}")
-    return replace(PRESETS[name], **changes)
+    config = replace(PRESETS[name], **changes)
+    for key, reason in _unread(config).items():
+        if key in changes:
+            raise RapError(f"recovery {name!r} would not read {key}: {reason}")
+    return config
+
+
+def _unread(config: RecoveryConfig) -> dict[str, str]:
+    """What a run with these settings does not read, why, and what to do about it."""
+    found = {}
+    if config.steps is not None:
+        found["epochs"] = f"it ends after {config.steps} steps, give steps=null as well"
+    if config.schedule == "plateau":
+        found["warmup_steps"] = "schedule plateau has no warm-up, give schedule=cosine as well"
+    if config.tune == "full":
+        remedy = "tune full has no adapters, give tune=lora as well"
+        found |= dict.fromkeys(("rank", "alpha", "dropout"), remedy)
+    if config.kl_weight == 0:
+        remedy = "kl_weight is 0"
+        found |= dict.fromkeys(("temperature", "divergence", "top_k"), remedy)
+    return found

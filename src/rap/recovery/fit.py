@@ -37,7 +37,7 @@ from ..model.layers import (
     text_decoder,
 )
 from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
-from .runs import begin
+from .runs import begin, processes
 from .streams import attention_outputs_of, is_cut, residual_scale
 
 REMOVE = "remove it and repeat the command"  # what to do about a damaged layer of a run before
@@ -77,8 +77,9 @@ def fit_from(
     scope "block" the matrices of a dense feed-forward, in float32 whatever they are stored in.
     Three streams of N T E floats are held (see `new_stream`), and where layers work one layer of
     each model and a batch of activations. What was trained of a layer is written to `work`, where a
-    killed run goes on: it walks the streams again and ends with the same bytes. Raises RapError for
-    too few windows, or a loss that is not finite.
+    killed run goes on: it walks the streams again and ends with the same bytes. Of several
+    processes each fits its model by itself, and the main one writes. Raises RapError for too few
+    windows, or a loss that is not finite.
     """
     config = config or FitConfig()
     num_judging = max(1, round(len(windows) * config.held_out))
@@ -92,7 +93,8 @@ def fit_from(
         said = describe_memory(estimate, "the fit needs about")
         Console(stderr=True).print(said, soft_wrap=True)
     if work is not None:
-        begin(work, _record(small, dense, windows, config))
+        with processes().main_process_first():
+            begin(work, _record(small, dense, windows, config))
     theirs, mine = (Stream(source, windows, config.batch, work) for source in (dense, small))
     return list(_Fitter(theirs, mine, config, num_judging, work).layers(progress))
 
@@ -220,7 +222,7 @@ class _Fitter:
             return LayerFit(index, float(errors["before"]), float(errors["after"]))
 
     def _store(self, index: int, problem: LayerProblem, result: LayerFit) -> None:
-        if self.work is None:
+        if self.work is None or not processes().is_main_process:
             return
         # Factors of low rank are transposed views, which safetensors refuses.
         tensors = {

@@ -71,14 +71,20 @@ class FitConfig:
 
 
 def fit_config(**changes: Any) -> FitConfig:
-    """The settings of a fit with some changed; RapError for an unknown name or a wrong value."""
+    """The settings of a fit with some changed.
+
+    RapError for an unknown name, a wrong value, or a setting that the others leave unread.
+    """
     known = {field.name for field in fields(FitConfig)}
     unknown = sorted(set(changes) - known)
     if unknown:
         raise RapError(
             f"fit has no setting {', '.join(unknown)}; it has: {', '.join(sorted(known))}"
         )
-    return FitConfig(**changes)
+    config = FitConfig(**changes)
+    if "feed_forward_rate" in changes and config.scope == "attention":
+        raise RapError("fit would not read feed_forward_rate: by scope attention it trains none")
+    return config
 
 
 @dataclass(frozen=True)

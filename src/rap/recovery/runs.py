@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast
 from safetensors import SafetensorError
 
 from ..checkpoint.files import no_room, read_json, write_json
@@ -27,6 +28,20 @@ def processes() -> PartialState:
     """The processes of this run, under torchrun or `accelerate launch` more than one."""
     # Without being told, accelerate takes several processes without a GPU for several runs.
     return PartialState(cpu=not torch.cuda.is_available())
+
+
+def take_from_main(model: Any) -> None:
+    """Give the model of every process the weights that the main one has, in place.
+
+    What every process trains by itself differs by rounding, and adapters are shared only between
+    equal models.
+    """
+    if processes().num_processes == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            sent = tensor.to(processes().device, memory_format=torch.contiguous_format, copy=True)
+            tensor.copy_(broadcast(sent))
 
 
 def begin(work: Path, record: dict[str, Any]) -> Path | None:

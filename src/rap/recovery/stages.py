@@ -23,7 +23,7 @@ from .data import apart, recovery_windows
 from .fit import fit_layers
 from .layer_fit import FitConfig
 from .projections import SETTINGS, train_projections
-from .runs import FIT_FOLDER
+from .runs import FIT_FOLDER, take_from_main
 
 RECOVERIES = (
     *("none", "closed-form", "fit", "projections"),
@@ -179,7 +179,8 @@ class _Run:
         return perplexity(model, self.validation.flatten(), window=size, bos=None).value
 
     def offer(self, model: PreTrainedModel, done: str) -> None:
-        """Go on with a model if it is better than the one there is."""
+        """Go on with a model, the main process's, if it is better than the one there is."""
+        take_from_main(model)
         best = min(value for key, value in self.report.items() if key.startswith("perplexity_"))
         self.report[f"perplexity_{done}"] = self.held_out(model)
         if self.report[f"perplexity_{done}"] < best:
