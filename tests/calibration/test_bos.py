@@ -10,6 +10,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 import rap
+from cases.characters import Characters
 from cases.command import run
 from cases.models import VOCABULARY, random_tokens, tiny_model
 from rap import assets
@@ -38,19 +39,6 @@ def adding(tokenizer):
     )
     assert made("a").input_ids == [0, *tokenizer("a").input_ids]
     return made
-
-
-class Characters:
-    """A tokenizer whose tokens are character codes, and which begins with BOS if asked."""
-
-    bos_token_id = BOS
-
-    def __call__(self, text, add_special_tokens=True, verbose=True):
-        start = [BOS] if add_special_tokens else []
-        return SimpleNamespace(input_ids=start + [ord(character) for character in text])
-
-    def encode(self, text, add_special_tokens=True):
-        return self(text, add_special_tokens).input_ids
 
 
 def test_the_default_is_what_the_tokenizer_does_or_the_family_needs(tokenizer, adding):
@@ -87,14 +75,14 @@ def test_it_can_be_asked_for_and_refused(tokenizer, adding):
 @pytest.mark.parametrize("repeats", [1, 40])
 def test_windows_of_text_begin_with_it_and_lose_no_text(repeats):
     text = "abcdefghijklmnopqrstuvwxyz " * repeats
-    rows = windows_from_text(text, Characters(), num_windows=9, window=4)
+    rows = windows_from_text(text, Characters(BOS), num_windows=9, window=4)
     assert rows.shape == (9, 4)
     assert rows[:, 0].tolist() == [BOS] * 9
     found = ["".join(map(chr, row)) for row in rows[:, 1:].tolist()]
     if repeats == 1:  # tokenized whole, not by drawn stretches
         assert "".join(found) == text
     assert all(part in text for part in found)
-    without = windows_from_text(text, Characters(), num_windows=6, window=4, bos="never")
+    without = windows_from_text(text, Characters(BOS), num_windows=6, window=4, bos="never")
     assert BOS not in without
 
 
@@ -215,12 +203,14 @@ def test_documents_with_facts_begin_with_it():
     few = {"num_documents": 2, "batch_size": 1}
     asked = {"distances": (80,), "facts": (1,), **few}
     found = [
-        recall.recall_grid(model, Characters(), text, **asked, bos=bos)[0].accuracy
+        recall.recall_grid(model, Characters(BOS), text, **asked, bos=bos)[0].accuracy
         for bos in ("auto", "never")
     ]
     assert found == [1.0, 0.0]
     model.lengths.clear()
-    cells = needle.needle_grid(model, Characters(), text, lengths=(160,), depths=(0.0, 1.0), **few)
+    cells = needle.needle_grid(
+        model, Characters(BOS), text, lengths=(160,), depths=(0.0, 1.0), **few
+    )
     assert [cell.accuracy for cell in cells] == [1.0, 1.0]
     assert set(model.lengths) == {160}
 

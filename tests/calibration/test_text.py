@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cases.characters import Characters
 from rap import assets
 from rap.calibration.held_out import evaluation_tokens
 from rap.calibration.text import (
@@ -17,14 +18,6 @@ from rap.calibration.text import (
     windows_from_text,
 )
 from rap.model.errors import CalibrationError
-
-
-class Characters:
-    """A tokenizer whose tokens are character codes, so that windows can be read back as text."""
-
-    def __call__(self, text, add_special_tokens=True, verbose=True):
-        assert not add_special_tokens
-        return SimpleNamespace(input_ids=[ord(character) for character in text])
 
 
 def as_text(row):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases.characters import Characters
 from cases.command import error_violations, run
 from rap.evaluation.quality.documents import ANSWER, FactWriter, evaluation_rng
 from rap.evaluation.quality.needle import (
@@ -26,14 +27,6 @@ from rap.studies.report.page import html_report
 VOCABULARY = 128
 WORDS = "The rain fell on the old house all night, and nobody came to the door. "
 GRID = {"lengths": (100, 163), "depths": (0.0, 0.5, 1.0), "num_documents": 5, "batch_size": 2}
-
-
-class Characters:
-    """A tokenizer of one token per ASCII character."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert not add_special_tokens
-        return [ord(character) for character in text]
 
 
 class Reader(torch.nn.Module):

@@ -11,18 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from cases.characters import Characters
 from rap.evaluation.quality import documents, needle, recall
 from rap.model.errors import RapError
 
 VOCAB = 128
-
-
-class Characters:
-    """A tokenizer of one token per ASCII character."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert not add_special_tokens
-        return [ord(character) for character in text]
 
 
 class Stub(torch.nn.Module):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases.characters import Characters
 from cases.command import error_violations, run
 from rap.evaluation.quality import ruler
 from rap.evaluation.quality.documents import ANSWER, STATED, TEXT, encoder, evaluation_rng
@@ -19,14 +20,6 @@ from rap.model.errors import RapError
 
 VOCABULARY = 128
 WRONG = ord("~")
-
-
-class Characters:
-    """A tokenizer of one token per ASCII character."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert not add_special_tokens
-        return [ord(character) for character in text]
 
 
 ENCODE = encoder(Characters())
