@@ -155,6 +155,13 @@ def main_table(evidence: Evidence, retain: float) -> str:
     return markdown_table({"header": header, "rows": rows})
 
 
+def timed_on(evidence: Evidence, retain: float) -> str:
+    """Where the times of a ratio were taken, a paragraph; nothing where none were."""
+    cells = (cell for key, cell in evidence.timed.items() if key.retain == retain)
+    devices = sorted({cell["provenance"]["device"] for cell in cells})
+    return f"Timed on {', '.join(devices)}.\n\n" if devices else ""
+
+
 def _share(cell: dict[str, Any], dense: dict[str, Any], name: str) -> str:
     return f"{cell[name] / dense[name]:.0%}"
 
@@ -241,7 +248,9 @@ def page(evidence: Evidence) -> str:
     parts = [HEAD.format(windows=scored["num_windows"], context=context, prefill=prefill)]
     parts.append(FIGURE_NOTE)
     parts += [
-        f"## At {retain:.0%} of the cache\n\n{main_table(evidence, retain)}\n" for retain in RATIOS
+        f"## At {retain:.0%} of the cache\n\n{timed_on(evidence, retain)}"
+        f"{main_table(evidence, retain)}\n"
+        for retain in RATIOS
     ]
     parts.append(f"{BEYOND}\n{beyond_table(evidence)}\n")
     return "\n".join(parts)
