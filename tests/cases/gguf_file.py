@@ -30,8 +30,17 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def write_gguf(path: Path, model: Any, quantization: str = "F32") -> None:
-    """Write `model`, its matrices in `quantization`, with the bundled tokenizer."""
+def write_gguf(
+    path: Path,
+    model: Any,
+    quantization: str = "F32",
+    scaling: tuple[str, float] | None = None,
+    factors: dict[str, list[float]] | None = None,
+) -> None:
+    """Write `model`, its matrices in `quantization`, with the bundled tokenizer.
+
+    With a named `scaling` of its frequencies, and tensors of `factors` to them.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -47,6 +56,11 @@ def write_gguf(path: Path, model: Any, quantization: str = "F32") -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer)
+    if scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling[0]))
+        writer.add_rope_scaling_factor(scaling[1])
+    for name, values in (factors or {}).items():
+        writer.add_tensor(name, np.array(values, dtype=np.float32))
     for name, tensor in model.state_dict().items():
         _add_tensor(writer, name, tensor, config, quantization)
     writer.write_header_to_file()

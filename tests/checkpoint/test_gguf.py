@@ -99,3 +99,35 @@ def test_a_part_of_a_model_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"lacks 9 of the tensors of its model .*join"):
         checkpoint_of(tmp_path / "part.gguf")
     assert not list((tmp_path / "home").glob("gguf/*"))
+
+
+def test_a_linear_scaling_in_the_header_is_read(tmp_path):
+    """transformers reads past it, and turns every pair four times too far."""
+    model = tiny_llama()
+    model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    scaled = type(model)(model.config).eval()
+    scaled.load_state_dict(model.state_dict())
+    write_gguf(tmp_path / "linear.gguf", model, scaling=("linear", 4.0))
+    _same_logits(tmp_path / "linear.gguf", scaled, 1e-5)
+    # With factors as well, llama.cpp divides by both.
+    write_gguf(
+        tmp_path / "both.gguf",
+        model,
+        scaling=("linear", 2.0),
+        factors={"rope_freqs.weight": [2.0] * 8},
+    )
+    _same_logits(tmp_path / "both.gguf", scaled, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"scaling": ("yarn", 4.0)}, "yarn"),
+        ({"factors": {"rope_factors_long.weight": [2.0] * 8}}, "rope_factors_long.weight"),
+    ],
+)
+def test_a_scaling_that_is_not_read_is_refused(tmp_path, more, named):
+    write_gguf(tmp_path / "scaled.gguf", tiny_llama(), **more)
+    with pytest.raises(CheckpointError, match=f"scales its frequencies by {named}.* start from"):
+        checkpoint_of(tmp_path / "scaled.gguf")
+    assert not list((tmp_path / "home").glob("gguf/*"))

@@ -2,8 +2,14 @@
 
 import pytest
 
+from cases.command import error_violations, run
+from cases.models import tiny_model
+from cases.plans import random_plan
 from rap.checkpoint.files import check_folder, check_output, whole_directory
+from rap.checkpoint.source import check_apart
 from rap.model.errors import CheckpointError
+from rap.pipeline import save
+from rap.surgery.apply import apply
 
 
 def _names(folder) -> list[str]:
@@ -88,3 +94,43 @@ def test_a_repository_is_not_replaced_with_its_history(tmp_path):
         check_output(output, force=True)
     (output / ".git").rmdir()
     check_output(output, force=True)
+
+
+@pytest.mark.parametrize("output", ["model", ".", "link"])
+def test_what_is_read_is_never_replaced(tmp_path, monkeypatch, output):
+    source = tmp_path / "inner" / "model"
+    tiny_model().save_pretrained(source)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inner" / "link").symlink_to(source)
+    with pytest.raises(CheckpointError, match="would be replaced by what is made of it"):
+        check_apart(tmp_path / "inner" / output, str(source))
+    check_apart(tmp_path / "inner" / "small", str(source), "org/model", "bundled", None)
+
+
+@pytest.mark.parametrize("command", ["compress", "apply", "recover"])
+def test_no_command_replaces_the_dense_model(tmp_path, command):
+    dense = tmp_path / "dense"
+    model = tiny_model()
+    model.save_pretrained(dense)
+    before = {file.name: file.read_bytes() for file in dense.iterdir()}
+    plan = random_plan(model, [(4, 8), (4, 8)])
+    plan.save(tmp_path / "plan.rap")
+    save(apply(model, plan), plan, tmp_path / "small")
+    given = {
+        "compress": ["compress", dense, "--windows", "2", "--window", "32"],
+        "apply": ["apply", dense, tmp_path / "plan.rap"],
+        "recover": ["recover", tmp_path / "small", "--teacher", dense],
+    }[command]
+    result = run(*given, "-o", dense, "--force")
+    assert error_violations(result) == []
+    assert "would be replaced by what is made of it" in result.err
+    assert {file.name: file.read_bytes() for file in dense.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["bundled", "smollm2", "small.gguf"])
+def test_an_output_that_no_command_could_name_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    result = run("compress", "bundled", "-o", name)
+    assert error_violations(result) == []
+    assert "wherever a model is asked for: name another directory" in result.err
+    assert not list(tmp_path.iterdir())

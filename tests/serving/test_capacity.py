@@ -26,7 +26,7 @@ def test_padding_of_a_cpu_is_told_with_the_target_without_it():
     assert flash.ratio == pytest.approx(1 / kept)
     assert (flash.widths, flash.advice) == ("as they are", "")
     assert rows["vLLM, FlashInfer"].ratio == 1.0
-    assert rows["vLLM, FlashInfer"].advice == "--align 64"
+    assert rows["vLLM, FlashInfer"].advice == ""  # heads of 64 have no other width for it
     assert (rows["llama.cpp, MLX"].ratio, rows["llama.cpp, MLX"].advice) == (
         None,
         "--target llamacpp",
@@ -44,6 +44,16 @@ def test_unequal_keys_and_values_are_held_at_the_wider():
     row = held((8, 32))["vLLM on a CPU"]
     assert row.ratio == 2.0
     assert row.advice == "--target cpu"
+
+
+def test_advice_that_would_change_nothing_is_not_given():
+    """Heads no wider than a step leave no width to choose; multiples of it are what was asked."""
+    rows = held((16, 32), (24, 48))
+    assert (rows["vLLM, FlashInfer"].ratio, rows["vLLM, FlashInfer"].advice) == (1.0, "")
+    assert rows["vLLM on a CPU"].advice == "--target cpu"
+    wide = held((40, 80), (64, 128), (12, 24), head_dim=128)
+    assert wide["vLLM, FlashInfer"].advice == "--align 64"
+    assert wide["vLLM, Triton"].advice == ("--align 32" if wide["vLLM, Triton"].widths else "")
 
 
 def test_layers_that_read_the_cache_of_another_hold_nothing():

@@ -4,7 +4,9 @@ import importlib.util
 import json
 import sys
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -16,14 +18,15 @@ from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import assets
 from rap.calibration.run import calibrate
-from rap.checkpoint.load import load_config
+from rap.checkpoint.load import load, load_config
 from rap.cli import serving as command_line
 from rap.evaluation.cost.footprint import footprint
 from rap.methods import METHODS
 from rap.model.errors import RapError
+from rap.serving import serve as serving
 from rap.serving.engine import EngineError, run_engine
 from rap.serving.llamacpp.verify import verify_llamacpp
-from rap.serving.serve import Server
+from rap.serving.serve import Server, complete
 from rap.serving.verify import (
     bundled_prompts,
     dense_channels,
@@ -138,6 +141,17 @@ def test_verify_refuses_what_it_would_not_read_before_it_loads(pruned, monkeypat
             assert f"tolerance {tolerance} passes nothing: give nats, 0 or more" in result.err
 
 
+@pytest.mark.parametrize("engine", ["transformers", "llamacpp"])
+def test_verify_refuses_options_that_an_engine_does_not_read(pruned, engine):
+    result = run("verify", pruned, "--engine", engine, "--tensor-parallel-size", "2")
+    assert error_violations(result) == []
+    assert f"{engine} works on one device: leave --tensor-parallel-size out" in result.err
+    result = run("verify", "small.gguf", "--engine", "llamacpp", "--dtype", "bfloat16")
+    assert error_violations(result) == []
+    assert "compared as it is stored: leave --dtype out" in result.err
+    assert "greater than or equal to 1" in run("verify", pruned, "--tensor-parallel-size", "0").err
+
+
 def test_the_library_refuses_a_tolerance_before_it_loads_too():
     for compare in (verify, verify_llamacpp):
         with pytest.raises(RapError, match="tolerance nan passes nothing"):
@@ -165,6 +179,61 @@ def test_server_command_holds_no_secret():
     assert server.url == "http://127.0.0.1:8001"
 
 
+class _Answers(BaseHTTPRequestHandler):
+    """vLLM's API as far as `rap serve --check` asks it, of a model served under another name."""
+
+    def do_GET(self):
+        self._send({"data": [{"id": "mine"}]})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["model"] != "mine":
+            self.send_error(404)
+            return
+        self._send({"choices": [{"text": f"to {asked['prompt']}"}]})
+
+    def _send(self, answer):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """A server on this machine, with a proxy in the environment that reaches nothing."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as found:
+        Thread(target=found.serve_forever, daemon=True).start()
+        yield Server("OUT", port=found.server_port)
+        found.shutdown()
+
+
+def test_a_server_is_asked_past_a_proxy_by_the_name_it_serves(answering):
+    assert complete(answering, "a prompt")["choices"][0]["text"] == "to a prompt"
+
+
+@pytest.mark.parametrize(("ends", "said"), [(False, "not in time"), (True, "last words")])
+def test_a_running_server_is_not_said_to_have_died(monkeypatch, answering, ends, said):
+    seconds = 0 if ends else 60
+    script = f"print('last words', flush=True); import time; time.sleep({seconds})"
+    monkeypatch.setattr(Server, "command", property(lambda server: [sys.executable, "-c", script]))
+    monkeypatch.setattr(serving, "way", lambda source: "any")
+
+    def use():
+        with serving.running(answering):
+            time.sleep(2 * ends)
+            raise EngineError("the server is not in time")
+
+    with pytest.raises(EngineError, match=said):
+        use()
+
+
 def test_export_of_another_profile_is_refused_in_a_sentence(pruned, tmp_path):
     result = run("export", "stock", pruned, "-o", tmp_path / "plain")
     assert error_violations(result) == []
@@ -189,6 +258,11 @@ def test_every_method_is_verified(tmp_path, method):
     found = verify(tmp_path / "small")
     assert found.passed
     assert found.kept_fraction == pytest.approx(plan.kept_fraction)
+    # What these cache is no width of their heads, and inspect counts it as the cache holds it.
+    shown = run("inspect", tmp_path / "small", "--json").json
+    held = footprint(load(tmp_path / "small")).kv_bytes_per_token
+    assert shown["kv_bytes_per_token"] == held < shown["dense_kv_bytes_per_token"]
+    assert sum(layer["kv_bytes_per_token"] for layer in shown["layers"]) == held
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "lfm2", "qwen3_next"])

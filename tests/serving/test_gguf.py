@@ -24,6 +24,7 @@ from rap.serving.gguf.plain import frequency_factors, plain_model, width_warning
 from rap.serving.gguf.rotation import hadamard, key_mix, rotate_heads
 from rap.serving.gguf.tensors import interleaved
 from rap.serving.gguf.tokenizer import _TABLE, add_tokenizer, known_pre
+from rap.serving.llamacpp.verify import _check_same_shape, file_type
 from rap.serving.stock import longrope_factors, stock_model
 from rap.surgery.apply import apply
 
@@ -254,6 +255,28 @@ def test_a_tokenizer_is_copied_from_another_file(saved, tmp_path):
         export_gguf(other, tmp_path / "c.gguf", tokenizer_from=tmp_path / "a.gguf")
 
 
+def test_copied_arrays_keep_the_type_they_are_stored_in(saved, tmp_path):
+    """Bytes of a normalizer that were written as whole numbers are not taken back."""
+    folder = saved(bundled_vocabulary())
+    export_gguf(folder, tmp_path / "a.gguf", pre=PRE)
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
+    for name, field in gguf.GGUFReader(tmp_path / "a.gguf").fields.items():
+        if name.startswith("tokenizer."):
+            kind = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
+            writer.add_key_value(name, field.contents(), field.types[0], **kind)
+    charsmap = "tokenizer.ggml.precompiled_charsmap"
+    array, byte = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT8
+    writer.add_key_value(charsmap, [1, 2, 255], array, sub_type=byte)
+    for step in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{step}_to_file")()
+    writer.close()
+    export_gguf(folder, tmp_path / "c.gguf", tokenizer_from=tmp_path / "b.gguf")
+    fields = gguf.GGUFReader(tmp_path / "c.gguf").fields
+    assert fields[charsmap].types == [array, byte]
+    assert fields[charsmap].contents() == [1, 2, 255]
+    assert fields["tokenizer.ggml.token_type"].types[-1] == gguf.GGUFValueType.INT32
+
+
 def test_an_unknown_way_to_split_text_is_refused_and_can_be_named(saved, tmp_path, tokenizer):
     with pytest.raises(CheckpointError, match=r"hash d1c8c1aa52c2.*--pre"):
         export_gguf(saved(bundled_vocabulary()), tmp_path / "a.gguf")
@@ -334,6 +357,17 @@ def test_what_llama_cpp_cannot_express_is_refused(saved, tmp_path, case):
     with pytest.raises(UnsupportedModelError, match=message):
         export_gguf(folder, tmp_path / "a.gguf", pre=PRE)
     assert not (tmp_path / "a.gguf").exists()
+
+
+def test_what_a_file_cannot_be_compared_with_is_said_in_a_sentence(saved, tmp_path):
+    export_gguf(saved(bundled_vocabulary()), tmp_path / "a.gguf", pre=PRE)
+    other = bundled_vocabulary(hidden=128)
+    with pytest.raises(CheckpointError, match=r"of \[64, 4096\], small of \[128, 4096\]"):
+        _check_same_shape(tmp_path / "a.gguf", "small", other)
+    _check_same_shape(tmp_path / "a.gguf", "dense", bundled_vocabulary())
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF and nothing")
+    with pytest.raises(CheckpointError, match=r"cannot read .*bad.gguf: .*: download it again"):
+        file_type(tmp_path / "bad.gguf")
 
 
 def test_a_window_as_long_as_the_model_is_none(saved):

@@ -3,14 +3,17 @@
 import json
 
 import pytest
+import torch
 
 from cases.command import error_violations, run
 from cases.family_cases import CASES, random_case_plan
-from cases.models import tiny_model
+from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
+from rap.checkpoint.load import load
 from rap.model.errors import CheckpointError, RapError, UnsupportedModelError
 from rap.model.families import FAMILIES, WRAPPERS
 from rap.serving.paths import NATIVE, REFUSED, family_path, serving_path
+from rap.serving.serve import Server, routed
 from rap.surgery.apply import apply
 
 BY_NAME = {case.name: case for case in CASES}
@@ -60,6 +63,27 @@ def test_channels_that_do_not_rotate_are_refused_by_native_classes_alone():
     config.rap["layers"][0]["values"] = 17
     with pytest.raises(CheckpointError, match="8 key and 17 value channels"):
         serving_path(config)
+
+
+def test_frequencies_by_length_take_the_general_way(tmp_path, monkeypatch):
+    """vLLM's longrope has two tables, which native classes do not index; engines must be told."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.5] * 8, "long_factor": [1.5] * 8, "factor": 1.0}
+    model = tiny_model("llama", rope_parameters=rope)
+    model(random_tokens(1, 8))  # which makes two names of one tensor
+    small = apply(model, random_plan(model, [(4, 8), (4, 8)]))
+    assert serving_path(small.config) == "transformers"
+    ids = random_tokens(2, 40)
+    small.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(ids).logits, small(ids).logits)
+    monkeypatch.setattr("rap.serving.serve.require_vllm", lambda: None)
+    command = routed(Server(str(tmp_path))).command
+    assert command[-2:] == ["--hf-overrides", '{"architectures": ["RapForCausalLM"]}']
+    chosen = Server(str(tmp_path), arguments=("--hf-overrides", "{}"))
+    assert routed(chosen) == chosen
+    plain = apply(tiny_model(), random_plan(tiny_model(), [(4, 8), (4, 8)]))
+    plain.save_pretrained(tmp_path / "plain")
+    assert routed(Server(str(tmp_path / "plain"))).arguments == ()
 
 
 def test_rows_of_a_norm_are_refused_by_native_classes_alone():

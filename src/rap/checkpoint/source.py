@@ -33,6 +33,28 @@ def resolve_source(source: str | Path) -> str:
     return name
 
 
+def check_apart(output: str | Path, *sources: object) -> None:
+    """Raise CheckpointError for an output that replaces what it is made from, or cannot be named.
+
+    `sources` are whatever stands for a model; hub names and models in memory are safe. Raises as
+    `resolve_source` too.
+    """
+    path = Path(output)
+    if str(output) in (BUNDLED, *FETCHED) or is_gguf(output):
+        other = "a .gguf file" if is_gguf(output) else "a model of this package"
+        raise CheckpointError(
+            f"{output} names {other} wherever a model is asked for: name another directory"
+        )
+    for source in sources:
+        if not isinstance(source, (str, Path)):
+            continue
+        given = Path(source) if Path(source).exists() else Path(resolve_source(source))
+        if given.exists() and given.resolve().is_relative_to(path.resolve()):
+            raise CheckpointError(
+                f"{source} would be replaced by what is made of it: name another output"
+            )
+
+
 @functools.cache
 def _dequantized(file: str) -> str:
     """Once a process: a command asks for its source several times, and should say so once."""

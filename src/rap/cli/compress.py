@@ -12,7 +12,7 @@ from ..checkpoint.card import comparison
 from ..checkpoint.files import check_output, check_output_file
 from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
-from ..checkpoint.source import resolve_source
+from ..checkpoint.source import check_apart, resolve_source
 from ..methods import Method, apply_plan, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
@@ -65,6 +65,7 @@ def compress_command(
     if dry_run:
         check_recovery(recover, method.name)
         check_output(output, force=force)
+        check_apart(output, model)
         return _tell(model, output, method, read, recover, evaluate, as_json)
     result = compress(
         model,
@@ -242,6 +243,9 @@ def apply_command(
 ) -> None:
     """Cut MODEL as PLAN says and write the smaller checkpoint."""
     check_output(output, force=force)
+    check_apart(output, model)
+    if stream and dtype != "auto":
+        raise RapError("--stream keeps the stored types: leave --dtype out")
     decision = load_plan(plan)
     source = resolve_source(model)
     if not stream:

@@ -18,6 +18,7 @@ from ..model.errors import RapError
 from ..model.layers import text_config
 from ..planning.budgets import nearest_width
 from ..planning.shared import STOCK_TARGETS, target_settings
+from ..serving.targets import check_target
 from . import options
 
 # What a method lacks that has no such setting of a target.
@@ -101,7 +102,9 @@ class Cut:
     def _for_target(self, source: str, given: dict[str, Any]) -> dict[str, Any]:
         """What the target asks for; RapError if the method has not all, or it was given by hand."""
         target = str(self.target)
-        config = text_config(load_config(source))
+        whole = load_config(source)
+        check_target(whole, target)
+        config = text_config(whole)
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         budget = given.get("budget") or ("uniform" if target in STOCK_TARGETS else "error")
         wanted = target_settings(target, dim, budget)

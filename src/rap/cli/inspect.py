@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from ..calibration.sharing import joined_shapes
 from ..checkpoint.load import is_pruned, load_config, without_tensors
+from ..evaluation.cost.footprint import cached_channels
 from ..methods import Rap
 from ..model.errors import RapError
 from ..model.layers import (
@@ -91,7 +92,10 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     # A config of a pruned model states widths; of a dense one, the same numbers follow from it.
     model = without_tensors(config)
     attentions = attention_layers(model)
-    layers = [_describe_layer(layer, config, element) for layer in attentions]
+    # Methods with an attention of their own cache something else than keys and values.
+    entries = (getattr(config, "rap", None) or {}).get("layers", ())
+    cached = cached_channels(model) if any("kind" in (one or {}) for one in entries) else None
+    layers = [_describe_layer(layer, config, element, cached) for layer in attentions]
     every = [layer.shape for layer in attentions]
     shapes = [shape for shape in joined_shapes(every) if shape is not None]
     total = sum(layer["kv_bytes_per_token"] for layer in layers)
@@ -226,7 +230,7 @@ def ranges(indices: list[int]) -> str:
 
 
 def _describe_layer(
-    layer: AttentionLayer, config: PreTrainedConfig, element: int
+    layer: AttentionLayer, config: PreTrainedConfig, element: int, cached: list[int] | None
 ) -> dict[str, Any]:
     shape, module = layer.shape, layer.module
     if shape is None:
@@ -253,7 +257,8 @@ def _describe_layer(
         "key_limit": keys and f"keys keep plain pairs and channels: {keys}",
         "value_limit": values and f"values keep plain channels: {values}",
         "eligible": eligible if not hasattr(module, "key_width") else "pruned",
-        "kv_bytes_per_token": shape.num_cached_heads * (key + value) * element,
+        "kv_bytes_per_token": element
+        * (cached[layer.index] if cached else shape.num_cached_heads * (key + value)),
         "dense_kv_bytes_per_token": 2 * shape.num_cached_heads * shape.head_dim * element,
     }
 

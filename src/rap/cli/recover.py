@@ -20,6 +20,7 @@ from ..checkpoint.load import (
     load_tokenizer,
 )
 from ..checkpoint.provenance import provenance
+from ..checkpoint.source import check_apart
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
 from ..methods.base import traits
@@ -109,6 +110,7 @@ def recover_command(
 ) -> None:
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
+    check_apart(output, teacher)
     chosen = _configured(train.recipe, train.changes or [], seed)
     check_sources(*train.texts, None if evaluate == "none" else evaluate)
     if dry_run:

@@ -11,7 +11,7 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
 from ..serving.llamacpp.verify import verify_llamacpp
-from ..serving.serve import Server, complete, free_port, running, serve, way
+from ..serving.serve import Server, complete, free_port, routed, running, serve, way
 from ..serving.verify import ENGINES, TOLERANCES, Verification, check_tolerance, verify
 from . import options
 from .options import console, print_json, print_table
@@ -19,6 +19,7 @@ from .options import console, print_json, print_table
 ALL_ENGINES = (*ENGINES, "llamacpp")
 # Data types of torch to how a GGUF file stores matrices.
 GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+Devices = Annotated[int, typer.Option(min=1, help="Devices that share the heads, in vLLM.")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -32,11 +33,13 @@ def verify_command(
     engine: Annotated[
         str, typer.Option(help=f"One of: {', '.join(ALL_ENGINES)}.")
     ] = "transformers",
-    dtype: Annotated[str, typer.Option(help=f"One of: {', '.join(TOLERANCES)}.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help=f"One of: {', '.join(TOLERANCES)}.", show_default="float32")
+    ] = None,
     tolerance: Annotated[
         float | None, typer.Option(help="Largest |delta log-probability| that passes, in nats.")
     ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the heads.")] = 1,
+    tensor_parallel_size: Devices = 1,
     reference: Annotated[
         str | None, typer.Option(help="For a .gguf file: the checkpoint that it was made from.")
     ] = None,
@@ -49,6 +52,11 @@ def verify_command(
     check_tolerance(tolerance)
     if reference is not None:
         _check_reference(model, engine)
+    if tensor_parallel_size > 1 and engine != "vllm":
+        raise RapError(f"{engine} works on one device: leave --tensor-parallel-size out")
+    if is_gguf(model) and engine == "llamacpp" and dtype is not None:
+        raise RapError("a .gguf file is compared as it is stored: leave --dtype out")
+    dtype = dtype or "float32"
     if engine == "llamacpp":
         verdict = _in_llamacpp(model, reference, dtype, tolerance)
     else:
@@ -80,7 +88,7 @@ def serve_command(
     api_key: Annotated[
         str | None, typer.Option(envvar="VLLM_API_KEY", help="Key that clients must send.")
     ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share the heads.")] = 1,
+    tensor_parallel_size: Devices = 1,
     check: Annotated[
         bool, typer.Option("--check", help="Send one completion on a free port and shut down.")
     ] = False,
@@ -89,7 +97,7 @@ def serve_command(
     extra = list(arguments or [])
     if tensor_parallel_size > 1:
         extra += ["--tensor-parallel-size", str(tensor_parallel_size)]
-    server = Server(resolve_source(model), host, port, api_key, tuple(extra))
+    server = routed(Server(resolve_source(model), host, port, api_key, tuple(extra)))
     found = way(server.source)
     if check:
         server = replace(server, host="127.0.0.1", port=free_port())

@@ -11,6 +11,7 @@ from ..calibration.bos import Bos
 from ..calibration.text import check_sources
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.files import check_output
+from ..checkpoint.source import check_apart
 from ..methods import Method, parse_method
 from ..planning.plan import Plan
 from ..recovery.runs import clear_work
@@ -69,6 +70,7 @@ def compress(
     check_sources(calibration, evaluate)
     if output is not None:
         check_output(output, force=force)
+        check_apart(output, source)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
     bench = Workbench.open(
         source, tokenizer, dtype=dtype, device_map=device_map, reading=reading, progress=progress

@@ -14,6 +14,7 @@ from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
 from ..checkpoint.load import copy_processor, load_tokenizer
 from ..checkpoint.provenance import provenance
+from ..checkpoint.writing import write_model
 from ..evaluation.cost.footprint import footprint
 from ..evaluation.quality.fidelity import DenseStates
 from ..evaluation.quality.perplexity import Perplexity, evaluation_window, perplexity
@@ -111,7 +112,7 @@ def save(
         except CheckpointError:
             tokenizer = None
     with whole_directory(output, force=force) as folder:
-        small.save_pretrained(folder)
+        write_model(small, folder)
         plan.save(folder / PLAN_FILE)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

@@ -21,7 +21,7 @@ from ..calibration.workbench import CalibrationText
 from ..checkpoint.card import unmeasured
 from ..checkpoint.files import check_output
 from ..checkpoint.load import check_device, load_tokenizer
-from ..checkpoint.source import resolve_source
+from ..checkpoint.source import check_apart, resolve_source
 from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.perplexity import evaluation_window
 from ..evaluation.quality.streamed import streamed_fidelity
@@ -77,6 +77,7 @@ def compress_streamed(
     )
     chosen = _method(method, retain, statistics, seed)
     check_output(output, force=force)
+    check_apart(output, source)
     check_bos(bos)
     check_device(device)
     check_sources(calibration, evaluate)

@@ -39,8 +39,10 @@ def target_settings(target: str, head_dim: int, budget: str) -> dict[str, Any]:
     if target not in TARGETS:
         raise RapError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
     align = 8 if target == "flash" else 16
-    if target in ("llamacpp", "mlx") or (target == "cpu" and head_dim <= 64):
-        # llama.cpp quantizes caches in blocks of 32 values, and decodes widths between slowly.
+    # llama.cpp quantizes caches in blocks of 32 values, and decodes widths between slowly. vLLM on
+    # CPUs takes no 48, and every multiple of 32 up to 256.
+    in_steps = head_dim <= 64 or head_dim % 32 == 0
+    if target in ("llamacpp", "mlx") or (target == "cpu" and in_steps):
         align = 32
     if budget != "uniform":
         while head_dim / align > MAX_WIDTHS:

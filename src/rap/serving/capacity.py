@@ -15,12 +15,12 @@ from .stock import STOCK_FAMILIES
 
 # What vLLM 0.32 declares for CPUs; the sizes of the others are conditions (docs/serving.md).
 CPU_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# Backend, the sizes it takes, and the target whose widths it takes as they are.
-BACKENDS: dict[str, tuple[Callable[[int], bool], str]] = {
-    "vLLM on a CPU": (lambda size: size in CPU_SIZES, "--target cpu"),
-    "vLLM, FlashAttention": (lambda size: size % 8 == 0 and size <= 256, "--target flash"),
-    "vLLM, Triton": (lambda size: size >= 32, "--target vllm"),
-    "vLLM, FlashInfer": (lambda size: size in (64, 128, 256, 512), "--align 64"),
+# Backend, the sizes it takes, and what makes widths that it takes as they are: multiples of what.
+BACKENDS: dict[str, tuple[Callable[[int], bool], str, int]] = {
+    "vLLM on a CPU": (lambda size: size in CPU_SIZES, "--target cpu", 32),
+    "vLLM, FlashAttention": (lambda size: size % 8 == 0 and size <= 256, "--target flash", 8),
+    "vLLM, Triton": (lambda size: size >= 32, "--align 32", 32),
+    "vLLM, FlashInfer": (lambda size: size in (64, 128, 256, 512), "--align 64", 64),
 }
 _LOSS = 0.98  # of the capacity asked for; less is told as a loss
 
@@ -84,14 +84,20 @@ def _dense(caches: Sequence[LayerCache]) -> int:
 
 
 def _backend(name: str, caches: Sequence[LayerCache]) -> Held:
-    accepts, better = BACKENDS[name]
+    accepts, better, step = BACKENDS[name]
     wanted = sorted({one.width for one in caches})
     try:
         stored = {width: padded_width(width, accepts, name) for width in wanted}
     except RapError:
         return Held(name, "", None, f"takes no head of {wanted[-1]} channels")
     ratio = _dense(caches) / sum(one.num_heads * stored[one.width] for one in caches)
-    lost = ratio < _LOSS * asked_ratio(caches)
+    # Heads no wider than a step leave no width to choose, and multiples of it nothing to advise.
+    other = any(
+        one.head_dim > step and (one.layout.key_width % step or one.layout.value_width % step)
+        for one in caches
+        if one.layout is not None
+    )
+    lost = other and ratio < _LOSS * asked_ratio(caches)
     shown = [f"{width} as {size}" for width, size in stored.items() if width != size]
     return Held(name, ", ".join(shown) or "as they are", ratio, better if lost else "")
 

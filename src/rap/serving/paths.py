@@ -62,9 +62,21 @@ def serving_path(config: PreTrainedConfig) -> Path:
     if getattr(config, "enable_moe_block", False):
         raise UnsupportedModelError(f"vLLM does not serve pruned {family} with experts: {BESIDE}")
     layouts = head_layouts(config)
+    if path == "native" and config.rope_parameters.get("rope_type") == "longrope":
+        return "transformers"  # vLLM's own class has a table for short and one for long texts
     if path == "native":
         _check_native(config, layouts)
     return path
+
+
+def overrides(config: PreTrainedConfig) -> dict[str, Any]:
+    """What vLLM must be told of a pruned config whose family has a class that cannot run it.
+
+    Raises as `serving_path`.
+    """
+    if serving_path(config) == family_path(base_model_type(config)):
+        return {}
+    return {"architectures": ["RapForCausalLM"]}
 
 
 def _check_native(config: Any, layouts: list[Any]) -> None:

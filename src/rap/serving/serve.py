@@ -11,15 +11,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import is_pruned, load_config
 from .engine import EngineError, engine_environment, failure, require_vllm
-from .paths import serving_path
+from .paths import overrides, serving_path
 
 POLL_SECONDS = 0.5
+# Whatever proxy the environment names, the server is on this machine.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+OVERRIDES = "--hf-overrides"
 WAYS = {
     "native": "the model class of this package, on vLLM's own layers",
     "transformers": "vLLM's backend for models of transformers",
@@ -71,6 +74,19 @@ def way(source: str | Path) -> str:
     return WAYS[serving_path(config)]
 
 
+def routed(server: Server) -> Server:
+    """The same server, told which way the checkpoint takes where its class would take another.
+
+    Raises as `way`.
+    """
+    way(server.source)
+    config = load_config(server.source)
+    told = overrides(config) if is_pruned(config) else {}
+    if not told or OVERRIDES in server.arguments:
+        return server
+    return replace(server, arguments=(*server.arguments, OVERRIDES, json.dumps(told)))
+
+
 def serve(server: Server) -> None:
     """Become the server: this process is replaced, so signals reach vLLM. Does not return."""
     way(server.source)
@@ -84,7 +100,8 @@ def running(
 ) -> Iterator[Server]:
     """The server in a subprocess, ready when the block starts and gone when it ends.
 
-    Raises EngineError with vLLM's own message if it dies, or is not ready in `timeout` seconds.
+    Raises EngineError: with vLLM's own message if it dies, or if it is not ready in `timeout`
+    seconds.
     """
     way(server.source)
     base = engine_environment(
@@ -99,6 +116,9 @@ def running(
             _wait_until_ready(server, process, time.monotonic() + timeout)
             yield server
         except EngineError:
+            # One that is still running says itself what is wrong.
+            if process.poll() is None:
+                raise
             log.seek(0)
             raise failure(log.read()) from None
         finally:
@@ -107,19 +127,23 @@ def running(
 
 def complete(server: Server, prompt: str, *, max_tokens: int = 8) -> dict[str, Any]:
     """One greedy completion over HTTP, as the API returns it. Raises EngineError if it fails."""
-    body = {"model": server.source, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    try:
+        name = _ask(server, "/v1/models")["data"][0]["id"]  # --served-model-name changes it
+        body = {"model": name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        return _ask(server, "/v1/completions", body)
+    except urllib.error.URLError as error:
+        raise EngineError(f"the server did not complete a prompt: {error}") from error
+
+
+def _ask(server: Server, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     headers = {"Content-Type": "application/json"}
     if server.api_key:
         headers["Authorization"] = f"Bearer {server.api_key}"
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), headers
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=300) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
-    except urllib.error.URLError as error:
-        raise EngineError(f"the server did not complete a prompt: {error}") from error
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(server.url + path, data, headers)
+    with _DIRECT.open(request, timeout=300) as response:
+        answer: dict[str, Any] = json.load(response)
+        return answer
 
 
 def free_port() -> int:
@@ -134,10 +158,10 @@ def _wait_until_ready(server: Server, process: subprocess.Popen, deadline: float
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise EngineError("the server ended")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health"):
+        with contextlib.suppress(OSError), _DIRECT.open(f"{server.url}/health", timeout=10):
             return
         time.sleep(POLL_SECONDS)
-    raise EngineError("the server is not ready")
+    raise EngineError("the server is not ready in time: start it without --check, and watch it")
 
 
 def _stop(process: subprocess.Popen) -> None:

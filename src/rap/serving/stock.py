@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..checkpoint.files import check_output, whole_directory, write_json
 from ..checkpoint.load import is_pruned, load, load_tokenizer
+from ..checkpoint.source import check_apart
+from ..checkpoint.writing import write_model
 from ..model.errors import CheckpointError, UnsupportedModelError
 from ..model.layers import base_model_type, rotary_module
 from ..model.modeling import configured_widths
@@ -39,9 +41,10 @@ def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any
     """
     check_output(output, force=force)
     is_path = isinstance(source, (str, Path))
+    check_apart(output, *([source] if is_path else []))
     model = stock_model(load(source) if is_path else source)
     with whole_directory(output, force=force) as folder:
-        model.save_pretrained(folder)
+        write_model(model, folder)
         write_legacy_rope(folder / "config.json")
         if is_path:
             _copy_tokenizer(source, folder)
@@ -85,11 +88,7 @@ def slots_of_all_heads(small: PreTrainedModel) -> list[int]:
         raise CheckpointError(
             "this model is dense: cut it first, by `rap compress MODEL --profile stock -o out`"
         )
-    family = base_model_type(small.config)
-    if family not in STOCK_FAMILIES:
-        raise UnsupportedModelError(
-            f"{family} has no stock form: one of {', '.join(STOCK_FAMILIES)} is needed"
-        )
+    check_stock(small.config)
     widths = configured_widths(small.config, small.config.num_hidden_layers)
     first = widths[0]
     for layer, entry in enumerate(widths):
@@ -127,15 +126,8 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
     sliding window.
     """
     config = small.config
-    base_type = base_model_type(config)
-    rope = config.rope_parameters
-    if is_variable(rope):
-        raise UnsupportedModelError(
-            f"rope_type {rope['rope_type']!r} has frequencies that depend on the length of the "
-            "text: no stock checkpoint can list them"
-        )
-    if base_type == "qwen2" and getattr(config, "use_sliding_window", False):
-        raise UnsupportedModelError("Qwen2 with a sliding window has no stock form")
+    check_stock(config)
+    base_type, rope = base_model_type(config), config.rope_parameters
     theta = read_frequencies(rotary_module(small))[slots]
     factors = longrope_factors(theta, rope["rope_theta"])
     longest = config.max_position_embeddings
@@ -157,6 +149,27 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
         "long_factor": factors,
     }
     return AutoConfig.for_model(STOCK_FAMILIES[base_type], **kept)
+
+
+def check_stock(config: Any) -> None:
+    """Raise UnsupportedModelError for a config, dense or pruned, that no plain config can express.
+
+    Every text's frequencies must be the same, of a family in STOCK_FAMILIES, and Qwen2 may have no
+    sliding window.
+    """
+    family = base_model_type(config)
+    if family not in STOCK_FAMILIES:
+        raise UnsupportedModelError(
+            f"{family} has no stock form: one of {', '.join(STOCK_FAMILIES)} is needed"
+        )
+    rope = config.rope_parameters
+    if is_variable(rope):
+        raise UnsupportedModelError(
+            f"rope_type {rope['rope_type']!r} has frequencies that depend on the length of the "
+            "text: no stock checkpoint can list them"
+        )
+    if family == "qwen2" and getattr(config, "use_sliding_window", False):
+        raise UnsupportedModelError("Qwen2 with a sliding window has no stock form")
 
 
 def is_variable(rope: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -15,7 +16,7 @@ from ..model.errors import CheckpointError, RapError
 from ..model.layers import attention_layers, text_config, trained_length
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
-from .paths import serving_path
+from .paths import overrides
 
 ENGINES = ("transformers", "vllm")
 PROMPT_TOKENS = (1, 7, 32, 100, 300)
@@ -79,14 +80,15 @@ def verify(
     config = load_config(source)
     prompts = bundled_prompts(source, config)
     if engine == "vllm":
-        if is_pruned(config):
-            serving_path(config)
+        told = overrides(config) if is_pruned(config) else {}
+        more: dict[str, Any] = {"hf_overrides": told} if told else {}
         run = run_vllm(
             source,
             [Round(prompts, MAX_TOKENS, prompt_logprobs=True)],
             environment=environment,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
+            **more,
             max_model_len=max(map(len, prompts)) + MAX_TOKENS,
         )
         transcripts, version, capacity = run.rounds[0], run.version, run.capacity_tokens

@@ -183,7 +183,8 @@ def widths_of(layer: LayerPlan | None, norm_mode: str) -> dict[str, int] | None:
 
 def _copy_buffers(dense: nn.Module, small: nn.Module) -> None:
     """Non-persistent buffers (RoPE frequencies) are in no state dict."""
-    source = dict(dense.named_buffers())
+    # After a forward pass longrope has one tensor under two names.
+    source = dict(dense.named_buffers(remove_duplicate=False))
     for name, buffer in small.named_buffers():
         if buffer.device.type == "meta":
             parent, _, leaf = name.rpartition(".")

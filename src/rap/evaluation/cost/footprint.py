@@ -116,6 +116,22 @@ def _decode_step(model: Any) -> tuple[int, torch.dtype, dict[str, int]]:
     return sum(tensor.nbytes for tensor in after) - before, after[0].dtype, flops
 
 
+@torch.no_grad()
+def cached_channels(model: Any) -> list[int]:
+    """Numbers that each layer of a cache grows by in a decode step. `model` may be on meta."""
+    device = model.get_input_embeddings().weight.device
+    ids = torch.zeros(1, PREFILL + 1, dtype=torch.long, device=device)
+    with evaluating(model):
+        cache = model(input_ids=ids[:, :PREFILL], use_cache=True).past_key_values
+        before = [_numbers(layer) for layer in cache.layers]
+        model(input_ids=ids[:, PREFILL:], use_cache=True, past_key_values=cache)
+    return [_numbers(layer) - held for layer, held in zip(cache.layers, before, strict=True)]
+
+
+def _numbers(layer: Any) -> int:
+    return sum(value.numel() for value in vars(layer).values() if isinstance(value, Tensor))
+
+
 def cached_tensors(cache: Any) -> list[Tensor]:
     """All tensors that the layers of a cache hold."""
     held = (value for layer in cache.layers for value in vars(layer).values())

@@ -26,9 +26,9 @@ def plain_model(source: str | Path) -> Any:
     if is_pruned(config):
         model = stock_model(load(source, dtype=torch.float32))
     else:
-        _check_config(config)
+        check_plain(config)
         model = load(source, dtype="auto")
-    _check_config(model.config)
+    check_plain(model.config)
     _check_rope(model)
     return model
 
@@ -64,7 +64,8 @@ def width_warnings(width: int) -> list[str]:
     return []
 
 
-def _check_config(config: Any) -> None:
+def check_plain(config: Any) -> None:
+    """Raise UnsupportedModelError for a config that has no form in llama.cpp's Llama."""
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"{config.model_type} has no GGUF form here: one of {', '.join(FAMILIES)} is needed"

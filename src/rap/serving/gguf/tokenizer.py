@@ -68,8 +68,9 @@ def known_pre(tokenizer: Any) -> str:
     digest = hashlib.sha256(str(ids).encode()).hexdigest()
     if digest not in table["sha256"]:
         raise CheckpointError(
-            f"llama.cpp's table has no pre-tokenizer for this tokenizer (hash {digest[:12]}): name "
-            "the one that splits text alike with --pre, or copy a tokenizer with --tokenizer-from"
+            f"llama.cpp's table has no pre-tokenizer for this tokenizer (hash {digest[:12]}): give "
+            "`rap export gguf` the one that splits text alike with --pre, or a file to copy from "
+            "with --tokenizer-from"
         )
     name: str = table["sha256"][digest]
     return name
@@ -95,7 +96,8 @@ def copy_tokenizer(writer: Any, file: str | Path, vocabulary: int, pre: str | No
             continue
         whole = field.contents()
         if field.types[0] == gguf.GGUFValueType.ARRAY:
-            writer.add_array(name, whole)
+            # Of the stored type: numbers of any other width would be written in 32 bits.
+            writer.add_key_value(name, whole, field.types[0], sub_type=field.types[-1])
         else:
             writer.add_key_value(name, whole, field.types[0])
     if pre is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...checkpoint.gguf import is_gguf
 from ...checkpoint.load import load, load_tokenizer
+from ...checkpoint.reading import reading
 from ...checkpoint.source import resolve_source
 from ...model.errors import CheckpointError, RapError
 from ..agreement import Agreement
@@ -69,7 +70,8 @@ def file_type(file: str | Path) -> str:
 
     if not Path(file).is_file():
         raise CheckpointError(f"there is no file {file}: check the path")
-    field = GGUFReader(file).get_field("general.file_type")
+    with reading(f"read {file}", "download it again, or export it anew"):
+        field = GGUFReader(file).get_field("general.file_type")
     number = int(field.contents()) if field is not None else -1
     if number not in _FILE_TYPES:
         raise RapError(
@@ -81,6 +83,7 @@ def file_type(file: str | Path) -> str:
 
 def _compare(file: Path, reference: str, kind: str, bound: float) -> Verification:
     model = load(reference, dtype=torch.float32, attn_implementation="eager")
+    _check_same_shape(file, reference, model)
     prompts = bundled_prompts(reference, model.config)
     probe: list[str] = json.loads(PROBE.read_text(encoding="utf-8"))
     settings: dict[str, Any] = {"cache": CACHE, "flash_attention": "disabled"}
@@ -111,6 +114,20 @@ def _compare(file: Path, reference: str, kind: str, bound: float) -> Verificatio
         and not differences,
         tokenizer_differences=differences,
     )
+
+
+def _check_same_shape(file: Path, reference: str, model: Any) -> None:
+    """Raise CheckpointError for a reference that the file cannot have been made from."""
+    from gguf import GGUFReader  # an optional extra
+
+    shapes = {tensor.name: tensor.shape.tolist() for tensor in GGUFReader(file).tensors}
+    found = shapes.get("token_embd.weight")
+    own = list(reversed(model.get_input_embeddings().weight.shape))
+    if found != own:
+        raise CheckpointError(
+            f"{file} has embeddings of {found}, {reference} of {own}: it was not made from that, "
+            "give the checkpoint that it was made from"
+        )
 
 
 def tokens_per_gib(answered: Answered) -> int:

@@ -147,7 +147,8 @@ def _dense_rotation(config: Any, head_dim: int, max_position: int) -> nn.Module:
     if not hasattr(rotary, "cos_sin_cache"):
         raise UnsupportedModelError(
             f"rope_type {config.rope_parameters['rope_type']!r} has more than one table of "
-            "frequencies, which the vLLM plugin does not index"
+            "frequencies, which this class does not index: start it with `rap serve`, or with "
+            """--hf-overrides '{"architectures": ["RapForCausalLM"]}'"""
         )
     return rotary
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...checkpoint.files import read_json, whole_directory, write_json
 from ...checkpoint.load import load
+from ...checkpoint.writing import write_model
 from .cells import Cell
 
 MADE = "made.json"
@@ -44,6 +45,6 @@ class KeptModels:
             return
         model, figures = made
         with whole_directory(self.folder / cell.model_name, own=True) as partial:
-            model.save_pretrained(partial)
+            write_model(model, partial)
             tokenizer.save_pretrained(partial)
             write_json(partial / MADE, figures)

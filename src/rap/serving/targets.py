@@ -1,0 +1,18 @@
+"""What an engine's target asks of a model before it is cut for it."""
+
+from typing import Any
+
+from ..planning.shared import STOCK_TARGETS
+from .gguf.plain import check_plain
+from .stock import check_stock
+
+
+def check_target(config: Any, target: str) -> None:
+    """Raise UnsupportedModelError for a dense config whose cut could not be exported for `target`.
+
+    Read from the config alone, so that nobody pays for a profile that leads nowhere.
+    """
+    if target in STOCK_TARGETS:
+        check_stock(config)
+    if target == "llamacpp":
+        check_plain(config)
