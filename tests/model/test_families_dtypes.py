@@ -66,7 +66,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype, st
     def make(dtype: torch.dtype, mode: str) -> Saved:
         if (dtype, mode) not in made:
             folder = tmp_path_factory.mktemp("saved")
-            method = Rap(retain=0.5, score="energy", qk_norm=mode, norm_rows=2)
+            rows = {"norm_rows": 2} if mode == "rows" else {}
+            method = Rap(retain=0.5, score="energy", qk_norm=mode, **rows)
             model = case.model(dtype=dtype)
             model.save_pretrained(folder / "dense")
             statistics = calibrate(model, random_tokens(4, 16), method.needs_for(model))

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from cases.family_cases import CASES, Case, masked_by_hooks, random_case_plan
 from cases.models import random_tokens
 from cases.published import PUBLISHED
-from rap.calibration.logits import decoder_of, head_logits
+from rap.calibration.logits import Head, decoder_of, head_logits
 from rap.calibration.run import calibrate
 from rap.checkpoint.load import load
 from rap.cli.inspect import describe_config
@@ -105,7 +105,7 @@ def test_the_whole_way_from_text_to_a_smaller_cache(case: Case):
     assert perplexity(small, random_tokens(1, 64).flatten(), window=32).value > 1
 
 
-@pytest.mark.parametrize("name", [*(case.name for case in MULTIMODAL), "mixtral"])
+@pytest.mark.parametrize("name", [case.name for case in CASES])
 @torch.no_grad()
 def test_logits_of_hidden_states_alone_are_those_of_the_model(name: str):
     """Recovery hands a head hidden states and nothing else; some pass on more than they get."""
@@ -113,8 +113,11 @@ def test_logits_of_hidden_states_alone_are_those_of_the_model(name: str):
     tokens = random_tokens(1, 9)
     child, decoder = decoder_of(model)
     hidden = decoder(input_ids=tokens, use_cache=False)[0]
-    found = head_logits(model, child, BaseModelOutputWithPast(last_hidden_state=hidden))
+    output = BaseModelOutputWithPast(last_hidden_state=hidden)
+    found = head_logits(model, child, output)
     torch.testing.assert_close(found, model(tokens).logits)
+    (chunked,) = Head(model).chunks(output, hidden[0], 9)
+    torch.testing.assert_close(chunked, found[0])
 
 
 @pytest.mark.parametrize("name", ["Gemma-3", "Mistral-Small-3.2", "Llama-4-Scout"])
@@ -129,6 +132,15 @@ def test_inspect_is_that_of_the_text_model_inside(name: str):
         k: v for k, v in alone.items() if k not in differing
     }
     assert whole["model_type"] == outer
+
+
+def test_a_model_made_in_memory_is_saved_without_a_processor(tmp_path):
+    case = next(case for case in MULTIMODAL if case.name == "llava")
+    model = case.model(dtype=torch.float32)
+    assert model.name_or_path == ""
+    plan = random_case_plan(model, case)
+    save(apply(model, plan), plan, tmp_path / "small")
+    assert load(tmp_path / "small").config.model_type == "rap_llava"
 
 
 def test_the_processor_of_images_is_carried_along(tmp_path):

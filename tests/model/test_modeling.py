@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan, zeroed
+from rap.checkpoint.load import load, load_config
 from rap.model import modeling
-from rap.model.errors import CheckpointError
+from rap.model.errors import CheckpointError, UnsupportedModelError
 from rap.surgery.apply import apply
 
 FAMILIES = ["llama", "mistral", "qwen2"]
@@ -100,6 +101,17 @@ def test_layers_offloaded_to_disk_give_the_same(tmp_path):
     )
     assert again.model.layers[2].self_attn.q_proj.weight.device.type == "meta"
     assert torch.equal(_logits(again), _logits(small))
+    # Weights on the disk are the base class's to read: nothing hashes them.
+    again.save_pretrained(tmp_path / "saved")
+    assert load_config(tmp_path / "saved").rap["fingerprint"] is None
+    assert torch.equal(_logits(load(tmp_path / "saved")), _logits(small))
+
+
+def test_continuous_batching_is_refused_in_a_sentence():
+    """Its cache has heads of one size: every answer would be empty, and nothing would say why."""
+    small = _small("llama")
+    with pytest.raises(UnsupportedModelError, match="use generate, or vLLM"):
+        small.generate_batch(inputs=[[1, 2, 3]])
 
 
 def test_offloaded_dense_model_is_refused(tmp_path):

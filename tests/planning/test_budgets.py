@@ -101,6 +101,34 @@ def test_layers_of_other_sizes_keep_the_same_fraction_at_the_same_score():
     assert allocate([3.0, 3.0], 0.5, [64, 32]) == [32, 16]
 
 
+@pytest.mark.parametrize("budget", ["adaptive", "uniform"])
+@pytest.mark.parametrize("share", [0.5, 0.6, "pooled"])
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_with_other_numbers_of_heads_keep_the_ratio_of_all(budget, share, seed):
+    """Four local layers of 16 heads and one global one of 4 wide heads, as Gemma 4 has them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def scores(heads, width):
+        pairs = torch.rand(heads, width // 2, generator=generator) + 0.01
+        channels = torch.rand(heads, width, generator=generator) + 0.01
+        return LayerScores(pairs_GP=pairs, free_GF=torch.zeros(heads, 0), channels_GD=channels)
+
+    layers = [*(scores(16, 64) for _ in range(4)), scores(4, 128)]
+    kept = kv_budgets(layers, 0.5, budget=budget, key_share=share, align=2)
+    cached = [
+        (2 * one.pairs + one.values) * layer.pairs_GP.shape[0]
+        for one, layer in zip(kept, layers, strict=True)
+    ]
+    whole = sum(2 * layer.channels_GD.numel() for layer in layers)
+    assert sum(cached) / whole == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_share_that_leaves_too_little_is_named_with_the_ratio_asked_for():
+    for budget in ("adaptive", "uniform"):
+        with pytest.raises(RapError, match=r"key_share 0.95 of retain 0.3 leaves keys or values"):
+            kv_budgets([make_scores()], 0.3, budget=budget, key_share=0.95, align=8)
+
+
 @pytest.mark.parametrize("retain", [0.0, -0.5, 1.01, float("nan")])
 def test_a_retain_outside_its_range_is_refused(retain):
     for call in (

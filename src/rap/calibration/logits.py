@@ -48,7 +48,9 @@ def head_logits(model: Any, name: str, output: Any) -> Tensor:
     Some families scale or cap logits after the head's matrix, which this keeps. It runs the class's
     forward on a shallow copy whose decoder is a constant; the model itself is not touched.
     """
-    return _with_decoder(_headed(model), name, _Constant(_Complete(output))).logits
+    headed = _headed(model)
+    constant = _Constant(_Complete(output), _plain(getattr(headed, name)))
+    return _with_decoder(headed, name, constant).logits
 
 
 class Head:
@@ -59,13 +61,15 @@ class Head:
 
     def __init__(self, model: Any) -> None:
         self.name, _ = decoder_of(model)
-        self._model = _view(_headed(model), self.name, None)
+        headed = _headed(model)
+        self._read = _plain(getattr(headed, self.name))
+        self._model = _view(headed, self.name, None)
 
     def chunks(self, output: Any, hidden_NE: Tensor, step: int) -> Iterator[Tensor]:
         """Logits [C, V] of hidden states, `step` tokens at a time; `output` is overwritten."""
         for hidden_CE in hidden_NE.split(step):
             output.last_hidden_state = hidden_CE.unsqueeze(0)
-            constant = _Constant(_Complete(output))
+            constant = _Constant(_Complete(output), self._read)
             yield _with_decoder(self._model, self.name, constant).logits[0]
 
 
@@ -110,9 +114,22 @@ class _Complete:
         return self._output[index]
 
 
+def _plain(decoder: nn.Module) -> dict[str, Any]:
+    """What a head may read of its decoder besides the output, such as a multiplier: no tensors.
+
+    Nor functions, such as the forward that accelerate puts into a module.
+    """
+    return {
+        name: value
+        for name, value in vars(decoder).items()
+        if not name.startswith("_") and not isinstance(value, Tensor) and not callable(value)
+    }
+
+
 class _Constant(nn.Module):
-    def __init__(self, output: Any):
+    def __init__(self, output: Any, attributes: dict[str, Any]):
         super().__init__()
+        vars(self).update(attributes)
         self.output = output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

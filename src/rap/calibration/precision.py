@@ -53,7 +53,9 @@ def _cast(model: Any, dtype: torch.dtype) -> Any:
         for name, tensor in stored.items()
         if tensor.is_floating_point() and any(pattern.search(name) for pattern in kept)
     }
-    computed = {name: x for name, x in model.named_buffers() if name not in stored}
+    # After a forward pass longrope has one tensor under two names.
+    buffers = model.named_buffers(remove_duplicate=False)
+    computed = {name: x for name, x in buffers if name not in stored}
     model.to(dtype)  # modules that keep a tensor in float32 themselves (KeptNorm) do so here
     stored = model.state_dict(keep_vars=True)  # buffers are other tensors now
     for name, tensor in exact.items():

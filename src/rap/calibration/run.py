@@ -249,7 +249,7 @@ def _first_bad_layer(model: Any, ids_BT: Tensor) -> str:
         if layer.module is not None
     ]
     with removed(handles), torch.no_grad():
-        model.base_model(input_ids=ids_BT, use_cache=False)
+        decoder_of(model)[1](input_ids=ids_BT, use_cache=False)
     return f"in the attention of layer {bad[0]}" if bad else "after the attention of the last layer"
 
 

@@ -18,7 +18,7 @@ from ..checkpoint.load import load_config, load_dense, load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import attention_layers, attention_spec, check_dense
+from ..model.layers import attention_spec, check_dense
 from .bos import Bos, bos_token, check_bos, describe_bos
 from .held_out import evaluation_tokens
 from .memory import describe_memory, estimate_memory, must_recompute
@@ -153,7 +153,7 @@ class Workbench:
 
     def plan(self, method: Any) -> Any:
         """What a method decides for this model; what it can refuse at once it refuses first."""
-        method.check_shapes([layer.shape for layer in attention_layers(self.model)])
+        method.check_model(self.model)
         return method.plan(self.model, self.statistics_for([method]))
 
     def _collect(self, needs: frozenset[str]) -> Statistics:

@@ -118,9 +118,15 @@ def check_generation_config(folder: Path) -> None:
 
 
 def copy_processor(source: str | Path, folder: Path) -> None:
-    """Copy what prepares images for a multimodal model, as it is, from a checkpoint that has it."""
-    for name in _PROCESSOR_FILES:
-        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    """Copy what prepares images for a multimodal model, as it is, from a checkpoint that has it.
+
+    Nothing where it cannot be had: of a model made in memory, or a hub name out of reach.
+    """
+    for name in _PROCESSOR_FILES if str(source) else ():
+        try:
+            path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        except OSError:
+            return
         if path is not None:
             shutil.copyfile(path, folder / name)
 

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
-from ..model.errors import RapError
+from ..model.errors import RapError, UnsupportedModelError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, base_model_type, check_dense
+from ..model.norms import NORM_PER_HEAD
 from ..model.rope import AttentionShape
 from ..model.specs import NORM_MODES
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
@@ -81,6 +82,10 @@ class Method(ABC):
         Asked before anything is measured, where `plan` would only say so afterwards.
         """
 
+    def check_model(self, model: PreTrainedModel) -> None:
+        """As `check_shapes`, which it asks: RapError for what a dense model's config rules out."""
+        self.check_shapes([layer.shape for layer in attention_layers(model)])
+
     def apply(self, model: PreTrainedModel, plan: Any) -> Any:
         """The smaller model, new; `model` is left untouched."""
         return apply(model, plan)
@@ -142,6 +147,10 @@ class PairPruning(Method):
             raise RapError(f"unknown qk_norm {self.qk_norm!r}: use {' or '.join(NORM_MODES)}")
         if self.norm_rows < 1:
             raise RapError(f"norm_rows {self.norm_rows} keeps nothing for the norm: give 1 or more")
+        if self.norm_rows != NORM_ROWS and self.qk_norm != "rows":
+            raise RapError(
+                f"norm_rows is of qk_norm 'rows' alone, and this is {self.qk_norm!r}: leave it out"
+            )
 
     def needs_for(self, model: PreTrainedModel) -> frozenset[str]:
         """As of every method; mode `rows` needs to know which rows carry the energy."""
@@ -157,6 +166,13 @@ class PairPruning(Method):
         shapes: Sequence[AttentionShape | None],
     ) -> list[LayerScores | None]:
         """Scores of every layer's pairs and channels: the one thing a pair method must say."""
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """As of every method; UnsupportedModelError for norms by head that would be cut."""
+        super().check_model(model)
+        norms = [layer.norm for layer in attention_layers(model) if layer.norm is not None]
+        if self.qk_norm != "exact" and any(norm.one_module_per_head for norm in norms):
+            raise UnsupportedModelError(NORM_PER_HEAD)
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
         """As of every method: what layers of equal scores could not keep, none can."""

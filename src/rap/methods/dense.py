@@ -1,6 +1,6 @@
 """What a method may look at of the dense model itself, beside statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..model.layers import (
 )
 from ..model.rope import AttentionShape
 from ..model.specs import AttentionSpec
+from ..planning.budgets import LayerBudget, layer_budget
 from ..planning.mixing import key_limit, value_limit
 from ..planning.norms import row_sizes
 from ..planning.scores import Named
@@ -84,3 +85,15 @@ def layer_weights(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Tenso
         weight = norm_weights(layer)[1].to(weights["k"].device)
         weights["key_sizes"] = row_sizes(weights["k"], layer.shape, layer.norm, weight)
     return weights
+
+
+def kept_budgets(
+    kept: Mapping[int, tuple[int, ...]], dense: DenseLayers
+) -> list[LayerBudget | None]:
+    """Of layers that keep these steps of K and of V, or one number of both; None of all others."""
+    return [
+        layer_budget(shape.geometry.num_pairs, shape.head_dim // 2, kept[index][0], kept[index][-1])
+        if shape is not None and index in kept
+        else None
+        for index, shape in enumerate(dense.shapes)
+    ]

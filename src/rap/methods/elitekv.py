@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
 from ..calibration.statistics import Statistics
-from ..model.errors import RapError
+from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.elite import EliteAttention
 from ..model.rope import AttentionShape
 from ..planning.subspace import whitened_factors
@@ -54,6 +54,19 @@ class EliteKv(Replacing):
         """The method at its best: whitened, balanced, and with r by a sweep."""
         best: dict[str, Any] = {"pairs": "sweep", "whiten": True}
         return cls(**best | settings)
+
+    def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
+        """As of every method; every layer rotates.
+
+        Raises UnsupportedModelError for one that does not.
+        """
+        super().check_shapes(shapes)
+        for index, shape in enumerate(shapes):
+            if shape is not None and not shape.geometry.num_pairs:
+                raise UnsupportedModelError(
+                    f"layer {index} does not rotate its keys, and elitekv keeps pairs that do: use "
+                    "another method"
+                )
 
     @property
     def needs(self) -> frozenset[str]:

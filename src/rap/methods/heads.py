@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import UnsupportedModelError
-from ..model.layers import attention_layers, attention_spec, projections
+from ..model.layers import attention_layers, attention_spec, projections, text_config
 from ..model.rope import AttentionShape
 from ..surgery.apply import assemble
 from ..surgery.replace import ReplacedLayer, Replacement, check_made_for
@@ -51,6 +51,29 @@ class Heads(Replacing):
             made.append(ReplacedLayer(widths, {}, 2 * count * layer.shape.head_dim))
         return made
 
+    def check_model(self, model: PreTrainedModel) -> None:
+        """As of every replacing method; every layer attends, and heads are a setting of the family.
+
+        Raises UnsupportedModelError where its class would make projections of another size.
+        """
+        super().check_model(model)
+        layers, spec = attention_layers(model), attention_spec(model.config)
+        if any(layer.shape is None for layer in layers):
+            raise UnsupportedModelError("whole heads need attention in every layer")
+        shape = layers[0].shape
+        assert shape is not None
+        fewer = (shape.group_size, 1, shape.head_dim)
+        with torch.device("meta"):
+            made = attention_layers(type(model)(_with_heads(model.config, *fewer)))[0]
+        found = projections(made, spec)
+        sizes = found["q"].out_features, found["k"].out_features, found["o"].in_features
+        queries = shape.group_size * shape.head_dim
+        if sizes != (queries, shape.head_dim, queries):
+            raise UnsupportedModelError(
+                f"{model.config.model_type} makes its heads of the hidden size, and has no plain "
+                "form with fewer of them: use another method"
+            )
+
     def apply(self, model: PreTrainedModel, plan: Replacement) -> Any:
         """A stock model with fewer heads; `model` is left untouched.
 
@@ -68,11 +91,18 @@ class Heads(Replacing):
                     name = f"{layer.path}.{spec.projection_names()[role]}.{leaf}"
                     state[name] = _keep(role, tensor.detach(), kept, shape)
         heads, kv_heads, head_dim = counts.pop()
-        config = copy.deepcopy(model.config)
-        config.num_attention_heads, config.num_key_value_heads = heads, kv_heads
-        config.head_dim = head_dim
+        config = _with_heads(model.config, heads, kv_heads, head_dim)
         kept_state = {name: tensor.detach().clone() for name, tensor in state.items()}
         return assemble(model, config, kept_state)
+
+
+def _with_heads(config: PreTrainedConfig, heads: int, kv_heads: int, head_dim: int) -> Any:
+    """A copy of a config whose text model has fewer heads of the same width."""
+    made = copy.deepcopy(config)
+    text = text_config(made)
+    text.num_attention_heads, text.num_key_value_heads = heads, kv_heads
+    text.head_dim = head_dim
+    return made
 
 
 def _keep(role: str, tensor: Tensor, kept_G: Tensor, shape: AttentionShape) -> Tensor:

@@ -17,7 +17,7 @@ from ..calibration.registry import WINDOWS
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.single_channels import IndexedAttention, ReindexedAttention
-from ..model.layers import rotary_module
+from ..model.layers import rotary_module, text_config
 from ..model.rope import HeadGeometry, read_frequencies
 from ..planning.budgets import KeyShare, LayerBudget, check_settings, kv_budgets
 from ..planning.scores import score_layers
@@ -169,8 +169,16 @@ def sensitivities(trials: Trials, cuts: Iterable[tuple[int, ReplacedLayer]]) -> 
 
 
 def narrow_rotation(model: PreTrainedModel, width: int) -> dict[str, Any]:
-    """Frequencies and scaling of the model's rotary module, built for heads of another width."""
-    config = copy.deepcopy(model.config)
+    """Frequencies and scaling of the model's rotary module, built for heads of another width.
+
+    Raises UnsupportedModelError for frequencies that are listed pair by pair.
+    """
+    config = copy.deepcopy(text_config(model.config))
+    if {"short_factor", "long_factor"} & config.rope_parameters.keys():
+        raise UnsupportedModelError(
+            f"rope_type {config.rope_parameters['rope_type']!r} lists a factor for every pair, and "
+            "none for a narrower head: use kvpruner with rotation=first, or kvpruner-indexed"
+        )
     config.head_dim = width
     rotary: Any = type(rotary_module(model))
     narrow = rotary(config)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.kinds.latent import LatentAttention
+from ..model.rope import AttentionShape
 from ..planning.budgets import allocate
 from ..planning.subspace import WeightFactors, whitened_factors
 from ..surgery.replace import ReplacedLayer
@@ -51,6 +52,13 @@ class Palu(Replacing):
                 f"group_size {self.group_size} and multiple {self.multiple} must be at least 1"
             )
 
+    def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
+        """As of every method; groups of heads must be whole."""
+        super().check_shapes(shapes)
+        for index, shape in enumerate(shapes):
+            if shape is not None:
+                self._group(index, shape.num_kv_heads)
+
     @property
     def needs(self) -> frozenset[str]:
         """The second moment of what the projections read, and gradients for Fisher ranks."""
@@ -64,7 +72,7 @@ class Palu(Replacing):
         return (self._layer(layer, *ranks[i]) for i, layer in enumerate(layers))
 
     def _ranks(self, layers: Sequence[DenseLayer]) -> list[tuple[int, int]]:
-        sizes = [self._group(layer) * layer.shape.head_dim for layer in layers]
+        sizes = [self._heads(layer) * layer.shape.head_dim for layer in layers]
         if self.ranks == "uniform":
             nearest = [nearest_rank(self.retain, size, self.multiple) for size in sizes]
             return [(rank, rank) for rank in nearest]
@@ -74,17 +82,20 @@ class Palu(Replacing):
         kept = allocate(scores, self.retain, sizes + sizes, unit=self.multiple)
         return list(zip(kept[: len(sizes)], kept[len(sizes) :], strict=True))
 
-    def _group(self, layer: DenseLayer) -> int:
-        heads = layer.shape.num_kv_heads
+    def _heads(self, layer: DenseLayer) -> int:
+        """Of a group."""
+        return self._group(layer.index, layer.shape.num_kv_heads)
+
+    def _group(self, index: int, heads: int) -> int:
         size = min(self.group_size, heads)
         if heads % size:
             raise RapError(
-                f"group_size {size} does not divide the {heads} KV heads of layer {layer.index}"
+                f"group_size {size} does not divide the {heads} KV heads of layer {index}"
             )
         return size
 
     def _layer(self, layer: DenseLayer, key_rank: int, value_rank: int) -> ReplacedLayer:
-        size = self._group(layer)
+        size = self._heads(layer)
         groups = layer.shape.num_kv_heads // size
         ranks = {"k": key_rank, "v": value_rank}
         factors = {

@@ -1,6 +1,6 @@
 """RoPE-Aligned Pruning: whole RoPE pairs of K (or folded slots), channels or a subspace of V."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.layers import base_model_type
 from ..model.rope import AttentionShape
-from ..planning.budgets import Budget, LayerBudget, layer_budget
+from ..planning.budgets import Budget, LayerBudget
 from ..planning.knapsack import above_floor, allocate_by_error, offered_widths
 from ..planning.losses import (
     DIRECTIONS,
@@ -26,7 +26,7 @@ from ..planning.plan import LayerPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
 from .base import PairPruning
-from .dense import DenseLayers, dense_layers
+from .dense import DenseLayers, dense_layers, kept_budgets
 from .keys import folded_alike, folded_apart, free_subspace, shared_dense
 from .search import Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
@@ -81,6 +81,8 @@ class Rap(PairPruning):
             object.__setattr__(self, "budget", spent)
         if self.score not in SCORES:
             raise RapError(f"unknown score {self.score!r}: use one of {', '.join(sorted(SCORES))}")
+        if self.score not in ("fisher", self._ranking):
+            raise RapError("folded keys, subspaces and these widths read no score: leave it out")
         if self.budget in ("error", "search") and not self._spends_by_error():
             raise RapError(
                 f"budget {self.budget!r} gives K and V one width (key_share 0.5), or lets them "
@@ -90,7 +92,7 @@ class Rap(PairPruning):
             if distance is not None and distance < 1:
                 raise RapError(f"{name} is a distance in tokens, 1 or more: not {distance}")
         if self.keys != "fold" and self._says_how_to_fold:
-            raise RapError("context and reach say how keys are folded: they need keys 'fold'")
+            raise RapError("context and reach are of folded keys: they need keys 'fold'")
         if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):
             raise RapError(
                 "profile 'stock' needs one width for all: budget 'uniform', key_share 0.5"
@@ -115,10 +117,8 @@ class Rap(PairPruning):
         """What the score, the folding and the subspace ask of calibration."""
         needs = SCORES[self._ranking].needs
         by_error = self.budget in ("error", "search")
-        if self.keys == "fold" or by_error:
-            needs |= {"pairs"}
-        if self.values == "subspace" or by_error:
-            needs |= {"values"}
+        needs |= {"pairs"} if self.keys == "fold" or by_error else set()
+        needs |= {"values"} if self.values == "subspace" or by_error else set()
         if self.metric == "loss" and needs & {"pairs", "values"}:
             needs |= {"gradients"}
         if self.budget == "search":
@@ -149,6 +149,14 @@ class Rap(PairPruning):
         sizes, heads = zip(*((s.head_dim // 2, s.num_kv_heads) for s in present), strict=True)
         above_floor(self.retain, sizes, heads, max(1, self.alignment(shapes) // 2))
 
+    def check_model(self, model: PreTrainedModel) -> None:
+        """As of every method; folding and the stock profile ask for frequencies they can share."""
+        super().check_model(model)
+        dense = dense_layers(model)
+        self._folds(dense)
+        if self.profile == "stock":
+            shared_frequencies(dense.frequencies)
+
     def budgets(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
     ) -> list[LayerBudget | None]:
@@ -163,7 +171,7 @@ class Rap(PairPruning):
             )
         if self.budget != "error":
             return super().budgets(scores, statistics, dense)
-        return _budgets(self.widths(scores, statistics, dense).by_layer(), dense)
+        return kept_budgets(self.widths(scores, statistics, dense).by_layer(), dense)
 
     def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
         """As of every pair method; budget `search` tries its widths on the model."""
@@ -174,7 +182,7 @@ class Rap(PairPruning):
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
 
         def planned(kept: dict[int, tuple[int, ...]]) -> Plan:
-            layers = self.divided(scores, _budgets(kept, dense), statistics, dense)
+            layers = self.divided(scores, kept_budgets(kept, dense), statistics, dense)
             return self.plan_of(layers, dense, family, fingerprint)
 
         search = Search(self, model, statistics)
@@ -272,8 +280,7 @@ class Rap(PairPruning):
         """Whether keys of this model are folded; RapError where a setting asks for what is not."""
         if self.keys != "fold":
             return False
-        layers = zip(dense.shapes, dense.mixes_keys, strict=True)
-        mixed = {mixes for shape, mixes in layers if shape is not None}
+        mixed = {m for s, m in zip(dense.shapes, dense.mixes_keys, strict=True) if s is not None}
         if mixed == {True, False} and self.profile == "stock":
             raise RapError(
                 "profile 'stock' needs one way for all layers, and only some of this model's may "
@@ -288,13 +295,3 @@ class Rap(PairPruning):
     @property
     def _says_how_to_fold(self) -> bool:
         return self.context is not None or self.reach is not None
-
-
-def _budgets(kept: Mapping[int, tuple[int, ...]], dense: DenseLayers) -> list[LayerBudget | None]:
-    """Of layers that keep these steps of K and of V, or one number of both; None of all others."""
-    return [
-        layer_budget(shape.geometry.num_pairs, shape.head_dim // 2, kept[index][0], kept[index][-1])
-        if shape is not None and index in kept
-        else None
-        for index, shape in enumerate(dense.shapes)
-    ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
+from ..model.errors import RapError
 from ..model.kinds.latent import LatentAttention
 from ..model.layers import (
     attention_layers,
@@ -95,7 +96,12 @@ def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) 
 
 
 def nearest_rank(retain: float, size: int, multiple: int = 1) -> int:
-    """The multiple nearest to retain * size, half up, at least one of it and at most `size`."""
+    """The multiple nearest to retain * size, half up, at least one of it and at most `size`.
+
+    Raises RapError for a multiple that `size` holds none of.
+    """
+    if multiple > size:
+        raise RapError(f"multiple {multiple} is more than the {size} that there are: give less")
     steps = max(1, int(retain * size / multiple + 0.5))
     return min(size, steps * multiple)
 
@@ -114,6 +120,11 @@ class Replacing(Method):
 
         `statistics` say what was calibrated on; each layer has its own part of them.
         """
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """As of every method; attention must be what the baselines were written for."""
+        super().check_model(model)
+        check_plain(model, attention_layers(model), self.name)
 
     def plan(self, model: PreTrainedModel, statistics: Statistics) -> Replacement:
         """Replace every layer with attention. The model is not changed."""

@@ -12,6 +12,7 @@ from typing import ClassVar
 from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
+from ..model.errors import RapError
 from ..planning.subspace import whitened_factors
 from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, latent_layer, nearest_rank
@@ -30,6 +31,11 @@ class SvdLlm(Replacing):
     rebuilds: ClassVar[str] = "keys and values"
 
     multiple: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.multiple < 1:
+            raise RapError(f"multiple {self.multiple} makes no ranks: give 1 or more")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..calibration.logits import Head, chunk_tokens
+from ..calibration.logits import Head, chunk_tokens, decoder_of
 from ..calibration.loss import next_token_loss
 from ..calibration.state import restored
 from ..calibration.statistics import Statistics
@@ -79,7 +79,8 @@ class Trials:
 
     def _hidden(self, cuts: Cuts) -> list[Tensor]:
         with self._replaced(cuts):
-            states = (self.model.base_model(input_ids=i, use_cache=False) for i in self._batches())
+            decoder = decoder_of(self.model)[1]
+            states = (decoder(input_ids=i, use_cache=False) for i in self._batches())
             return [state.last_hidden_state.cpu() for state in states]
 
     def _batches(self) -> Iterator[Tensor]:

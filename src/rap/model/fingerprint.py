@@ -4,7 +4,7 @@ Values are hashed as float32, so a bfloat16 checkpoint loaded in float32 keeps i
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -73,3 +73,16 @@ def fingerprint_model(model: nn.Module) -> str:
     return fingerprint_tensors(
         (name, tensor) for name, tensor in model.state_dict().items() if name not in skip
     )
+
+
+def fingerprint_saved(model: nn.Module, state: Mapping[str, Tensor] | None) -> str | None:
+    """Fingerprint of what `save_pretrained` stores: `state`, or all that the model has.
+
+    None where some of it is on the disk, as a model with offloaded layers has it.
+    """
+    if state is None and any(tensor.is_meta for tensor in model.state_dict().values()):
+        return None
+    if state is None:
+        return fingerprint_model(model)
+    repeated = tied_names(model)
+    return fingerprint_tensors((name, x) for name, x in state.items() if name not in repeated)

@@ -28,9 +28,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .attention import RapAttention
-from .errors import CheckpointError
+from .errors import CheckpointError, UnsupportedModelError
 from .families import FAMILIES, WRAPPERS
-from .fingerprint import fingerprint_model, fingerprint_tensors, tied_names
+from .fingerprint import fingerprint_saved
 from .layers import (
     PREFIX,
     AttentionLayer,
@@ -39,6 +39,7 @@ from .layers import (
     base_model_type,
     rotary_module,
 )
+from .refusals import NO_BATCHING
 from .sharing import SharingAttention, plain_attention
 from .specs import NORM_MODES, AttentionSpec, QKNorm
 
@@ -84,13 +85,12 @@ class RapModelMixin(_Model):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As the base class; the config records the fingerprint of exactly these weights."""
-        state, skip = kwargs.get("state_dict"), tied_names(self)
-        self.config.rap["fingerprint"] = (
-            fingerprint_model(self)
-            if state is None
-            else fingerprint_tensors((n, t) for n, t in state.items() if n not in skip)
-        )
+        self.config.rap["fingerprint"] = fingerprint_saved(self, kwargs.get("state_dict"))
         return super().save_pretrained(save_directory, *args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise UnsupportedModelError: its paged cache has one head size for all layers."""
+        raise UnsupportedModelError(NO_BATCHING)
 
     def _get_static_cache_init_shape(self) -> None:
         """Head widths differ from config.head_dim: a static cache takes them from the tensors."""

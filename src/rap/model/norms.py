@@ -27,6 +27,10 @@ from .errors import UnsupportedModelError
 from .rope import AttentionShape
 from .specs import QKNorm
 
+NORM_PER_HEAD = (
+    "this family has a norm module per head, which cannot be cut: plan with qk_norm='exact'"
+)
+
 
 class KeptNorm(nn.Module):
     """The norm of `constant` and `rows`: weight (and bias) [H, W] in kept order, `ratio` [H].
@@ -98,9 +102,7 @@ def pruned_norms(
     Raises UnsupportedModelError for norms that cannot be cut.
     """
     if norm.one_module_per_head and not exact:
-        raise UnsupportedModelError(
-            "this family has a norm module per head, which cannot be cut: plan with qk_norm='exact'"
-        )
+        raise UnsupportedModelError(NORM_PER_HEAD)
     norms = {}
     heads = (shape.num_heads, shape.num_kv_heads)
     for name, old, count in zip(norm_names(norm, exact=exact), norm.names, heads, strict=True):

@@ -17,6 +17,10 @@ OLD = (
     "its attention, of an older form, calls none of transformers' attention functions, through "
     "which pruned heads run"
 )
+NO_BATCHING = (
+    "continuous batching caches heads of one size for all layers, and pruned ones differ: use "
+    "generate, or vLLM"
+)
 CHOSEN = "an indexer of its own chooses the keys that each query sees, and nothing here tested that"
 REASONS = {
     **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), SHARED),

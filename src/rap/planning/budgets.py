@@ -43,14 +43,16 @@ def allocate(
     retain: float,
     sizes: Sequence[int],
     *,
+    heads: Sequence[int] | None = None,
     unit: int = 1,
     floor: int = 1,
 ) -> list[int]:
     """How much of `sizes` every layer keeps: the kept fraction proportional to the score.
 
-    Every layer starts at `floor`, then the budget retain * sum(sizes) is spent one unit at a time,
-    each to the layer with the highest score * size / (2 units + 1) (Webster, Sainte-Lague), the
-    lower index on a tie. A full layer drops out, which hands its share to the others in proportion.
+    Layer l has `heads[l]` heads of its size (one if not given). Every layer starts at `floor`, then
+    the budget retain * sum(heads * sizes) is spent one unit of all heads of a layer at a time, each
+    to the layer with the highest score * size / (2 units + 1) (Webster, Sainte-Lague), the lower
+    index on a tie. A full layer drops out, which hands its share to the others in proportion.
     Unlike the largest remainder, the order of spending does not depend on `retain`, so no layer
     ever keeps less at a larger one. The total is the nearest to the budget; retain 1 keeps all,
     with a last partial unit where `unit` does not divide a size.
@@ -68,11 +70,14 @@ def allocate(
     assert len(score_L) == len(sizes) and unit >= 1 and floor >= 0
     start = math.ceil(floor / unit) * unit
     kept = [min(start, size) for size in sizes]
-    budget = retain * sum(sizes)
-    if sum(kept) - budget > unit / 2:
+    heads = [1] * len(sizes) if heads is None else heads
+    costs = [count // math.gcd(*heads) for count in heads]
+    spent, whole = (sum(c * n for c, n in zip(costs, each, strict=True)) for each in (kept, sizes))
+    budget = retain * whole
+    if spent - budget > unit * max(costs, default=1) / 2:
         raise RapError(
             f"retain {retain} is below the floor of {start} in every layer: ask for at least "
-            f"{math.ceil(1000 * sum(kept) / sum(sizes)) / 1000}, or for a smaller alignment"
+            f"{math.ceil(1000 * spent / whole) / 1000}, or for a smaller alignment"
         )
 
     def rank(layer: int) -> tuple[float, int]:
@@ -80,14 +85,14 @@ def allocate(
 
     queue = [rank(layer) for layer, size in enumerate(sizes) if kept[layer] < size]
     heapq.heapify(queue)
-    remaining = budget - sum(kept)
+    remaining = budget - spent
     while queue:
         layer = queue[0][1]
         step = min(unit, sizes[layer] - kept[layer])
-        if remaining < step / 2:
+        if remaining < costs[layer] * step / 2:
             break
         kept[layer] += step
-        remaining -= step
+        remaining -= costs[layer] * step
         if kept[layer] < sizes[layer]:
             heapq.heapreplace(queue, rank(layer))
         else:
@@ -199,13 +204,22 @@ def _shared(
 ) -> tuple[list[int], list[int]]:
     keys, values = 2 * share * retain, 2 * (1 - share) * retain
     keys, values = keys + max(0.0, values - 1), values + max(0.0, keys - 1)
-    sizes = _sizes(layers)
+    sizes, heads = _sizes(layers), _heads(layers)
 
     def spend(part: float) -> list[int]:
         part = min(1.0, part)
-        if budget == "uniform":
-            return uniform(part, sizes, unit)
-        return allocate(ranks, part, sizes, unit=unit)
+        try:
+            if budget == "uniform":
+                return uniform(part, sizes, unit)
+            return allocate(ranks, part, sizes, heads=heads, unit=unit)
+        except RapError as error:
+            if share == 0.5:
+                raise
+            raise RapError(
+                f"key_share {share} of retain {retain} leaves keys or values {part:.3g} of their "
+                "channels, less than can be kept: ask for a larger retain, or a key_share nearer "
+                "to 0.5"
+            ) from error
 
     return spend(keys), spend(values)
 
@@ -222,12 +236,17 @@ def _pooled(
             for key, value, size in zip(keys, values, sizes, strict=True)
         ]
         return [kept[0] for kept in split], [kept[1] for kept in split]
-    kept = allocate(keys + values, retain, sizes + sizes, unit=unit)
+    heads = _heads(layers)
+    kept = allocate(keys + values, retain, sizes + sizes, heads=heads + heads, unit=unit)
     return kept[: len(layers)], kept[len(layers) :]
 
 
 def _sizes(layers: list[LayerScores]) -> list[int]:
     return [layer.channels_GD.shape[1] // 2 for layer in layers]
+
+
+def _heads(layers: list[LayerScores]) -> list[int]:
+    return [layer.channels_GD.shape[0] for layer in layers]
 
 
 def layer_budget(num_pairs: int, size: int, key_steps: int, value_steps: int) -> LayerBudget:

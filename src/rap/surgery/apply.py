@@ -189,6 +189,12 @@ def _copy_buffers(dense: nn.Module, small: nn.Module) -> None:
         if buffer.device.type == "meta":
             parent, _, leaf = name.rpartition(".")
             setattr(small.get_submodule(parent), leaf, source[name].clone())
+    # Frequencies that grew with a long text shrink again by the length that they are known to have.
+    modules = dict(small.named_modules())
+    for name, module in dense.named_modules():
+        grown = {key: x for key, x in vars(module).items() if key.endswith("max_seq_len_cached")}
+        if grown and name in modules:
+            modules[name].__dict__.update(grown)
 
 
 def _dispatch_like(dense: PreTrainedModel, small: PreTrainedModel) -> Any:

@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_new_method_is_compared_and_reported(place: Path) -> None:
     assert "loudest" in all_variants()
     measured = [part for setting in QUICK for part in ("--measure", setting)]
-    methods = "heads,loudest,loudest:square,rap:score=magnitude:budget=uniform:metric=output"
+    methods = "heads,loudest,loudest:square,rap:score=energy:budget=uniform:metric=output"
     result = run("compare", "--methods", methods, "--retain", 0.5, *TEXT, *measured, "-o", "out")
     assert result.code == 0, result.err
     assert "failed" not in result.err

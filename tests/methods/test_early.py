@@ -1,0 +1,117 @@
+"""What a config rules out is refused before anything is measured, and what works is not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from cases.family_cases import CASES
+from cases.models import random_tokens, tiny_model
+from rap.calibration import workbench
+from rap.calibration.run import calibrate
+from rap.calibration.workbench import Workbench
+from rap.methods import parse_method
+from rap.methods.trials import Trials
+from rap.model.errors import RapError
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LONG |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 8.0}
+
+
+def family(name: str, **fields: Any) -> Any:
+    """A tiny model of a family, in float32."""
+    return next(case for case in CASES if case.name == name).model(dtype=torch.float32, **fields)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "said"),
+    [
+        ("palu", "qwen3", "not made for attention with norms of queries and keys"),
+        ("palu:group_size=3", "granite:heads", "group_size 3 does not divide the 4 KV heads"),
+        ("heads", "granitemoehybrid", "whole heads need attention in every layer"),
+        ("heads", "helium", "makes its heads of the hidden size"),
+        ("heads", "stablelm", "makes its heads of the hidden size"),
+        ("rap", "stablelm:norms", "plan with qk_norm='exact'"),
+        ("rap:context=100", "qwen3", "this model's cannot be: leave both out"),
+        ("rap:profile=stock", "smollm3", "frequenc"),
+        ("elitekv", "smollm3", "does not rotate its keys"),
+    ],
+)
+def test_what_a_config_rules_out_is_refused_first(monkeypatch, tokenizer, method, name, said):
+    def measured(*_: Any, **__: Any) -> None:
+        pytest.fail("it was calibrated")
+
+    if name == "granite:heads":
+        model = tiny_model("llama", heads=8, kv_heads=4)
+    elif name == "stablelm:norms":
+        model = tiny_model("stablelm", qk_layernorm=True, hidden=64, head_dim=16)
+    else:
+        model = family(name)
+    monkeypatch.setattr(workbench, "calibrate", measured)
+    bench = Workbench.open(model, tokenizer)
+    with pytest.raises(RapError, match=said):
+        bench.plan(parse_method(method, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("svdllm:multiple=0", "multiple 0 makes no ranks"),
+        ("svdllm2:multiple=-2", "multiple -2 makes no ranks"),
+        ("rap:score=magnitude", "read no score: leave it out"),
+        ("rap:paper:norm_rows=3", "norm_rows is of qk_norm 'rows' alone"),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused(wrong, said):
+    with pytest.raises(RapError, match=said):
+        parse_method(wrong, 0.5)
+
+
+def test_a_score_is_taken_where_it_ranks():
+    for text in (
+        "rap:paper:score=magnitude",
+        "rap:score=energy",
+        "rap:values=channels:score=random",
+    ):
+        parse_method(text, 0.5)
+
+
+def test_ranks_in_steps_wider_than_the_matrix_are_refused():
+    model = tiny_model()
+    method = parse_method("svdllm:multiple=128", 0.5)
+    statistics = calibrate(model, random_tokens(2, 16), method.needs_for(model))
+    with pytest.raises(RapError, match="multiple 128 is more than the 32 that there are"):
+        method.plan(model, statistics)
+
+
+@pytest.mark.parametrize("name", ["llava", "mistral3", "qwen2_vl"])
+@pytest.mark.parametrize("text", ["heads", "kvpruner"])
+def test_baselines_cut_the_text_model_of_a_multimodal_one(name, text):
+    model = family(name)
+    method = parse_method(text, 0.5)
+    try:
+        method.check_model(model)
+    except RapError:
+        assert name == "qwen2_vl"  # by axis, which neither is made for
+        return
+    statistics = calibrate(model, random_tokens(2, 16), method.needs_for(model))
+    small = method.apply(model, method.plan(model, statistics))
+    assert small(random_tokens(1, 8)).logits.isfinite().all()
+
+
+def test_frequencies_by_pair_have_none_for_a_narrower_head():
+    model = tiny_model(rope_parameters=dict(LONG))
+    method = parse_method("kvpruner", 0.5)
+    statistics = calibrate(model, random_tokens(2, 16), method.needs_for(model))
+    with pytest.raises(RapError, match="use kvpruner with rotation=first, or kvpruner-indexed"):
+        method.plan(model, statistics)
+    first = parse_method("kvpruner:rotation=first", 0.5)
+    small = first.apply(model, first.plan(model, statistics))
+    assert small(random_tokens(1, 8)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "falcon_h1", "mixtral"])
+def test_cuts_are_tried_on_any_family(name):
+    model = family(name)
+    statistics = calibrate(model, random_tokens(2, 16), {"windows", "inputs"})
+    assert Trials(model, statistics).divergence({}) == 0
