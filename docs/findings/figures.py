@@ -203,6 +203,13 @@ def told_recalls(results: Results, *methods: str) -> str:
     )
 
 
+def needles(results: Results, model: str) -> float:
+    """The share of single needles that a model of smollm2-ruler found."""
+    cells = results.file(f"smollm2-ruler/{model}")["ruler"]
+    (found,) = [cell for cell in cells if cell["task"] == "single-needle"]
+    return float(found["accuracy"]["value"])
+
+
 def spearman(results: Results) -> list[float]:
     """Spearman of the two Fisher scores, a head each."""
     return [value for layer in results.analysis("scores")["spearman"] for value in layer]

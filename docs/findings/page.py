@@ -57,7 +57,7 @@ Built by `python docs/findings/page.py` from the result files.
 def models(experiments: Path) -> Models:
     """What was measured of both, below a folder of experiments."""
     return Models(
-        real=Results(experiments, REAL, analyses="smollm2-analyses"),
+        real=Results(experiments, REAL, analyses="smollm2-analyses", timed="smollm2-times/compare"),
         bundled=Results(experiments, BUNDLED),
     )
 

@@ -82,7 +82,7 @@ RECOVERY = (
             ),
             why="A tenth above dense at 0.7, as in the paper. The fit, without a gradient through "
             "the model, is the longer part of the way. The paper's cut comes nearly as far at 0.7, "
-            "from ten times the perplexity: recovery brings back most of what a bad choice lost.",
+            "from eight times our perplexity: recovery brings back most of what a bad choice lost.",
         ),
         bundled=Answer(
             verdict=CONFIRMED,

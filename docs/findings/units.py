@@ -46,8 +46,8 @@ UNITS = (
                 )
             ),
             why="Channels are far worse than pairs, but pairs by the paper's recipe break this "
-            "model too, through its adaptive budgets (below). After distillation was not "
-            "measured.",
+            "model too, through its adaptive budgets (below). Channels after "
+            "distillation were not measured.",
         ),
         bundled=Answer(
             verdict=PARTLY,
@@ -89,7 +89,7 @@ UNITS = (
                 for retain in ratios(r, "rap:paper", "kvpruner-indexed:paper", "kvpruner:paper")
             ),
             why="Their own frequencies help, and what is left is still far above whole pairs by "
-            "the same scores and budgets. After distillation was not measured.",
+            "the same scores and budgets. Channels after distillation were not measured.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,

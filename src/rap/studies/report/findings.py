@@ -21,11 +21,17 @@ class Results:
     """What was measured of one model: cells by method, retain ratio and recovery, and analyses.
 
     `files`, of the comparisons, `analyses` and names are paths below the folder of experiments,
-    such as `needle/needle`.
+    such as `needle/needle`. Times of decode steps are those of the comparison `timed`, if given.
     """
 
-    def __init__(self, folder: Path, files: Sequence[str], analyses: str = "analyses") -> None:
-        self.folder, self.analyses = folder, analyses
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[str],
+        analyses: str = "analyses",
+        timed: str | None = None,
+    ) -> None:
+        self.folder, self.analyses, self.timed = folder, analyses, timed
         self.cells: dict[tuple[str, float, str], dict[str, Any]] = {}
         for name in files:
             for cell in json.loads((folder / name).read_text(encoding="utf-8"))["cells"]:
@@ -79,6 +85,9 @@ class Results:
     def slower(self, method: str, retain: float = 0.7) -> float:
         """Its decode step as part of the dense model's, timed in turn."""
         cell = self.cell(method, retain)
+        if self.timed is not None:
+            asked = {"method": method, "retain": retain, "recover": "none"}
+            cell = next(x for x in self.file(self.timed)["cells"] if asked.items() <= x.items())
         return float(cell["decode_seconds"] / cell["dense_decode_seconds"])
 
     def recalled(self, method: str, retain: float = 0.7, recover: str = "none") -> float:
@@ -177,7 +186,8 @@ def _tally(findings: Sequence[Finding]) -> str:
 def _section(finding: Finding, models: Models) -> str:
     real = _answered(finding.real, finding.title, models.real)
     bundled = finding.bundled.written(finding.title, models.bundled)
-    follows = f"\n\nThey disagree: {finding.follows}" if finding.disagree else ""
+    told = finding.disagree and finding.follows
+    follows = f"\n\nThey disagree: {finding.follows}" if told else ""
     return (
         f"## {finding.title}\n\nPaper: {finding.paper}\n\nReal model: {real}\n\n"
         f"Bundled model: {bundled}{follows}\n"
