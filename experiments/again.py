@@ -38,10 +38,15 @@ MODELS = {
     "fitted/repeated-reach-0.7": "smollm2-fit-repeated-reach/models/rap-reach=1024-0.7-fit-*",
     "fitted/mixed-0.7": "smollm2-fit-mixed/models/rap-0.7-fit-*",
     "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",
+    "fitted/palu-0.5": "smollm2-fit-methods/models/palu-0.5-fit-*",
     "fitted/rap-paper-0.7": "smollm2-fit-others/models/rap-paper-0.7-fit-*",
     "fitted/stock-0.5": "smollm2-fit-stock/models/rap-profile=stock-0.5-fit-*",
     "distilled/rap-0.7": "smollm2-distil/models/rap-0.7-fit+full-*",
     "distilled/rap-0.5": "smollm2-distil/models/rap-0.5-fit+full-*",
+    "distilled/rap-paper-0.7": "smollm2-distil-others/models/rap-paper-0.7-fit+full-*",
+    "distilled/rap-paper-0.5": "smollm2-distil-others/models/rap-paper-0.5-fit+full-*",
+    "distilled/palu-0.7": "smollm2-distil-others/models/palu-0.7-fit+full-*",
+    "distilled/palu-0.5": "smollm2-distil-others/models/palu-0.5-fit+full-*",
 }
 NO_FIGURES = ("provenance", "second", "_ms", "time", "tokens_per", "paper", "tables", "table")
 

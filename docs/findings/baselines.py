@@ -139,8 +139,8 @@ BASELINES = (
             ),
             why="At half of the cache either has more parameters than rap at 0.7 and, cut only, is "
             "behind it already; fitted, both are ahead of it. The paper's PaLU, head by head, has "
-            "fewer; it was not measured, but at the same cache one factorisation of all heads never "
-            "errs more than one of each.",
+            "fewer; it was not measured, but at the same cache one factorisation of all heads "
+            "never errs more than one of each.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,

@@ -55,7 +55,11 @@ COMMAND = (
     "--checkpoint 'rap 0.5 fit+full=distilled/rap-0.5' "
     "--checkpoint 'rap 0.7 fit+full=distilled/rap-0.7' "
     "--checkpoint 'rap 0.7 fit, mixed text=fitted/mixed-0.7' "
-    "--checkpoint 'palu 0.7 fit=fitted/palu-0.7'"
+    "--checkpoint 'palu 0.7 fit=fitted/palu-0.7' --checkpoint 'palu 0.5 fit=fitted/palu-0.5' "
+    "--checkpoint 'rap:paper 0.7 fit+full=distilled/rap-paper-0.7' "
+    "--checkpoint 'rap:paper 0.5 fit+full=distilled/rap-paper-0.5' "
+    "--checkpoint 'palu 0.7 fit+full=distilled/palu-0.7' "
+    "--checkpoint 'palu 0.5 fit+full=distilled/palu-0.5'"
 )
 
 
