@@ -89,7 +89,7 @@ def routed(server: Server) -> Server:
 
 def serve(server: Server) -> None:
     """Become the server: this process is replaced, so signals reach vLLM. Does not return."""
-    way(server.source)
+    server = routed(server)
     sys.stdout.flush()
     os.execve(sys.executable, server.command, server.environment(os.environ))
 
@@ -103,7 +103,7 @@ def running(
     Raises EngineError: with vLLM's own message if it dies, or if it is not ready in `timeout`
     seconds.
     """
-    way(server.source)
+    server = routed(server)
     base = engine_environment(
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
         eager="--enforce-eager" in server.arguments,

@@ -123,19 +123,19 @@ def cached_channels(model: Any) -> list[int]:
     ids = torch.zeros(1, PREFILL + 1, dtype=torch.long, device=device)
     with evaluating(model):
         cache = model(input_ids=ids[:, :PREFILL], use_cache=True).past_key_values
-        before = [_numbers(layer) for layer in cache.layers]
+        before = [sum(x.numel() for x in _held(layer)) for layer in cache.layers]
         model(input_ids=ids[:, PREFILL:], use_cache=True, past_key_values=cache)
-    return [_numbers(layer) - held for layer, held in zip(cache.layers, before, strict=True)]
-
-
-def _numbers(layer: Any) -> int:
-    return sum(value.numel() for value in vars(layer).values() if isinstance(value, Tensor))
+    after = (sum(x.numel() for x in _held(layer)) for layer in cache.layers)
+    return [now - then for now, then in zip(after, before, strict=True)]
 
 
 def cached_tensors(cache: Any) -> list[Tensor]:
     """All tensors that the layers of a cache hold."""
-    held = (value for layer in cache.layers for value in vars(layer).values())
-    return [value for value in held if isinstance(value, Tensor)]
+    return [tensor for layer in cache.layers for tensor in _held(layer)]
+
+
+def _held(layer: Any) -> list[Tensor]:
+    return [value for value in vars(layer).values() if isinstance(value, Tensor)]
 
 
 def _projection_flops(
