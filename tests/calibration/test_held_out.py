@@ -26,3 +26,14 @@ def test_a_text_to_judge_on_is_another_split(monkeypatch, tokenizer, name, judge
     assert len(held_out.evaluation_tokens(name, tokenizer)) > 0
     text.read_text(name)
     assert read == [judged, calibrated or "Salesforce/wikitext:wikitext-2-raw-v1:train"]
+
+
+def test_a_repeated_text_to_judge_on_is_of_the_same_split(monkeypatch, tokenizer):
+    found = held_out.evaluation_tokens("repeated:bundled", tokenizer)
+    plain = held_out.evaluation_tokens("bundled", tokenizer)
+    assert len(found) > 1.9 * len(plain)
+    assert found[:100].tolist() == plain[:100].tolist()
+    read = []
+    monkeypatch.setattr(text, "_read_dataset", lambda source, most: read.append(source) or "words")
+    held_out.evaluation_tokens("repeated:c4", tokenizer)
+    assert read == ["allenai/c4:en:validation"]

@@ -1,5 +1,9 @@
 """Layers read from files one at a time: the same streams and statistics as of the loaded model."""
 
+import errno
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +132,24 @@ def test_the_estimate_counts_one_layer(tmp_path: Path) -> None:
     assert estimate["streams"] == 4 * WINDOWS.numel() * 32
     assert estimate["statistics"] == 5 * 4 * 4 * 16 * 16
     assert estimate["total"] == sum(x for name, x in estimate.items() if name != "total")
+
+
+def test_a_mapped_stream_takes_its_room_at_once(tmp_path, monkeypatch):
+    """A disk that fills up later would kill the process with SIGBUS, without a word."""
+    monkeypatch.setattr(streams, "HOST_SHARE", 0)
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        streams._reserve(file.fileno(), 2**20, tmp_path)
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 2**20
+    huge = shutil.disk_usage(tmp_path).free // 4 * 2
+    with pytest.raises(RapError, match=r"no space left in .*: make room, or take fewer windows"):
+        new_stream((huge,), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_cannot_reserve_is_used_all_the_same(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(streams, "HOST_SHARE", 0)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert new_stream((2, 3), tmp_path).shape == (2, 3)

@@ -248,7 +248,8 @@ def test_without_validation_the_last_tenth_is_held_out(models):
     dense, small = models
     config = replace(CONFIG, steps=1, evaluate_every=1)
     found = distill(small, dense, WINDOWS, config)
-    assert (found.report["windows"], found.report["validation_windows"]) == ([29, 24], [3, 24])
+    # Of the 29 others 28 fill batches of 4.
+    assert (found.report["windows"], found.report["validation_windows"]) == ([28, 24], [3, 24])
     same = recover(small, dense, WINDOWS, config)
     assert fingerprint_model(same) == fingerprint_model(found.model)
 
@@ -355,6 +356,39 @@ def test_the_micro_batch_changes_nothing(models):
     states = [f.model.state_dict() for f in found]
     for name, tensor in states[0].items():
         assert (tensor.float() - states[1][name].float()).abs().max() < 2e-4
+
+
+def test_windows_that_fill_no_batch_change_nothing_with_the_micro_batch(models):
+    """30 windows in batches of 8: the last 6 would make a smaller step, or none."""
+    dense, small = models
+    config = replace(CONFIG, dropout=0.0, steps=None, epochs=2, global_batch=8)
+    found = [
+        distill(
+            small, dense, WINDOWS[:30], replace(config, micro_batch=size), validation=VALIDATION
+        )
+        for size in (1, 2, 8)
+    ]
+    assert [one.report["steps"] for one in found] == [6, 6, 6]
+    assert [one.report["windows"] for one in found] == [[24, 24]] * 3
+    after = [one.report["perplexity_after"] for one in found]
+    assert after == pytest.approx([after[0]] * 3, rel=1e-5)
+    few = distill(small, dense, WINDOWS[:6], replace(config, epochs=1), validation=VALIDATION)
+    assert (few.report["steps"], few.report["windows"]) == (1, [6, 24])
+
+
+def test_a_run_of_one_step_trains(models):
+    dense, small = models
+    config = replace(CONFIG, steps=1, warmup_steps=4, learning_rate=1e-3)
+    found = distill(small, dense, WINDOWS, config, validation=VALIDATION)
+    assert found.report["perplexity_after"] != found.report["perplexity_before"]
+
+
+def test_matching_that_leaves_nothing_to_distil_is_said():
+    with pytest.raises(RapError, match="match_steps cannot be 41: all steps are 40"):
+        preset("fast", match_steps=41)
+    with pytest.raises(RapError, match="would not read temperature: all steps match"):
+        preset("fast", match_steps=40, temperature=1.0)
+    assert preset("fast", match_steps=40).match_steps == 40
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -6,6 +6,8 @@ in between and those after it see what it gives now, and so that no other needs 
 Shapes: N windows, B windows of a batch, T tokens of a window, E model dim.
 """
 
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.files import no_room
 from ..model.errors import RapError
 from ..model.layers import attention_spec, text_decoder
 from .memory import free_memory
@@ -127,15 +130,33 @@ class Stream:
 def new_stream(shape: tuple[int, ...], folder: Path | None = None) -> Tensor:
     """A float32 tensor in host memory, or mapped from a file where that would be large.
 
-    The file is in `folder`, has no name, and goes when the tensor does.
+    The file is in `folder`, has no name, and goes when the tensor does. Raises RapError where there
+    is no room for it.
     """
     size = torch.Size(shape).numel()
     if folder is None or size * FLOAT <= HOST_SHARE * free_memory(torch.device("cpu")):
         return torch.empty(shape, dtype=torch.float32)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
+        _reserve(file.fileno(), size * FLOAT, folder)
         mapped = torch.from_file(file.name, shared=True, size=size, dtype=torch.float32)
     return mapped.view(shape)
+
+
+def _reserve(file: int, size: int, folder: Path) -> None:
+    """Take the room for a mapped file now: a full disk later would kill the process with SIGBUS."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if not no_room(error):
+            return  # a file system that cannot reserve
+        free = shutil.disk_usage(folder).free
+        raise RapError(
+            f"no space left in {folder}: {size / 2**30:,.1f} GiB of activations are held there, "
+            f"{free / 2**30:,.1f} GiB are free: make room, or take fewer windows"
+        ) from error
 
 
 @contextmanager

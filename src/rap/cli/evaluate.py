@@ -95,7 +95,7 @@ def perplexity_command(
     deliver(opened, {"text": text, **asdict(scored)}, table, made, output, as_json)
     if len(scored.positions) > 1 and not as_json:
         rows = [
-            [f"{part.start:,} to {part.stop - 1:,}", f"{exponential(part.nats_per_token):.2f}"]
+            [f"{part.start + 1:,} to {part.stop:,}", f"{exponential(part.nats_per_token):.2f}"]
             for part in scored.positions
         ]
         print_table("By position in the window", ["tokens before", "perplexity"], rows)

@@ -73,7 +73,7 @@ def fidelity_command(
             "By position in the window",
             ["tokens before", "KL", "same most likely token"],
             [
-                [f"{p.start:,}-{p.stop - 1:,}", f"{p.kl:.4g}", f"{p.top1:.2%}"]
+                [f"{p.start + 1:,}-{p.stop:,}", f"{p.kl:.4g}", f"{p.top1:.2%}"]
                 for p in measured.positions
             ],
         )

@@ -86,6 +86,8 @@ class RecoveryConfig:
             self._check(name, getattr(self, name) > 0, "give a positive number")
         for name in ("ce_weight", "kl_weight", "weight_decay", "match_steps", "warmup_steps"):
             self._check(name, getattr(self, name) >= 0, "give zero or a positive number")
+        few = self.steps is None or self.match_steps <= self.steps
+        self._check("match_steps", few, f"all steps are {self.steps}")
         self._check("dropout", 0 <= self.dropout < 1, "give a share from 0 up to 1")
         self._check("kl_weight", self.ce_weight + self.kl_weight > 0, "ce_weight is 0 as well")
 
@@ -175,4 +177,8 @@ def _unread(config: RecoveryConfig) -> dict[str, str]:
     if config.kl_weight == 0:
         remedy = "kl_weight is 0"
         found |= dict.fromkeys(("temperature", "divergence", "top_k"), remedy)
+    if config.match_steps == config.steps:
+        remedy = "all steps match attention outputs, give fewer match_steps"
+        distilled = ("ce_weight", "kl_weight", "temperature", "divergence", "top_k")
+        found |= dict.fromkeys(distilled, remedy)
     return found

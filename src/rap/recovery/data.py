@@ -131,6 +131,14 @@ def hold_out(windows_NT: Tensor, limit: int) -> tuple[Tensor, Tensor]:
     return windows_NT[:-held], windows_NT[-held:]
 
 
+def whole_batches(windows_NT: Tensor, global_batch: int) -> Tensor:
+    """The windows that fill batches; all of them where they do not fill one.
+
+    The last few would make a smaller step, of a size that the number of devices decides.
+    """
+    return windows_NT[: len(windows_NT) // global_batch * global_batch or None]
+
+
 def apart(windows_NT: Tensor, held_ST: Tensor) -> Tensor:
     """The windows that share no text with those held out, which may be of another length.
 

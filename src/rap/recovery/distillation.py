@@ -26,7 +26,7 @@ from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from .adapters import add_adapters, merge
 from .config import RecoveryConfig
-from .data import Windows, hold_out
+from .data import Windows, hold_out, whole_batches
 from .runs import begin, explained, processes
 from .trainer import DistillationTrainer
 
@@ -68,6 +68,7 @@ def distill(
     _check(small, teacher, {"windows": windows, "validation": validation}, config)
     if validation is None:
         windows, validation = hold_out(windows, config.validation_windows)
+    windows = whole_batches(windows, config.global_batch)
     started = time.monotonic()
     with ExitStack() as stack:
         work = work or _temporary(stack)
@@ -182,7 +183,7 @@ def _check(
 def _arguments(config: RecoveryConfig, num_windows: int, work: Path) -> TrainingArguments:
     world = processes().num_processes
     micro, accumulation = _micro_batch(config, num_windows, world)
-    updates = -(-(num_windows // (micro * world)) // accumulation)
+    updates = max(1, num_windows // config.global_batch)
     steps = config.steps or config.epochs * updates
     every = min(config.evaluate_every or updates, steps)
     plateau = config.schedule == "plateau"
@@ -195,7 +196,8 @@ def _arguments(config: RecoveryConfig, num_windows: int, work: Path) -> Training
         learning_rate=config.learning_rate,
         lr_scheduler_type="reduce_lr_on_plateau" if plateau else config.schedule,
         lr_scheduler_kwargs=dict(PLATEAU) if plateau else None,
-        warmup_steps=config.warmup_steps,
+        # The schedule's first step of a warm-up has rate 0: a run of one step would train nothing.
+        warmup_steps=min(config.warmup_steps, steps - 1),
         weight_decay=config.weight_decay,
         max_grad_norm=config.clip,
         optim="adamw_torch",

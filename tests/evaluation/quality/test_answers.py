@@ -12,6 +12,7 @@ from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import assets
 from rap.calibration.sampling import nucleus
+from rap.evaluation.quality import answers, decoding
 from rap.evaluation.quality.answers import (
     alike,
     by_position,
@@ -228,7 +229,7 @@ def test_the_divergence_is_the_one_computed_directly(prompts):
     model, dense = tiny_model(seed=1), tiny_model()
     texts, dense_texts = write(model, prompts, 12), write(dense, prompts, 12)
     found = compare_answers(model, dense, prompts, texts, dense_texts, num_tokens=12, ends=NONE)
-    for answers, written in ((found.pruned, texts), (found.dense, dense_texts)):
+    for one_side, written in ((found.pruned, texts), (found.dense, dense_texts)):
         expected = []
         for prompt, text in zip(prompts, written, strict=True):
             ids = torch.cat([prompt, text.tokens])[None]
@@ -238,8 +239,8 @@ def test_the_divergence_is_the_one_computed_directly(prompts):
                     for one in (model, dense)
                 )
             expected.append(float((theirs.exp() * (theirs - ours)).sum(-1).mean()))
-        assert answers.kl.value == pytest.approx(math.fsum(expected) / 5, rel=1e-4)
-        assert answers.positions[0].kl.value == pytest.approx(answers.kl.value)
+        assert one_side.kl.value == pytest.approx(math.fsum(expected) / 5, rel=1e-4)
+        assert one_side.positions[0].kl.value == pytest.approx(one_side.kl.value)
     assert found.pruned.kl.value != pytest.approx(found.dense.kl.value, rel=1e-2)
     assert found.agreement.value < 0.5
 
@@ -362,3 +363,29 @@ def test_positions_count_the_tokens_of_the_prompt_alone():
     seen.clear()
     write(model, [torch.tensor([3, 4]), torch.tensor([6, 7])], 2)
     assert seen == [None, None]
+
+
+def test_states_go_to_the_head_that_reads_them(prompts, monkeypatch):
+    """On another device than the CPU, where texts keep their own; `meta` stands for it."""
+    model, read_on = tiny_model(), []
+    texts = write(model, prompts[:1], 3)
+
+    def on_meta(one, prompt_P, tokens_T):
+        return torch.empty(len(tokens_T), 8, device="meta")
+
+    def chunks(head, output, states_TE, step):
+        read_on.append(states_TE.device.type)
+        yield torch.zeros(len(states_TE), 4)
+
+    monkeypatch.setattr(answers, "read", on_meta)
+    monkeypatch.setattr(answers.Head, "chunks", chunks)
+    answers.divergences(model, copy.deepcopy(model), prompts[:1], texts, texts)
+    assert read_on == ["meta"] * 4
+
+
+def test_chosen_tokens_go_where_the_mask_is(prompts):
+    """A model spread over devices ends on another than it began on; `meta` stands for it."""
+    batch = decoding._Batch(tiny_model(), prompts[:2], [0, 1], None)
+    batch.mask_BS = batch.mask_BS.to("meta")
+    batch._next(torch.tensor([1, 2]), set())
+    assert (batch.ids.device.type, batch.mask_BS.shape) == ("meta", (2, 10))

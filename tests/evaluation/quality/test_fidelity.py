@@ -143,3 +143,13 @@ def test_models_of_two_vocabularies_are_refused():
     other.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
     with pytest.raises(RapError, match="vocabularies"):
         fidelity(tiny_model("llama"), other, _ids(64), window=32)
+
+
+def test_a_comparison_leaves_nothing_in_what_is_kept(monkeypatch):
+    """A window's states on the device of the head would stay there with every window read."""
+    dense = tiny_model("llama")
+    states = DenseStates(dense, _ids(192), window=48)
+    states.compare(_damaged())
+    for output, kept_TE in states._states:
+        assert output.last_hidden_state.shape == (1, 48, dense.config.hidden_size)
+        assert output.last_hidden_state.data_ptr() == kept_TE.data_ptr()

@@ -239,3 +239,16 @@ def test_a_text_of_just_the_length_will_do(text):
 def test_wrong_input_is_refused(text, call, message):
     with pytest.raises(RapError, match=message):
         call(text)
+
+
+def test_a_model_in_training_mode_is_judged_without_dropout():
+    class Dropping(Stub):
+        def forward(self, input_ids, use_cache):
+            assert not self.training
+            return super().forward(input_ids, use_cache)
+
+    model = Dropping(induce).train()
+    text = np.arange(1000) % 90 + 32
+    found = recall.copy_loss(model, text, distance=64, passage=32, num_documents=2)
+    assert found.num_documents == 2
+    assert model.training

@@ -117,8 +117,11 @@ def divergences(
     bar = Progress("divergence", total, "tokens", tokens=1, shown=progress, transient=True)
     with evaluating(model), evaluating(dense), bar:
         for prompt_P, text, dense_text in zip(prompts, texts, dense_texts, strict=True):
-            own = read(dense, prompt_P, text.tokens), text.states
-            theirs = dense_text.states, read(model, prompt_P, dense_text.tokens)
+            theirs_TE = read(dense, prompt_P, text.tokens)
+            ours_TE = read(model, prompt_P, dense_text.tokens)
+            # A head works where its model's states come out; what was kept is on the CPU.
+            own = theirs_TE, text.states.to(ours_TE.device)
+            theirs = dense_text.states.to(theirs_TE.device), ours_TE
             found.append((_along(heads, own, step), _along(heads, theirs, step)))
             bar.advance(len(text.tokens) + len(dense_text.tokens))
     return found
@@ -147,11 +150,11 @@ def long_output(
 
 
 def read(model: Any, prompt_P: Tensor, tokens_T: Tensor) -> Tensor:
-    """The model's states [T, E] from which it would choose each token of a text, on the CPU."""
+    """The model's states [T, E] from which it would choose each token of a text, on its device."""
     ids = torch.cat([prompt_P, tokens_T[:-1]])[None]
     device = model.get_input_embeddings().weight.device
     output = decoder_of(model)[1](input_ids=ids.to(device), use_cache=False)
-    states_TE: Tensor = output.last_hidden_state[0, len(prompt_P) - 1 :].cpu()
+    states_TE: Tensor = output.last_hidden_state[0, len(prompt_P) - 1 :]
     return states_TE
 
 
@@ -220,7 +223,10 @@ def _along(heads: tuple[Head, Head], states: tuple[Tensor, Tensor], step: int) -
         head.chunks(BaseModelOutput(), states_TE, step)
         for head, states_TE in zip(heads, states, strict=True)
     )
-    kl_T = torch.cat([divergence(*pair)[0].cpu() for pair in zip(*chunks, strict=True)])
+    kl = [
+        divergence(other, one.to(other.device))[0].cpu() for other, one in zip(*chunks, strict=True)
+    ]
+    kl_T = torch.cat(kl)
     if not torch.isfinite(kl_T).all():
         raise RapError("the divergence along a text is not finite: check the checkpoint")
     return kl_T

@@ -178,6 +178,7 @@ class _Batch:
 
     def _next(self, chosen_B: Tensor, ended: Collection[int]) -> None:
         """Take the chosen tokens as read next, and the ended rows out where the cache lets go."""
+        chosen_B = chosen_B.to(self.mask_BS.device)  # a model may end on another device
         lasting = [place for place, row in enumerate(self.rows) if row not in ended]
         if len(lasting) < len(self.rows) and _selects(self.cache):
             kept = torch.tensor(lasting, device=chosen_B.device)

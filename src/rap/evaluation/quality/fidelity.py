@@ -6,6 +6,7 @@ labels, and its error over a given text is far smaller than that of perplexity.
 Shapes: N tokens of text, T tokens of a window, W windows, C tokens of a chunk, V vocabulary.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,7 +35,7 @@ PIECES = 4  # of a chunk of logits
 
 @dataclass(frozen=True)
 class PositionRange:
-    """Fidelity of predictions made after `start` to `stop - 1` tokens of context."""
+    """Fidelity of predictions made after `start + 1` to `stop` tokens of context."""
 
     start: int
     stop: int
@@ -170,7 +171,8 @@ class DenseStates:
         step = chunk_tokens(model)
         output, (kept, kept_TE) = _decoded(model, ids_T), self._states[number]
         ours = _chunks(Head(model), output, output.last_hidden_state[0], step)
-        theirs = _chunks(self._head, kept, kept_TE.to(self._device), step)
+        # A head leaves what it reads in its output, which would keep a window on the device.
+        theirs = _chunks(self._head, copy.copy(kept), kept_TE.to(self._device), step)
         nats: tuple[list[Tensor], list[Tensor]] = [], []
         found: list[tuple[Tensor, Tensor]] = []
         targets = [*ids_T[1:].split(step), None]  # nothing is known of what follows the last token

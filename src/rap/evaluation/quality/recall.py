@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...calibration.bos import Bos, bos_token
+from ...calibration.state import evaluating
 from ...model.errors import RapError
 from .documents import (
     ANSWER,
@@ -82,7 +83,8 @@ def score_documents(
             wanted[: len(kinds)] = True if kind is None else kinds == kind
         places = wanted_BT.any(0).nonzero().flatten()
         loss_BT, right_BT = np.full(wanted_BT.shape, np.nan), np.zeros(wanted_BT.shape, dtype=bool)
-        logits = _logits_at(model, ids_BT.to(device), places.to(device)).float()
+        with evaluating(model):
+            logits = _logits_at(model, ids_BT.to(device), places.to(device)).float()
         targets = ids_BT[:, places + 1].to(device)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         wanted_BP = wanted_BT[:, places]
