@@ -11,6 +11,7 @@ reads a model that another experiment keeps has that one run first.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -49,7 +50,8 @@ MODELS = {
     "distilled/palu-0.7": "smollm2-distil-others/models/palu-0.7-fit+full-*",
     "distilled/palu-0.5": "smollm2-distil-others/models/palu-0.5-fit+full-*",
 }
-NO_FIGURES = ("provenance", "second", "_ms", "time", "tokens_per", "paper", "tables", "table")
+NO_FIGURES = {"provenance", "time", "paper", "tables", "table"}  # keys, whole
+TIMES = ("second", "_ms", "tokens_per")  # parts of keys
 
 
 def main() -> int:
@@ -189,7 +191,7 @@ def compared(name: str, command: str) -> dict[str, Any]:
         for place, before, after in figures(old, new, file.name):
             count += 1
             change = abs(after - before) / max(abs(before), 1e-12)
-            # A figure that is no number any more is the largest change there is.
+            # A figure that is gone, or no number any more, is the largest change there is.
             change = change if math.isfinite(change) else math.inf
             if change > worst:
                 worst, where = change, place
@@ -197,16 +199,22 @@ def compared(name: str, command: str) -> dict[str, Any]:
 
 
 def figures(old: Any, new: Any, place: str) -> Iterator[tuple[str, float, float]]:
-    """Place, committed and new value of every number that is measured in both."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in old.keys() & new.keys():
-            if not any(part in key for part in NO_FIGURES):
-                yield from figures(old[key], new[key], f"{place} {key}")
-    elif isinstance(old, list) and isinstance(new, list):
-        for number, (one, other) in enumerate(zip(old, new, strict=False)):
+    """Place, committed and new value of every number measured; NaN for one that is gone."""
+    if isinstance(old, dict):
+        for key in old:
+            if key not in NO_FIGURES and not any(part in key for part in TIMES):
+                found = new.get(key) if isinstance(new, dict) else None
+                yield from figures(old[key], found, f"{place} {key}")
+    elif isinstance(old, list):
+        others = new if isinstance(new, list) else []
+        for number, (one, other) in enumerate(itertools.zip_longest(old, others[: len(old)])):
             yield from figures(one, other, f"{place} {number}")
-    elif all(isinstance(v, int | float) and not isinstance(v, bool) for v in (old, new)):
-        yield place, float(old), float(new)
+    elif _is_figure(old):
+        yield place, float(old), float(new) if _is_figure(new) else math.nan
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _change(row: dict[str, Any]) -> str:

@@ -169,3 +169,17 @@ def test_a_figure_that_is_no_number_any_more_is_the_largest_change(again):
     assert again.compared("speed", "python experiments/speed/speed.py")["largest_change"] == (
         math.inf
     )
+
+
+def test_a_figure_or_a_file_that_is_gone_is_no_equal_one(again):
+    cells = {"cells": [{"kl": 0.1}, {"kl": 0.2}]}
+    found = list(again.figures(cells, {"cells": cells["cells"][:1]}, "file"))
+    assert found[0] == ("file cells 0 kl", 0.1, 0.1)
+    assert (found[1][0], math.isnan(found[1][2])) == ("file cells 1 kl", True)
+    row = again.compared("speed", "python experiments/speed/speed.py")
+    assert (row["figures"], row["largest_change"]) == (1, math.inf)
+
+
+def test_times_and_what_others_published_are_no_figures(again):
+    same = {"paper": [1.0], "decode_seconds": 2.0, "tables": [3], "rap:paper at 0.5": {"kl": 0.4}}
+    assert list(again.figures(same, same, "file")) == [("file rap:paper at 0.5 kl", 0.4, 0.4)]

@@ -1,16 +1,21 @@
-"""What local texts held when something was measured on them, so that a changed one is noticed.
+"""What texts and models held when something was measured on them, so that a change is noticed.
 
-A folder of results keeps it in `texts.sha256`, as `sha256sum` writes it.
+A folder of results keeps it of texts in `texts.sha256`, as `sha256sum` writes it, and of the
+configs of dense models in `dense.configs`, for results are named by the weights alone.
 """
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.files import whole_file
 from ..model.errors import CalibrationError
 from .text import REPEATED, named_sources
 
-NOTED = "texts.sha256"
+NOTED, CONFIGS = "texts.sha256", "dense.configs"
+# Of a config, what changes no logit, or is part of a result's name by itself.
+_NAMES = {"_name_or_path", "architectures", "auto_map", "dtype", "transformers_version"}
 
 
 def check_contents(folder: str | Path, *texts: str | Path) -> None:
@@ -35,6 +40,27 @@ def note_contents(folder: str | Path, *texts: str | Path) -> None:
         with whole_file(Path(folder) / NOTED) as partial:
             lines = (f"{digest}  {name}\n" for name, digest in sorted(known.items()))
             partial.write_text("".join(lines), encoding="utf-8")
+
+
+def settle_config(folder: str | Path, fingerprint: str, config: Any) -> None:
+    """Note the config of the dense model whose weights have `fingerprint`.
+
+    Raises CalibrationError if the folder was measured with the same weights under another one, such
+    as another base of rotation: what was measured before would pass for a measurement of this.
+    """
+    path = Path(folder) / CONFIGS
+    noted = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    given = {name: x for name, x in config.to_diff_dict().items() if name not in _NAMES}
+    given = json.loads(json.dumps(given, sort_keys=True, default=str))
+    before = noted.setdefault(fingerprint, given)
+    changed = sorted(n for n in {*before, *given} if before.get(n) != given.get(n))
+    if changed:
+        raise CalibrationError(
+            f"{folder} was measured on this model with another config ({', '.join(changed)}): name "
+            "another output"
+        )
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(noted, indent=1) + "\n", encoding="utf-8")
 
 
 def _digests(texts: tuple[str | Path, ...]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_spec, check_dense
 from .bos import Bos, bos_token, check_bos, describe_bos
+from .contents import settle_config
 from .held_out import evaluation_tokens
 from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
@@ -79,7 +80,8 @@ class Workbench:
         """Load what `source.resolve_source` knows, or take a live model with its tokenizer.
 
         Raises a RapError, before weights are read, for a model that is pruned already or of no
-        known family, a live model without a tokenizer, or a source that cannot be read.
+        known family, a live model without a tokenizer, or a source that cannot be read; and for a
+        folder `kept_in` of the same weights under another config.
         """
         reading = reading or CalibrationText()
         check_bos(reading.bos)
@@ -97,7 +99,10 @@ class Workbench:
             if tokenizer is None:
                 raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")
             model, name = source, str(source.name_or_path or "a live model")
-        return cls(model, tokenizer, name, reading, kept_in, progress)
+        bench = cls(model, tokenizer, name, reading, kept_in, progress)
+        if kept_in is not None:
+            settle_config(kept_in, bench.fingerprint, model.config)
+        return bench
 
     def on(self, model: Any) -> "Workbench":
         """The same windows for another model with this tokenizer; nothing else is shared."""

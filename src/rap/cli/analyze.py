@@ -73,8 +73,8 @@ def analyze_command(
         "bos": study.bench.bos,
         "provenance": provenance(**settings),
     }
-    chosen = ANALYSES.values() if name == ALL else [ANALYSES[name]]
-    results = [_answer(analysis, study, output, figure, made) for analysis in chosen]
+    to_write = study, output, figure, made
+    results = _all(*to_write) if name == ALL else [_answer(ANALYSES[name], *to_write)]
     if as_json:
         print_json(results if name == ALL else results[0])
         return
@@ -92,6 +92,19 @@ def _study(model: str, read: Reading, evaluate: str, max_windows: int, kept_in: 
     _ = bench.windows  # read, and checked, before the first measurement
     note_contents(kept_in, read.text.text)
     return Study(bench, tokens, window=read.window, num_windows=max_windows)
+
+
+def _all(*to_write: Any) -> list[dict[str, Any]]:
+    """Those that can be given: not every model is one that every method is made for."""
+    results = []
+    for analysis in ANALYSES.values():
+        try:
+            results.append(_answer(analysis, *to_write))
+        except RapError as error:
+            console.print(f"left out {analysis.name}: {error}", highlight=False, soft_wrap=True)
+    if not results:
+        raise RapError("no analysis can be made of this model: it says why of each above")
+    return results
 
 
 def _answer(

@@ -14,7 +14,8 @@ from cases.command import error_violations, run
 from cases.family_cases import CASES as FAMILIES
 from cases.models import random_tokens, tiny_model
 from rap.calibration.workbench import Workbench
-from rap.model.errors import UnsupportedModelError
+from rap.cli import analyze
+from rap.model.errors import RapError, UnsupportedModelError
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_layers, layer_frequencies
 from rap.studies.analyses import expected_loss, kept_pairs, orphans, ranks, rope_base
@@ -226,6 +227,26 @@ def test_command_writes_a_result_that_a_report_shows(tmp_path):
     page = run("report", tmp_path)
     assert result.json["table"]["title"] in page.out
     assert "rap analyze kept-pairs bundled" in page.out
+
+
+def test_all_leaves_out_what_a_model_cannot_be_asked(tmp_path, monkeypatch):
+    def fails(study):
+        raise RapError("method kvpruner-indexed is not made for norms: use method rap")
+
+    known = ANALYSES["kept-pairs"]
+    both = {"orphans": replace(ANALYSES["orphans"], measure=fails), "kept-pairs": known}
+    monkeypatch.setattr(analyze, "ANALYSES", both)
+    small = ("--windows", 1, "--window", 64, "--max-windows", 1)
+    result = run("analyze", "all", "bundled", "-o", tmp_path, *small)
+    assert result.code == 0, result.err
+    assert "left out orphans: method kvpruner-indexed is not made for norms" in result.err
+    assert (tmp_path / "analysis-kept-pairs.json").exists()
+    assert not (tmp_path / "analysis-orphans.json").exists()
+    alone = run("analyze", "orphans", "bundled", "-o", tmp_path, *small)
+    assert (alone.code, "is not made for norms" in alone.err) == (2, True)
+    monkeypatch.setattr(analyze, "ANALYSES", {"orphans": both["orphans"]})
+    none = run("analyze", "all", "bundled", "-o", tmp_path, *small)
+    assert (none.code, "no analysis can be made of this model" in none.err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,40 @@ def test_a_text_that_changed_is_not_taken_for_what_was_measured(tiny, tmp_path):
     assert json.loads((tmp_path / "grid" / "compare.json").read_text())["cells"] == known["cells"]
 
 
+def test_a_config_that_changed_is_not_taken_for_what_was_measured(tiny, tmp_path):
+    """Cells are named by weights, and the base of rotation is in the config alone."""
+    model = assets.reference_model()
+    fast = replace(tiny, recall_documents=0, decode_steps=0, num_windows=1)
+    asked = {"output": tmp_path / "grid", "methods": ["rap"], "retain": (0.5,), **SMALL}
+    asked |= {"tokenizer": assets.reference_tokenizer(), "measures": fast}
+    known = rap.compare(model, **asked)
+    assert rap.compare(model, **asked)["cells"] == known["cells"]
+    model.config.rope_parameters["rope_theta"] *= 2
+    with pytest.raises(RapError, match=r"another config \(rope_parameters\): name another output"):
+        rap.compare(model, **asked)
+    assert json.loads((tmp_path / "grid" / "compare.json").read_text())["cells"] == known["cells"]
+
+
+def test_a_comparison_that_is_killed_again_loses_nothing(grid, tiny, monkeypatch):
+    """One that only retries a failed cell is repeated, and ends at its first line."""
+    output = grid[0]
+    asked = {"output": output, "methods": ["rap:paper", "broken", "rap"], "retain": (0.5,)}
+    asked |= {"measures": tiny, **SMALL}
+    monkeypatch.setitem(METHODS, "broken", Broken)
+    before = rap.compare(**asked)["cells"]
+    count = 0
+
+    def after_one(line):
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rap.compare(**asked, say=after_one)
+    assert json.loads((output / "compare.json").read_text())["cells"] == before
+
+
 def test_texts_of_different_lengths_say_how_much_of_each_was_read():
     def figures(count):
         return {"perplexity": 9.0, "kl": {"value": 0.0}, "evaluation": {"num_windows": count}}

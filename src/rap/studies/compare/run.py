@@ -56,8 +56,8 @@ def compare(
 
     A cell is a method at one ratio of `retain` after one of `recover`, measured as `measures` says,
     of a `source` loaded in `dtype` onto `device_map`. A killed or repeated call continues where it
-    stopped; a text file that changed since is refused. `settings` are the other fields of
-    `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery). `paper`
+    stopped; a text file or a config that changed since is refused. `settings` are the other fields
+    of `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery). `paper`
     are published figures to show beside the cells of the same method, retain and recovery. A live
     model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.
     `keep` saves every model that is made in `output`/models, where a later call that measures it
@@ -79,17 +79,18 @@ def compare(
     bench = Bench(source, tokenizer, dtype, device_map, grid, Path(output), keep, progress)
     wanted = bench.cells
     named = bench.dense.name
-    environment = provenance(model=named, dtype=str(dtype), **asdict(grid))
+    dtype = str(dtype).removeprefix("torch.")  # as the command line has it
+    environment = provenance(model=named, dtype=dtype, **asdict(grid))
     for number, cell in enumerate(wanted, start=1):
         say(f"[{number}/{len(wanted)}] {cell}: {bench.run(cell)}")
-        # Written after every cell, so that a report of an unfinished grid can be had.
+        # Written after every cell, of all there are: so a report of an unfinished grid can be had.
         summary = summarize(
             f"{Path(named).name} ({title})" if title else Path(named).name,
-            wanted[:number],
+            wanted,
             bench.folder,
             environment,
             paper=paper,
-            command=lambda one: cell_command(one, grid, named, str(dtype)),
+            command=lambda one: cell_command(one, grid, named, dtype),
         )
         write_json(Path(output) / RESULT_FILE, summary)
     return summary
