@@ -48,6 +48,30 @@ def test_reach_decides_how_keys_are_folded(calibrated: tuple, profile: str) -> N
     assert long.method["reach"] == 4000
 
 
+def test_shrinkage_turns_the_subspace_of_the_values_and_nothing_else(calibrated: tuple) -> None:
+    model, statistics = calibrated
+    usual, shrunk = (
+        rap.Rap(retain=0.5, align=2, shrinkage=share).plan(model, statistics) for share in (0, 1)
+    )
+    assert "shrinkage" not in usual.method
+    assert shrunk.method["shrinkage"] == 1
+    for before, after in zip(usual.layers, shrunk.layers, strict=True):
+        assert before.num_pairs == after.num_pairs
+        assert before.value_width == after.value_width
+        assert not torch.allclose(before.value_down_GCD, after.value_down_GCD, rtol=1e-3)
+    # Where every direction counts alike there is none to choose by the text.
+    alone = rap.Rap(retain=0.5, align=2, shrinkage=1e9).plan(model, statistics)
+    for layer in alone.layers:
+        projection = layer.value_up_GDC @ layer.value_down_GCD
+        torch.testing.assert_close(projection, projection.mT, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("asked", [{"shrinkage": -1.0}, {"shrinkage": 1.0, "values": "channels"}])
+def test_shrinkage_without_a_subspace_is_refused(asked: dict) -> None:
+    with pytest.raises(rap.RapError, match="shrinkage is 0 or more, and of a value subspace"):
+        rap.Rap(retain=0.5, **asked)
+
+
 @pytest.mark.parametrize("asked", [{"reach": 0}, {"context": 0}, {"context": -5}])
 def test_a_distance_of_no_token_is_refused(asked: dict) -> None:
     with pytest.raises(rap.RapError, match=f"{next(iter(asked))} is a distance in tokens"):

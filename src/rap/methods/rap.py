@@ -55,6 +55,8 @@ class Rap(PairPruning):
         for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
     reach: distance in tokens up to which a way of folding is held against what it replaces; None
         is the root of the context. A longer one looks at what stands far back (docs/log.md).
+    shrinkage: how far a value subspace looks beyond the calibration text, as `value_subspace` has
+        it: 1 costs that text little, and gives back part of what others lose (docs/log.md).
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
         width and one list of slot frequencies, which `rap export stock` needs.
     """
@@ -72,6 +74,7 @@ class Rap(PairPruning):
     values: Literal["channels", "subspace"] = "subspace"
     context: int | None = None
     reach: int | None = None
+    shrinkage: float = 0.0
     profile: Literal["per-head", "stock"] = "per-head"
 
     def __post_init__(self) -> None:
@@ -93,6 +96,8 @@ class Rap(PairPruning):
                 raise RapError(f"{name} is a distance in tokens, 1 or more: not {distance}")
         if self.keys != "fold" and self._says_how_to_fold:
             raise RapError("context and reach are of folded keys: they need keys 'fold'")
+        if self.shrinkage and (self.values != "subspace" or self.shrinkage < 0):
+            raise RapError("shrinkage is 0 or more, and of a value subspace: values 'subspace'")
         if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):
             raise RapError(
                 "profile 'stock' needs one width for all: budget 'uniform', key_share 0.5"
@@ -104,9 +109,9 @@ class Rap(PairPruning):
         return cls(**{"budget": "adaptive", "keys": "pairs", "values": "channels"} | settings)
 
     def describe(self) -> dict[str, Any]:
-        """As of every method, but no reach where none is set: older records have no such field."""
-        record = super().describe()
-        return {key: value for key, value in record.items() if key != "reach" or value is not None}
+        """As of every method, but no reach or shrinkage unless set: older records have neither."""
+        unset = {"reach": None, "shrinkage": 0.0}
+        return {key: x for key, x in super().describe().items() if (key, x) not in unset.items()}
 
     def _spends_by_error(self) -> bool:
         """Whether budget `error` knows this share: only losses of K and V compare."""
@@ -243,7 +248,8 @@ class Rap(PairPruning):
                 continue
             made = LayerPlan(**{**layer.tensors(), **keys[index]})
             if self.values == "subspace" and dense.mixes_values[index]:
-                made = in_subspace(made, layer_values(index, statistics, dense, self.metric))
+                values = layer_values(index, statistics, dense, self.metric)
+                made = in_subspace(made, values, self.shrinkage)
             cut.append(made)
         return cut
 
@@ -282,14 +288,11 @@ class Rap(PairPruning):
             return False
         mixed = {m for s, m in zip(dense.shapes, dense.mixes_keys, strict=True) if s is not None}
         if mixed == {True, False} and self.profile == "stock":
-            raise RapError(
-                "profile 'stock' needs one way for all layers, and only some of this model's may "
-                "be folded: use keys 'pairs'"
-            )
+            only = "needs one way for all layers, and only some of this model's may be folded"
+            raise RapError(f"profile 'stock' {only}: use keys 'pairs'")
         if True not in mixed and self._says_how_to_fold:
-            raise RapError(
-                "context and reach are of folded keys, and this model's cannot be: leave both out"
-            )
+            cannot = "of folded keys, and this model's cannot be"
+            raise RapError(f"context and reach are {cannot}: leave both out")
         return True in mixed
 
     @property

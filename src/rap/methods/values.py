@@ -70,9 +70,9 @@ def layer_errors(
     )
 
 
-def in_subspace(layer: LayerPlan, values: Moments) -> LayerPlan:
-    """A layer's plan with as many directions of the values as it had channels."""
-    factors = value_subspace(values, layer.value_width)
+def in_subspace(layer: LayerPlan, values: Moments, shrinkage: float = 0.0) -> LayerPlan:
+    """A layer's plan with as many directions of the values as it had channels: `value_subspace`."""
+    factors = value_subspace(values, layer.value_width, shrinkage)
     return replace(
         layer,
         channels_GC=None,

@@ -29,7 +29,7 @@ from ..model.rope import AttentionShape
 from .budgets import ranking, split_steps
 from .folding import REAL_SHARE, spectrum
 from .scores import LayerScores
-from .subspace import Factors, output_gram, weighted_subspace
+from .subspace import Factors, output_gram, shrunk, weighted_subspace
 
 Metric = Literal["loss", "output"]
 _KEY_READER = {"loss": "key_gradient", "output": "query_moment"}
@@ -84,10 +84,15 @@ def value_moments(
     return values.unflatten(0, groups), reader.double().unflatten(0, groups)
 
 
-def value_subspace(values: Moments, rank: int) -> Factors:
-    """The `rank` directions [G] of a group's values that are best for its query heads together."""
-    moment_GRDD, reader_GRDD = values
-    return weighted_subspace(moment_GRDD.sum(1), reader_GRDD.sum(1), rank)
+def value_subspace(values: Moments, rank: int, shrinkage: float = 0.0) -> Factors:
+    """The `rank` directions [G] of a group's values that are best for its query heads together.
+
+    By `shrinkage` s a moment M [D, D] counts as M + s tr(M)/D I: directions that the calibration
+    text leaves idle keep a part. That is a shrunk covariance (Ledoit and Wolf 2004,
+    https://doi.org/10.1016/S0047-259X(03)00096-4) but for a factor, which changes no subspace.
+    """
+    moment_GDD, reader_GDD = (shrunk(part_GRDD.sum(1), shrinkage) for part_GRDD in values)
+    return weighted_subspace(moment_GDD, reader_GDD, rank)
 
 
 def apart(moments: Moments) -> Moments:

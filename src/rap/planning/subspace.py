@@ -56,6 +56,12 @@ def hermitian_root(moment: Tensor) -> Tensor:
     return vectors * floored(values).sqrt()[..., None, :] @ vectors.mH
 
 
+def shrunk(moment: Tensor, shrinkage: float) -> Tensor:
+    """Second moments [..., n, n] and `shrinkage` times their mean eigenvalue on the diagonal."""
+    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return moment + shrinkage * mean * torch.eye(moment.shape[-1], dtype=moment.dtype)
+
+
 def output_gram(w_o: Tensor, shape: AttentionShape) -> Tensor:
     """W_o^T W_o of every query head, float64 [H, D, D]: what reads the values."""
     columns_EHD = w_o.detach().double().unflatten(1, (shape.num_heads, shape.head_dim))
