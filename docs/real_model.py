@@ -24,8 +24,8 @@ PAGE, FIGURE = "docs/real-model.md", "docs/real-model.svg"
 RATIOS = (0.7, 0.5)
 RECOVERIES = {"none": "cut", "fit": "fitted", "fit+full": "distilled"}
 MORE = ("smollm2-starkv", "smollm2-fit-svdllm", "smollm2-fit-others")
-TIMED, TEXTS = "smollm2-times", ("smollm2-fit-texts", "smollm2-texts")
-RECALLED = ("smollm2-recall", "smollm2-recall-fit", "smollm2-texts")
+TIMED, TEXTS = "smollm2-times", ("smollm2-fit-texts", "smollm2-texts", "smollm2-texts-distilled")
+RECALLED = ("smollm2-recall", "smollm2-recall-fit", "smollm2-texts", "smollm2-texts-distilled")
 RULED = {"4k": "smollm2-ruler", "8k": "smollm2-ruler-8k"}
 TASKS = ("single-needle", "multi-key", "multi-value")
 # rap beside what is read most, each in a colour; all others are grey.

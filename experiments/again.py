@@ -32,6 +32,7 @@ TEXTS = ("wikitext2-test.txt", "wikitext2-valid-tokenized.txt", "own.jsonl", "co
 MODELS = {
     "cut/rap-0.7": "smollm2-far/models/rap-0.7-none-*",
     "cut/rap-paper-0.7": "smollm2-texts/models/rap-paper-0.7-none-*",
+    "cut/palu-0.7": "smollm2-texts/models/palu-0.7-none-*",
     "cut/repeated-0.7": "smollm2-far-repeated/models/rap-0.7-none-*",
     "fitted/0.7": "smollm2-distil/models/rap-0.7-fit-*",
     "fitted/rap-0.7": "smollm2-distil/models/rap-0.7-fit-*",
