@@ -52,15 +52,17 @@ def settle_config(folder: str | Path, fingerprint: str, config: Any) -> None:
     noted = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     given = {name: x for name, x in config.to_diff_dict().items() if name not in _NAMES}
     given = json.loads(json.dumps(given, sort_keys=True, default=str))
-    before = noted.setdefault(fingerprint, given)
+    before = noted.get(fingerprint, given)
     changed = sorted(n for n in {*before, *given} if before.get(n) != given.get(n))
     if changed:
         raise CalibrationError(
             f"{folder} was measured on this model with another config ({', '.join(changed)}): name "
             "another output"
         )
-    with whole_file(path) as partial:
-        partial.write_text(json.dumps(noted, indent=1) + "\n", encoding="utf-8")
+    if fingerprint not in noted:
+        with whole_file(path) as partial:
+            known = json.dumps(noted | {fingerprint: given}, indent=1)
+            partial.write_text(known + "\n", encoding="utf-8")
 
 
 def _digests(texts: tuple[str | Path, ...]) -> dict[str, str]:

@@ -55,8 +55,7 @@ class Rap(PairPruning):
         for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
     reach: distance in tokens up to which a way of folding is held against what it replaces; None
         is the root of the context. A longer one looks at what stands far back (docs/log.md).
-    shrinkage: how far a value subspace looks beyond the calibration text, as `value_subspace` has
-        it: 1 costs that text little, and gives back part of what others lose (docs/log.md).
+    shrinkage: how far a subspace looks beyond the calibration text (losses.value_subspace).
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
         width and one list of slot frequencies, which `rap export stock` needs.
     """
@@ -291,8 +290,9 @@ class Rap(PairPruning):
             only = "needs one way for all layers, and only some of this model's may be folded"
             raise RapError(f"profile 'stock' {only}: use keys 'pairs'")
         if True not in mixed and self._says_how_to_fold:
-            cannot = "of folded keys, and this model's cannot be"
-            raise RapError(f"context and reach are {cannot}: leave both out")
+            raise RapError(
+                "context and reach are of folded keys, and this model's cannot be: leave both out"
+            )
         return True in mixed
 
     @property

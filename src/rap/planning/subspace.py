@@ -59,7 +59,7 @@ def hermitian_root(moment: Tensor) -> Tensor:
 def shrunk(moment: Tensor, shrinkage: float) -> Tensor:
     """Second moments [..., n, n] and `shrinkage` times their mean eigenvalue on the diagonal."""
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return moment + shrinkage * mean * torch.eye(moment.shape[-1], dtype=moment.dtype)
+    return moment + shrinkage * mean * torch.eye(moment.shape[-1]).to(moment)
 
 
 def output_gram(w_o: Tensor, shape: AttentionShape) -> Tensor:

@@ -174,11 +174,10 @@ def _unread(config: RecoveryConfig) -> dict[str, str]:
     if config.tune == "full":
         remedy = "tune full has no adapters, give tune=lora as well"
         found |= dict.fromkeys(("rank", "alpha", "dropout"), remedy)
+    of_divergence = ("temperature", "divergence", "top_k")
     if config.kl_weight == 0:
-        remedy = "kl_weight is 0"
-        found |= dict.fromkeys(("temperature", "divergence", "top_k"), remedy)
+        found |= dict.fromkeys(of_divergence, "kl_weight is 0")
     if config.match_steps == config.steps:
         remedy = "all steps match attention outputs, give fewer match_steps"
-        distilled = ("ce_weight", "kl_weight", "temperature", "divergence", "top_k")
-        found |= dict.fromkeys(distilled, remedy)
+        found |= dict.fromkeys(("ce_weight", "kl_weight", *of_divergence), remedy)
     return found

@@ -145,7 +145,7 @@ def test_models_of_two_vocabularies_are_refused():
         fidelity(tiny_model("llama"), other, _ids(64), window=32)
 
 
-def test_a_comparison_leaves_nothing_in_what_is_kept(monkeypatch):
+def test_a_comparison_leaves_nothing_in_what_is_kept():
     """A window's states on the device of the head would stay there with every window read."""
     dense = tiny_model("llama")
     states = DenseStates(dense, _ids(192), window=48)
