@@ -35,7 +35,7 @@ SORTS: dict[str, tuple[str, str, str]] = {
     "rap bits": ("#f08c00", "D", "rap distilled, fewer bits"),
     "rap press": ("#9c36b5", "^", "rap distilled, half of the tokens (4 bits)"),
     "palu": ("#7a4a21", "v", "PaLU, cut only (fewer bits)"),
-    "rest": (GREY, ".", "the rest: rap cut only or fitted, quanto"),
+    "rest": (GREY, ".", "all others (rap cut only or fitted, ...)"),
 }
 LABEL = (7, -3)  # where the name of a point on the front begins, in points from it
 NAMED = ("rap", "rap bits")  # sorts whose points are named beside the front too
