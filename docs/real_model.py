@@ -23,8 +23,9 @@ from rap.studies.report.report import markdown_table
 PAGE, FIGURE = "docs/real-model.md", "docs/real-model.svg"
 RATIOS = (0.7, 0.5)
 RECOVERIES = {"none": "cut", "fit": "fitted", "fit+full": "distilled"}
-MORE = ("smollm2-starkv", "smollm2-fit-svdllm", "smollm2-fit-others")
-TIMED, TEXTS = "smollm2-times", ("smollm2-fit-texts", "smollm2-texts", "smollm2-texts-distilled")
+MORE = ("smollm2-starkv", "smollm2-fit-svdllm", "smollm2-fit-others", "smollm2-fit-shrinkage")
+TIMED = "smollm2-times"
+TEXTS = ("smollm2-fit-texts", "smollm2-texts", "smollm2-texts-distilled", "smollm2-fit-shrinkage")
 RECALLED = ("smollm2-recall", "smollm2-recall-fit", "smollm2-texts", "smollm2-texts-distilled")
 RULED = {"4k": "smollm2-ruler", "8k": "smollm2-ruler-8k"}
 TASKS = ("single-needle", "multi-key", "multi-value")

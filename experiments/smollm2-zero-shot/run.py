@@ -56,6 +56,10 @@ COMMAND = (
     "--checkpoint 'rap 0.7 fit+full=distilled/rap-0.7' "
     "--checkpoint 'rap 0.7 fit, mixed text=fitted/mixed-0.7' "
     "--checkpoint 'palu 0.7 fit=fitted/palu-0.7' --checkpoint 'palu 0.5 fit=fitted/palu-0.5' "
+    "--checkpoint 'rap:paper 0.7 fit=fitted/rap-paper-0.7' "
+    "--checkpoint 'rap:paper 0.5 fit=fitted/rap-paper-0.5' "
+    "--checkpoint 'rap:shrinkage=1 0.7 fit=fitted/shrinkage-0.7' "
+    "--checkpoint 'rap:shrinkage=1 0.5 fit=fitted/shrinkage-0.5' "
     "--checkpoint 'rap:paper 0.7 fit+full=distilled/rap-paper-0.7' "
     "--checkpoint 'rap:paper 0.5 fit+full=distilled/rap-paper-0.5' "
     "--checkpoint 'palu 0.7 fit+full=distilled/palu-0.7' "
@@ -212,7 +216,7 @@ def relative(text: str) -> Path:
 
 def named(text: str) -> tuple[str, Path]:
     """NAME=DIRECTORY."""
-    name, equals, directory = text.partition("=")
+    name, equals, directory = text.rpartition("=")  # settings of methods have one too
     if not (name and equals and directory):
         raise argparse.ArgumentTypeError(f"{text}: write NAME=DIRECTORY")
     return name, relative(directory)
