@@ -1,5 +1,7 @@
 """The bench that a dense model lies on: what it refuses, and what it reads only once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -101,3 +103,16 @@ def test_a_report_names_a_file_without_its_folder(tmp_path):
     assert described == "3 windows of 128 tokens from mine.txt, without BOS"
     mixed = CalibrationText(f"bundled,{path}", 3, 128).describe(None)
     assert mixed == "3 windows of 128 tokens from bundled and mine.txt, without BOS"
+
+
+def test_statistics_of_another_precision_are_not_taken(tmp_path):
+    """On a CPU all is read in float32; elsewhere in the dtype of the weights."""
+
+    def stored(device, dtype):
+        bench = Workbench(SimpleNamespace(device=torch.device(device), dtype=dtype), None, "m")
+        bench.fingerprint, bench.windows = "same", torch.zeros(1, 2, dtype=torch.long)
+        return bench._file(tmp_path).name
+
+    assert stored("cpu", torch.bfloat16) == stored("cpu", torch.float32)
+    assert stored("cuda", torch.float32) == stored("cpu", torch.float32)
+    assert stored("cuda", torch.bfloat16) != stored("cuda", torch.float32)

@@ -4,14 +4,18 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 from peft import LoraConfig, get_peft_model
 
 import rap
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import assets
+from rap.calibration import workbench
+from rap.pipeline import loaded
 from rap.pipeline.report import save
 
 
@@ -33,6 +37,33 @@ def test_paths_and_numbers_of_numpy_are_taken(tokenizer, tmp_path: Path) -> None
     report = json.loads((tmp_path / "out" / "rap_report.json").read_text(encoding="utf-8"))
     assert report["calibration"].startswith("2 windows of 32 tokens from mine.txt")
     assert rap.load(tmp_path / "out").config.rap["retain"] == 0.5
+
+
+def test_a_recovery_that_was_stopped_goes_on_from_the_same_statistics(
+    tokenizer, tmp_path: Path, monkeypatch
+) -> None:
+    """Sums on a GPU differ each time: a second calibration could cut another model."""
+    text = tmp_path / "mine.txt"
+    text.write_text(assets.reference_text("calibration")[:9_000], encoding="utf-8")
+    model = tiny_model(vocab_size=len(tokenizer))
+    given: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "calibration": text,
+        "evaluate": None,
+        "num_windows": 2,
+        "window": 32,
+        "recover": "fit",
+    }
+    out = tmp_path / "out"
+    monkeypatch.setattr(loaded, "recover_stage", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        rap.compress(model, 0.5, out, **given)
+    assert not out.exists()
+
+    monkeypatch.setattr(workbench, "calibrate", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(loaded, "recover_stage", lambda small, *_, **__: (small, {}))
+    rap.compress(model, 0.5, out, **given)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "out"]
 
 
 def test_adapters_of_a_cut_model_are_not_recorded_as_of_the_dense_one(tmp_path: Path) -> None:

@@ -159,7 +159,8 @@ def test_a_recovery_that_makes_it_worse_is_not_kept(models):
 )
 def test_ties_biases_and_low_precision(model_type, settings, tune):
     dense, small = pair(model_type, **settings)
-    changes = RATES[tune] | {"steps": 3, "evaluate_every": 3, "gradient_checkpointing": True}
+    # In bfloat16 fewer steps change less than the rounding of the merge, which CPUs do unlike.
+    changes = RATES[tune] | {"steps": 12, "evaluate_every": 12, "gradient_checkpointing": True}
     windows, validation = written_by(dense)
     found = distill(small, dense, windows, replace(CONFIG, **changes), validation=validation)
     merged, before = found.model, found.report["perplexity_before"]
@@ -277,6 +278,15 @@ def test_a_teacher_in_eight_bits_teaches_nearly_the_same(models, recovered):
     assert found.report["teacher_fingerprint"] != recovered.report["teacher_fingerprint"]
     assert found.report["perplexity_after"] != after
     assert abs(found.report["perplexity_after"] - after) < 0.2 * (before - after)
+
+
+def test_the_teacher_goes_back_to_where_it_was(models, monkeypatch):
+    dense, small = models
+    places = []
+    monkeypatch.setattr(dense, "to", lambda device: places.append(device) or dense)
+    distill(small, dense, WINDOWS, replace(CONFIG, steps=1), validation=VALIDATION)
+    assert len(places) == 2, "to the trainer's device, and back"
+    assert places[1] == dense.device
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(models):

@@ -180,7 +180,13 @@ class Workbench:
         return Statistics.load(path) if path is not None and path.is_file() else None
 
     def _file(self, folder: Path) -> Path:
-        """Named by the weights and the windows they read: a text's name stays when it changes."""
+        """Named by the weights, the windows they read, and the precision if it is a lower one.
+
+        A text's name stays when it changes, and weights have the fingerprint of their float32.
+        """
         read = f"{self.fingerprint} {fingerprint_windows(self.windows)}"
+        # A CPU reads in float32 whatever the weights are loaded as.
+        if self.model.device.type != "cpu" and self.model.dtype != torch.float32:
+            read += f" {self.model.dtype}"
         digest = hashlib.sha256(read.encode()).hexdigest()[:8]
         return folder / f"statistics-{digest}.safetensors"

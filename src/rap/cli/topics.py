@@ -75,10 +75,9 @@ def stopped(arguments: list[str]) -> str:
     """What to say of a command line that Ctrl-C ended: what is left of it, and how to go on."""
     command = next((word for word in arguments if not word.startswith("-")), "")
     recovers = any(word.partition("=")[0] == "--recover" for word in arguments)
-    if command in RESUMES or (command == "compress" and "--stream" in arguments):
+    keeps = command == "compress" and (recovers or "--stream" in arguments)
+    if command in RESUMES or keeps:
         after = "repeat the command to go on from what is finished"
-    elif command == "compress" and recovers:
-        after = "calibration starts anew, the recovery goes on from its last checkpoint"
     else:
         after = "repeat the command to start anew"
     return f"stopped; no output is left half-written: {after}"

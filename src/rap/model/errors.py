@@ -19,3 +19,14 @@ class CalibrationError(RapError):
 
 class CheckpointError(RapError):
     """A checkpoint directory that is missing, broken, occupied, or of the wrong kind."""
+
+
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice, on an accelerator or on a CPU."""
+    if isinstance(error, RuntimeError):
+        # The CPU's allocator has no class of its own; that of CUDA is one of these as well.
+        return any(words in str(error).lower() for words in NO_MEMORY)
+    return isinstance(error, MemoryError)

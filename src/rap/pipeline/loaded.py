@@ -14,7 +14,7 @@ from ..checkpoint.files import check_output
 from ..checkpoint.source import check_apart
 from ..methods import Method, parse_method
 from ..planning.plan import Plan
-from ..recovery.runs import clear_work
+from ..recovery.runs import STATISTICS_FOLDER, clear_work
 from ..recovery.stages import check_recovery, recover_stage, work_folder
 from ..surgery.replace import Replacement
 from .report import describe, held_out, made_with, measure_against, save
@@ -72,8 +72,10 @@ def compress(
         check_output(output, force=force)
         check_apart(output, source)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
+    loading: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
+    kept_in = _kept_in(output, recover)
     bench = Workbench.open(
-        source, tokenizer, dtype=dtype, device_map=device_map, reading=reading, progress=progress
+        source, tokenizer, **loading, reading=reading, kept_in=kept_in, progress=progress
     )
     tokens = held_out(evaluate, bench)
 
@@ -85,6 +87,13 @@ def compress(
         save(small, plan, output, bench.tokenizer, report=report, force=force)
         clear_work(work_folder(output))
     return Compression(small, plan, report)
+
+
+def _kept_in(output: str | Path | None, recover: str) -> Path | None:
+    """Where statistics outlive a stopped run: what goes on must cut as it did, and GPUs vary."""
+    if output is None or recover == "none":
+        return None
+    return work_folder(output) / STATISTICS_FOLDER
 
 
 def _recovered(

@@ -54,13 +54,12 @@ def distill(
     """Train what `config.tune` names on `small` towards `teacher`; return the better model, merged.
 
     `windows` and `validation` are LongTensors [N, T]; without `validation` the last tenth of
-    `windows` is held out. `small` and `teacher` are left untouched, but for the device of the
-    teacher. The result is `small` itself if its held-out perplexity (float32) is the lower one,
-    so it is never worse than what recovery started from. Like transformers' Trainer it seeds the
-    generators of torch, NumPy and Python. With a `work` folder the same call
-    continues a run that was killed, to the same weights; `runs.clear_work` removes it. Under
-    torchrun or `accelerate launch` every process calls this, and gets the same model; on several
-    machines `work` must be a folder they share.
+    `windows` is held out. `small` and `teacher` are left untouched. The result is `small` itself if
+    its held-out perplexity (float32) is the lower one, so it is never worse than what recovery
+    started from. Like transformers' Trainer it seeds the generators of torch, NumPy and Python.
+    With a `work` folder the same call continues a run that was killed, to the same weights;
+    `runs.clear_work` removes it. Under torchrun or `accelerate launch` every process calls this,
+    and gets the same model; on several machines `work` must be a folder they share.
 
     Raises RapError for windows or vocabularies that do not fit, a full disk, three steps without a
     finite loss before a good one, or adapters that turn out not to have been applied.
@@ -78,6 +77,7 @@ def distill(
         checkpoint = _begin(work, small, teacher, windows, validation, config)
         student = copy.deepcopy(small).to(arguments.device)
         if not _is_spread(teacher):
+            stack.callback(teacher.to, teacher.device)
             teacher.to(arguments.device)
         before = _held_out(student, validation)
         adapted = add_adapters(student, config)

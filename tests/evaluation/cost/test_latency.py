@@ -116,6 +116,15 @@ def test_a_point_holds_every_model_in_every_variant():
     assert point.roofline("pruned") > 1
 
 
+def test_models_keep_the_attention_they_came_with():
+    """Gemma 2 under SDPA has no soft cap: what is measured afterwards would be another model."""
+    models = {"dense": tiny_model(**SHAPE), "other": tiny_model(**SHAPE)}
+    models["other"].set_attn_implementation("eager")
+    measure_point(models, batch=1, context=9, rounds=1, variants=CPU_VARIANTS)
+    found = [model.config._attn_implementation for model in models.values()]
+    assert found == ["sdpa", "eager"]
+
+
 @pytest.mark.parametrize(("room", "measured"), [(1, True), (0, False)])
 def test_models_take_turns_one_by_one_where_memory_is_short(monkeypatch, room, measured):
     """With room for one cache, each is measured alone; where not even that fits, it has no time."""

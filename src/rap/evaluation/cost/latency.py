@@ -6,7 +6,8 @@ random states: what prefill would have written costs the same to read.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +102,18 @@ class DecodeStep:
             return
         output = self._forward(input_ids=self.ids_B1, past_key_values=self.cache, use_cache=True)
         self.logits = output.logits
+
+
+@contextmanager
+def _own_attention(models: Iterable[Any]) -> Iterator[None]:
+    """Give models their attention implementation back: under SDPA Gemma 2 has no soft cap."""
+    own = [(model, model.config._attn_implementation) for model in models]
+    try:
+        yield
+    finally:
+        for model, name in own:
+            if model.config._attn_implementation != name:
+                model.set_attn_implementation(name)
 
 
 def _empty_cache(variant: Variant, config: PreTrainedConfig, room: int) -> Any:
@@ -245,7 +258,8 @@ def measure_point(
 ) -> Point:
     """Time a decode step of every model in every variant, in turns.
 
-    Where memory does not hold all caches at once, one after the other.
+    Where memory does not hold all caches at once, one after the other. The models keep the
+    attention implementation that they came with.
     """
     names = [(name, variant) for name in models for variant in variants]
     kv_bytes: dict[str, int] = {}
@@ -264,13 +278,14 @@ def measure_point(
         return interleaved(steps, rounds, lambda key: steps[key].choose(), clock)
 
     seconds: dict[tuple[str, Variant], list[float] | None] = dict.fromkeys(names)
-    together = if_it_fits(build, names)
-    if together is not None:
-        seconds |= together
-    else:
-        for key in names:
-            torch.cuda.empty_cache()
-            seconds |= if_it_fits(build, [key]) or {}
+    with _own_attention(models.values()):
+        together = if_it_fits(build, names)
+        if together is not None:
+            seconds |= together
+        else:
+            for key in names:
+                torch.cuda.empty_cache()
+                seconds |= if_it_fits(build, [key]) or {}
     return Point(
         batch=batch,
         context=context,

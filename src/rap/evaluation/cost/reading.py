@@ -5,13 +5,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...model.errors import out_of_memory
 from ...model.layers import text_config
 
 Found = TypeVar("Found")
 # How configs of families with experts say how many there are.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def weight_bytes(model: Any, batch: int = 1) -> int:
@@ -43,10 +43,8 @@ def if_it_fits(measure: Callable[..., Found], *given: Any, **named: Any) -> Foun
     """What `measure` returns, or None if memory did not suffice."""
     try:
         return measure(*given, **named)
-    except torch.OutOfMemoryError:
-        # The error holds on to what was built, so the next attempt must wait until it is gone.
-        return None
-    except RuntimeError as error:  # the CPU's allocator has no class of its own
-        if not any(words in str(error).lower() for words in _NO_MEMORY):
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or out_of_memory(error)):
             raise
+        # The error holds on to what was built, so the next attempt must wait until it is gone.
         return None
