@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rap.checkpoint.provenance import CHECKOUT, code_commit, command_line, provenance
 
@@ -69,6 +70,7 @@ def test_no_commit_without_a_checkout_or_git(module, tmp_path, monkeypatch):
         (["bin/rap", "demo", "--out", "a b"], "rap demo --out 'a b'"),
         ([CHECKOUT / "benchmarks/all.py", "--rounds", "2"], "python benchmarks/all.py --rounds 2"),
         ([CHECKOUT / ".venv" / "lib" / "pytest" / "__main__.py"], None),
+        ([CHECKOUT / "src" / "rap" / "__main__.py", "doctor"], "rap doctor"),
         (["/elsewhere/script.py"], None),
         (["-c"], None),
     ],
@@ -76,6 +78,22 @@ def test_no_commit_without_a_checkout_or_git(module, tmp_path, monkeypatch):
 def test_the_command_is_written_as_it_is_typed_in_the_checkout(words, command, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     assert command_line() == command
+
+
+@pytest.mark.parametrize("used", [None, 1])
+def test_the_device_is_the_one_that_was_used(used, monkeypatch):
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "get_device_name", lambda index=0: f"GPU {index}")
+    counts = {index: {"allocation.all.allocated": int(index == used)} for index in range(2)}
+    monkeypatch.setattr(cuda, "memory_stats", lambda index: counts[index])
+    found = provenance()["device"]
+    if used is None:
+        assert found.startswith("cpu (")
+        assert found.endswith("not used here: GPU 0)")
+    else:
+        assert found == "GPU 1"
 
 
 def test_nothing_of_the_machine_is_recorded(monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from safetensors import safe_open
 from transformers import GPT2Config
 
@@ -344,3 +345,28 @@ def test_markup_in_a_name_is_printed(tmp_path, monkeypatch):
 def test_refusals_that_are_not_clean_are_seen(result):
     assert len(error_violations(result)) == 1
     assert error_violations(Result(2, "", "error: why\n")) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        MemoryError(),
+    ],
+    ids=repr,
+)
+def test_memory_that_does_not_suffice_is_one_line(error, tmp_path):
+    with mock.patch("rap.cli.compress.compress", side_effect=error):
+        result = run("compress", "bundled", "-o", tmp_path / "out")
+    assert error_violations(result) == []
+    assert "out of memory: give fewer or shorter windows" in result.err
+
+
+def test_other_errors_keep_their_traceback(tmp_path):
+    """A fault of the program must not look like one of the input."""
+    with (
+        mock.patch("rap.cli.compress.compress", side_effect=RuntimeError("shapes differ")),
+        pytest.raises(RuntimeError, match="shapes differ"),
+    ):
+        run("compress", "bundled", "-o", tmp_path / "out")

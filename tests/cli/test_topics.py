@@ -116,12 +116,25 @@ def test_dry_run_counts_the_weights_once():
     from rap import assets
 
     config = AutoConfig.from_pretrained(assets.reference_path())
-    model = dry_run.unloaded(config)
-    assert dry_run.parameters(model) == assets.reference_model().num_parameters()
-    stored = torch.bfloat16.itemsize
-    copied = 0 if torch.cuda.is_available() else torch.float32.itemsize
-    expected = dry_run.parameters(model) * (stored + copied)
-    assert dry_run.weight_bytes(config, model, "auto") == expected
+    for name, copied in (("cpu", torch.float32.itemsize), ("cuda", 0)):
+        device = torch.device(name)
+        model = dry_run.unloaded(config, device)
+        assert dry_run.parameters(model) == assets.reference_model().num_parameters()
+        expected = dry_run.parameters(model) * (torch.bfloat16.itemsize + copied)
+        assert dry_run.weight_bytes(config, model, "auto", device) == expected
+
+
+def test_dry_run_is_of_the_device_that_does_the_work(tmp_path, monkeypatch):
+    """Without --device-map that is the processor, whatever else is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
+    asked = []
+    monkeypatch.setattr(dry_run, "product_speed", lambda device: asked.append(device.type) or 1e9)
+    monkeypatch.setattr(dry_run, "free_memory", lambda device: asked.append(device.type) or 1)
+    words = ("compress", "bundled", "--dry-run", "--json", "-o", tmp_path / "out")
+    assert run(*words).json["device"].startswith("cpu (")
+    assert run(*words, "--device-map", "auto").json["device"] == "GPU"
+    assert asked == ["cpu", "cpu", "cuda", "cuda"]
 
 
 def test_next_steps_are_three_commands():
@@ -133,6 +146,10 @@ def test_next_steps_are_three_commands():
     assert serve.endswith("rap serve out")
     assert "--preset full" in next_steps("m", Path("o"), pruned, served, "fit", None)[1]
     assert "rap export gguf" in next_steps("m", Path("o"), pruned, served, "none", "llamacpp")[2]
+    for target in (None, "llamacpp", "stock"):
+        spaced = next_steps("my model", Path("an out"), pruned, served, "none", target)
+        assert all("'an out" in step for step in spaced)
+        assert all("'my model'" in step for step in spaced[:2])
     assert "no engine" in next_steps("m", Path("o"), pruned, [], "none", None)[2]
 
 
@@ -140,7 +157,7 @@ def test_next_steps_are_three_commands():
     ("arguments", "said"),
     [
         (["compress", "m", "-o", "out"], "start anew"),
-        (["compress", "m", "--recover=fit", "-o", "out"], "goes on from its last checkpoint"),
+        (["compress", "m", "--recover=fit", "-o", "out"], "go on from what is finished"),
         (["compress", "m", "--stream", "-o", "out"], "go on from what is finished"),
         (["compress", "m", "--stream", "--recover", "fit"], "go on from what is finished"),
         (["recover", "out"], "go on from what is finished"),

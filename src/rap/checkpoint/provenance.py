@@ -29,11 +29,24 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def device_name() -> str:
-    """The accelerator in use, or the processor."""
-    if torch.cuda.is_available():
+def device_name(kind: str | None = None) -> str:
+    """The device of a kind (`cuda` or `cpu`), by default the accelerator if there is one."""
+    if torch.cuda.is_available() if kind is None else kind == "cuda":
         return torch.cuda.get_device_name()
-    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return _processor()
+
+
+def device_used() -> str:
+    """The accelerator that this process had tensors on, or the processor, and what lay idle."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if torch.cuda.memory_stats(index).get("allocation.all.allocated", 0):
+            return torch.cuda.get_device_name(index)
+    idle = f"; not used here: {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return _processor(idle)
+
+
+def _processor(more: str = "") -> str:
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads{more})"
 
 
 @cache
@@ -55,7 +68,8 @@ def command_line() -> str | None:
     None for other programs, whose path would be that of one machine.
     """
     program = Path(sys.argv[0])
-    if program.name == "rap":
+    # `python -m rap` runs this file, which does not run by its path.
+    if program.name == "rap" or program.resolve() == HERE.parents[1] / "__main__.py":
         return shlex.join(["rap", *sys.argv[1:]])
     path = program.resolve()
     if program.suffix != ".py" or not path.is_relative_to(CHECKOUT):
@@ -74,7 +88,7 @@ def provenance(**settings: Any) -> dict[str, Any]:
         "commit": code_commit(),
         "python": platform.python_version(),
         "packages": {name: installed_version(name) for name in PACKAGES},
-        "device": device_name(),
+        "device": device_used(),
         "command": command_line(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "settings": settings,

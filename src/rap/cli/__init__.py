@@ -8,7 +8,7 @@ from transformers.utils import logging as transformers_logging
 from typer.exceptions import TyperException
 
 from ..checkpoint.version import __version__
-from ..model.errors import RapError
+from ..model.errors import RapError, out_of_memory
 from . import (
     analyze,
     bench,
@@ -28,6 +28,12 @@ from . import (
 )
 from .options import console
 from .topics import STOPPED, Topics, stopped
+
+NO_MEMORY = (
+    "out of memory: give fewer or shorter windows (--windows, --window, --set fit.num_windows=24), "
+    "a smaller --batch-size or --set micro_batch=1, --dtype bfloat16, or compress with --stream; "
+    "`--dry-run` says what compress and recover hold"
+)
 
 app = typer.Typer(
     name="rap",
@@ -71,6 +77,15 @@ def settings(
     """Options of every command; `--debug` is read by `main`."""
 
 
+def _explained(error: Exception) -> str | None:
+    """What to say of an error that the input or the machine is the cause of; None of any other."""
+    if isinstance(error, TyperException):
+        return error.format_message()
+    if out_of_memory(error):
+        return NO_MEMORY
+    return str(error) if isinstance(error, (RapError, OSError)) else None
+
+
 def main() -> None:
     """Entry point: bad input ends in one line and exit code 2, never in a traceback.
 
@@ -85,10 +100,10 @@ def main() -> None:
         code = app(arguments, prog_name="rap", standalone_mode=False)
     except typer.Abort:
         code = STOPPED
-    except (TyperException, RapError, OSError) as error:
-        if debug:
+    except (TyperException, RapError, OSError, RuntimeError, MemoryError) as error:
+        text = _explained(error)
+        if debug or text is None:
             raise
-        text = error.format_message() if isinstance(error, TyperException) else str(error)
         if text.startswith("Usage:"):
             # A command group without a command: its help, whole.
             typer.echo(text, err=True)

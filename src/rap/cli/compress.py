@@ -169,14 +169,16 @@ def _tell(
     config = load_config(model)
     check_dense(config)
     attention_spec(config)
-    dense = dry.unloaded(config)
+    device = dry.working_device(read.device_map)
+    dense = dry.unloaded(config, device)
     needs = method.needs_for(dense)
     calibrate, memory = dry.calibration_step(dense, needs, read.windows, read.window)
     # The cut model is not there yet: the dense one's sizes are the most that it can have.
     recovers, held = dry.recovery_step(recover, dense, dense, None)
     report = dry.described(
         [calibrate, *recovers, dry.evaluation_step(text, dense, dense)],
-        {"weights": dry.weight_bytes(config, dense, read.dtype), **memory, **held},
+        {"weights": dry.weight_bytes(config, dense, read.dtype, device), **memory, **held},
+        device,
         model=model,
         output=str(output),
         method=method.describe(),

@@ -38,13 +38,19 @@ SAID = (
 Step = dict[str, Any]
 
 
-def unloaded(config: PreTrainedConfig) -> Any:
+def working_device(device_map: str | None) -> torch.device:
+    """Where a command works: on the processor unless it is told otherwise."""
+    elsewhere = device_map not in (None, "cpu") and torch.cuda.is_available()
+    return torch.device("cuda" if elsewhere else "cpu")
+
+
+def unloaded(config: PreTrainedConfig, device: torch.device) -> Any:
     """A model of a config whose weights are reserved and never touched.
 
-    On a CPU in float32, in which calibration and evaluation work there.
+    For a CPU in float32, in which calibration and evaluation work there.
     """
     stored = config.dtype
-    kept = {} if torch.cuda.is_available() else {"dtype": torch.float32}
+    kept = {} if device.type == "cuda" else {"dtype": torch.float32}
     model = without_tensors(config, **kept)
     config.dtype = stored  # building writes the type it was built in
     model.to_empty(device="cpu").tie_weights()
@@ -156,40 +162,40 @@ def _step(name: str, what: str, tokens: int | None, flops: int | None) -> Step:
     return {"step": name, "what": what, "tokens": tokens, "flops": flops}
 
 
-def weight_bytes(config: PreTrainedConfig, model: Any, dtype: str) -> int:
+def weight_bytes(config: PreTrainedConfig, model: Any, dtype: str, device: torch.device) -> int:
     """Of a model loaded as `dtype` (what its config stores if "auto"), copies included."""
     check_dtype(dtype)
     stored: Any = config.dtype or text_config(config).dtype or torch.float32
     chosen = stored if dtype == "auto" else getattr(torch, dtype)
-    copied = not torch.cuda.is_available() and chosen.itemsize < torch.float32.itemsize
+    copied = device.type == "cpu" and chosen.itemsize < torch.float32.itemsize
     # A CPU works on a copy in float32.
     return parameters(model) * (chosen.itemsize + (torch.float32.itemsize if copied else 0))
 
 
-def described(steps: list[Step], memory: dict[str, int], **about: Any) -> dict[str, Any]:
+def described(
+    steps: list[Step], memory: dict[str, int], device: torch.device, **about: Any
+) -> dict[str, Any]:
     """The report of a dry run as JSON-able data, with times at the speed measured here."""
-    rate = product_speed()
+    rate = product_speed(device)
     timed = [
         step | {"seconds_at_least": None if step["flops"] is None else step["flops"] / rate}
         for step in steps
     ]
     known = [step["seconds_at_least"] for step in timed if step["seconds_at_least"] is not None]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "dry_run": True,
         **about,
         "steps": timed,
         "memory_bytes": memory,
         "free_bytes": free_memory(device),
-        "device": device_name(),
+        "device": device_name(device.type),
         "flops_per_second": rate,
         "seconds_at_least": sum(known),
     }
 
 
-def product_speed() -> float:
+def product_speed(device: torch.device) -> float:
     """FLOPs a second of a plain float32 matrix product on the device that would be used."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     left, right = torch.randn(2, PROBE, PROBE, device=device)
     best = float("inf")
     for _ in range(3):

@@ -7,12 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from ..calibration.held_out import evaluation_tokens
+from ..calibration.logits import vocabulary
 from ..calibration.progress import Progress
 from ..checkpoint.card import interval_text
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.answers import Answers, LongOutput, compare_answers
 from ..evaluation.quality.chats import chat_tokens, read_prompts
 from ..evaluation.quality.decoding import Sampling, end_tokens, write
+from ..evaluation.quality.fidelity import check_vocabularies
 from ..evaluation.quality.generation import Generation, generation
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
@@ -144,6 +146,7 @@ def _continued(
 def _answered(
     opened: Opened, dense: Any, asked: Continuations, seed: int, *, shown: bool
 ) -> LongOutput:
+    check_vocabularies(vocabulary(opened.model), vocabulary(dense))
     found = chat_tokens(read_prompts(str(asked.chat)), opened.tokenizer)
     prompts = found[: asked.prompts]
     if asked.prompts is not None and len(found) < asked.prompts:

@@ -166,17 +166,19 @@ def _tell(
     """What recovering would do; shapes of both models are those of their configs."""
     _read(pruned, teacher, loaded.teacher_dtype)
     small_config, dense_config = load_config(pruned), load_config(teacher)
-    small, dense = dry.unloaded(small_config), dry.unloaded(dense_config)
+    device = processes().device
+    small, dense = (dry.unloaded(one, device) for one in (small_config, dense_config))
     steps, held = dry.recovery_step(recipe, small, dense, chosen)
     stored = "auto" if loaded.teacher_dtype in KINDS else loaded.teacher_dtype
     memory = {
-        "pruned weights": dry.weight_bytes(small_config, small, loaded.dtype),
-        "dense weights": dry.weight_bytes(dense_config, dense, stored),
+        "pruned weights": dry.weight_bytes(small_config, small, loaded.dtype, device),
+        "dense weights": dry.weight_bytes(dense_config, dense, stored, device),
     }
     text = None if evaluate == "none" else evaluate
     report = dry.described(
         [*steps, dry.evaluation_step(text, small, dense)],
         memory | held,
+        device,
         pruned=str(pruned),
         teacher=teacher,
         output=str(output),

@@ -3,15 +3,17 @@
 import copy
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
 
-from cases.command import run
+from cases.command import error_violations, run
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import assets
 from rap.calibration.sampling import nucleus
+from rap.cli import generation as generation_cli
 from rap.evaluation.quality import answers, decoding
 from rap.evaluation.quality.answers import (
     alike,
@@ -344,6 +346,16 @@ def test_options_that_do_not_go_together_are_refused(chatty, options, message):
     found = run("evaluate", "generation", chatty, "--dense", chatty, *options)
     assert found.code == 2
     assert message in found.err
+
+
+def test_a_dense_model_of_another_vocabulary_is_refused_first(chatty, tmp_path, monkeypatch):
+    tiny_model(vocab_size=96).save_pretrained(tmp_path / "other")
+    monkeypatch.setattr(generation_cli, "write", mock.Mock(side_effect=AssertionError("wrote")))
+    result = run(
+        "evaluate", "generation", chatty, "--dense", tmp_path / "other", "--chat", "bundled"
+    )
+    assert error_violations(result) == []
+    assert "vocabular" in result.err
 
 
 def test_a_model_without_a_template_is_refused():

@@ -196,6 +196,8 @@ def test_errors_of_shares_are_those_of_lm_eval():
         assert harness._stderr("acc", right / count, count) == pytest.approx(own(items))
     assert harness._stderr("acc", 1.0, 1) is None
     assert harness._stderr("word_perplexity", 12.0, 9) is None
+    # truthfulqa_mc2 calls a mean of probabilities acc.
+    assert harness._stderr("acc", 0.43, 9) is None
 
 
 def test_the_error_of_a_mean_is_of_independent_tasks():

@@ -15,6 +15,7 @@ from cases.family_cases import CASES as FAMILIES
 from cases.models import random_tokens, tiny_model
 from rap.calibration.workbench import Workbench
 from rap.cli import analyze
+from rap.methods.dense import dense_layers
 from rap.model.errors import RapError, UnsupportedModelError
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_layers, layer_frequencies
@@ -150,6 +151,22 @@ def test_pairs_of_several_frequencies_have_no_one_axis():
     mixed = study_of(case.model(dtype=torch.float32), random_tokens(2, 32), random_tokens(1, 99)[0])
     with pytest.raises(UnsupportedModelError, match="rotate at different frequencies"):
         kept_pairs.measure(mixed)
+
+
+def test_layers_that_never_rotate_have_no_pairs_to_count():
+    case = next(case for case in FAMILIES if case.name == "smollm3")
+    part = study_of(case.model(dtype=torch.float32), random_tokens(2, 32), random_tokens(1, 99)[0])
+    rotating = [pairs for pairs in dense_layers(part.model).frequencies if len(pairs)]
+    assert 0 < len(rotating) < len(attention_layers(part.model))
+    found = kept_pairs.measure(part)
+    assert len(found["wavelengths"]) == len(rotating[0])
+    kept = [
+        len(layer.frequency_GM[0]) / len(rotating[0])
+        for layer in part.plan(paper_cut(0.5)).layers
+        if layer.frequency_GM.numel()
+    ]
+    mean = sum(found["kept"]["0.5"]) / len(rotating[0])
+    assert mean == pytest.approx(sum(kept) / len(kept)), "of the heads that have pairs"
 
 
 def test_a_note_counts_the_windows_that_were_read(study):

@@ -81,7 +81,8 @@ class DenseContinuations:
         check_pieces(window, prefix, piece)
         first = bos_token(bos, config=dense.config)
         windows, _ = whole_windows(dense, token_ids, window, None, first)
-        self.ids_WT = spread(windows, num_windows)
+        device = dense.get_input_embeddings().weight.device
+        self.ids_WT = spread(windows, num_windows).to(device)
         self.prefix, self.piece, self.stored = prefix, piece, stored
         self.vocabulary = vocabulary(dense)
         cache = self.read(dense).cache(dense, None)

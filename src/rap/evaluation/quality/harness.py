@@ -22,6 +22,7 @@ METRICS = ("acc_norm", "acc", "exact_match", "score", "f1", "word_perplexity")
 UNFILTERED = "none"
 # Means of zeros and ones. lm-eval makes errors only of all metrics at once, some by resampling.
 SHARES = ("acc_norm", "acc", "exact_match")
+WHOLE = 1e-6  # how far from a whole number of right answers rounding takes it
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ GROUPS = {
 class TaskScore:
     """`value` of one metric of one task, as lm-eval gives it (accuracies are shares).
 
-    `stderr` is the standard error of shares, None for other metrics and of a single example.
+    `stderr` is the standard error of shares of right answers, None for other metrics and of a
+    single example.
     """
 
     task: str
@@ -197,8 +199,11 @@ def _score(task: str, metrics: Mapping[str, str | None], found: Mapping[str, Any
 
 
 def _stderr(metric: str, value: float, count: int) -> float | None:
-    """Of a share of `count` examples: sqrt(p (1 - p) / (n - 1)), as lm-eval has it."""
-    if metric not in SHARES or count < 2:
+    """Of a share of `count` examples: sqrt(p (1 - p) / (n - 1)), as lm-eval has it.
+
+    None for a mean that no number of right answers gives, such as truthfulqa_mc2's `acc`.
+    """
+    if metric not in SHARES or count < 2 or abs(value * count - round(value * count)) > WHOLE:
         return None
     return math.sqrt(value * (1 - value) / (count - 1))
 

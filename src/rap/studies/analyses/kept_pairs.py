@@ -21,9 +21,13 @@ ROWS = 8  # of the table: pairs are put together so that there are about so many
 def measure(study: Study) -> Data:
     """Share of the heads of all layers that keep a pair, for every pair [P].
 
-    Raises UnsupportedModelError where layers have pairs of their own.
+    Layers without rotation have no pairs and are left out. Raises UnsupportedModelError where
+    layers have pairs of their own, or none has any.
     """
-    found = [f for f in dense_layers(study.model).frequencies if f is not None]
+    rotations = dense_layers(study.model).frequencies
+    found = [pairs for pairs in rotations if pairs is not None and len(pairs)]
+    if not found:
+        raise UnsupportedModelError("no layer of this model rotates: it has no pairs to count")
     frequencies = found[0]
     if any(len(f) == len(frequencies) and not torch.equal(f, frequencies) for f in found):
         raise UnsupportedModelError(
@@ -40,7 +44,7 @@ def measure(study: Study) -> Data:
 def _kept(study: Study, retain: float, num_pairs: int) -> list[float]:
     count, heads = torch.zeros(num_pairs), 0
     for layer in study.plan(paper_cut(retain)).layers:
-        if layer is not None:
+        if layer is not None and layer.frequency_GM.numel():
             if int(layer.frequency_GM.max()) >= num_pairs:
                 raise UnsupportedModelError(
                     "the layers of this model have different numbers of pairs: there is no one "
