@@ -24,7 +24,7 @@ README, FIGURE = REPOSITORY / "README.md", "docs/first-page.svg"
 BEGIN, END = "<!-- measured: python docs/first_page.py -->\n", "<!-- end of what is measured -->\n"
 COMPARED = (
     *("smollm2", "smollm2-sweep", "smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods"),
-    *("smollm2-distil", "smollm2-distil-others"),
+    *("smollm2-fit-others", "smollm2-distil", "smollm2-distil-others"),
 )
 SCORED = "smollm2-zero-shot/zero-shot.json"
 RATIOS = (0.7, 0.5)
@@ -44,7 +44,8 @@ class Row:
 
 ROWS = (
     Row("the paper's cut", "rap:paper", "none", "#b5651d"),
-    Row("the paper's cut, fitted and distilled", "rap:paper", "fit+full", "#6e3b0b"),
+    Row("the paper's cut, fitted", "rap:paper", "fit", "#8f521a"),
+    Row("the paper's cut, fitted and distilled", "rap:paper", "fit+full", "#5a2f08"),
     Row("PaLU, low rank", "palu", "none", "#a0a0a0"),
     Row("PaLU, fitted", "palu", "fit", "#606060"),
     Row("PaLU, fitted and distilled", "palu", "fit+full", "#000000"),
