@@ -203,9 +203,14 @@ def told_recalls(results: Results, *methods: str) -> str:
     )
 
 
-def needles(results: Results, model: str) -> float:
-    """The share of single needles that a model of smollm2-ruler found."""
-    cells = results.file(f"smollm2-ruler/{model}")["ruler"]
+def whole(results: Results, model: str) -> float:
+    """Perplexity of a model over the whole test set."""
+    return float(results.file(f"smollm2-whole-test/{model}")["value"])
+
+
+def needles(results: Results, model: str, far: str = "") -> float:
+    """The share of single needles that a model found in 4,096 tokens, or with "-8k" in 8,192."""
+    cells = results.file(f"smollm2-ruler{far}/{model}")["ruler"]
     (found,) = [cell for cell in cells if cell["task"] == "single-needle"]
     return float(found["accuracy"]["value"])
 
@@ -270,6 +275,18 @@ def rounded(results: Results, recipe: str, retain: float, recover: str = "none")
         if (cell["recipe"], cell["retain"], cell["recover"]) == (recipe, retain, recover):
             return math.log(cell["weights"]["rtn4-tensor"] / cell["weights"]["float32"])
     raise RapError(f"no composition of {recipe} at {retain} after {recover}: measure it")
+
+
+def packed(results: Results, method: str, retain: float, recover: str = "none") -> float:
+    """What weights in nf4 add to the loss of the real model, nats per token."""
+    rows = results.file("smollm2-pareto/pareto")["rows"]
+    found = {
+        row["weights"]: row["perplexity"]
+        for row in rows
+        if (row["method"], row["retain"], row["recover"]) == (method, retain, recover)
+        and row["bits"] is row["press"] is None
+    }
+    return math.log(found["nf4"] / found["float32"])
 
 
 def ranks(results: Results) -> dict[str, float]:

@@ -161,7 +161,7 @@ UNITS = (
                 and bases(r, "pairs") == sorted(bases(r, "pairs"))
                 and bases(r, "channels")[0] > 2 * max(bases(r, "channels")[1:])
             ),
-            why="Channels cost three to ten times as much as pairs at every base, most at the "
+            why="Channels cost 2.7 to ten times as much as pairs at every base, most at the "
             "lowest one. Pairs grow worse with the base, where the paper's are worst at 10,000. "
             "Two windows; the model was trained at 100,000.",
         ),

@@ -80,9 +80,9 @@ WIDTHS = (
                     if share != "0.5"
                 )
             ),
-            why="Equal budgets are the best by far, less for K and a pool cost as much as more, "
-            "though all four are broken by their adaptive budgets. Where widths go by expected "
-            "loss a pool costs little: see the last section.",
+            why="Equal budgets are the best by far; less for K and a pool cost more than twice as "
+            "much, more for K most, though all four are broken by their adaptive budgets. Where "
+            "widths go by expected loss a pool costs little: see the last section.",
         ),
         bundled=Answer(
             verdict=PARTLY,
