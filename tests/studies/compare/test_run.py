@@ -441,7 +441,8 @@ def test_the_command_of_a_cell_asks_for_that_cell(monkeypatch):
     for cell in grid.cells("f", "float32"):
         if cell.method is None:
             continue
-        program, *arguments = shlex.split(cell_command(cell, grid, "some/model"))
+        typed = cell_command(cell, grid, "some/model", "bfloat16", "auto")
+        program, *arguments = shlex.split(typed)
         assert program == "rap"
         assert run(*arguments).err == "error: enough\n"
         names = ("align", "calibration", "num_windows", "window", "seed", "recovery", "measures")
@@ -451,7 +452,8 @@ def test_the_command_of_a_cell_asks_for_that_cell(monkeypatch):
             recoveries=tuple(asked["recover"]),
             **{name: asked[name] for name in names},
         )
-        assert asked["model"] == "some/model"
+        assert (asked["model"], asked["dtype"]) == ("some/model", "bfloat16")
+        assert asked["device_map"] == "auto"
         assert [one.name for one in again.cells("f", "float32")][1:] == [cell.name]
 
 

@@ -21,7 +21,9 @@ FLAGS = {
 DTYPE = "float32"  # the default of `rap compare`
 
 
-def cell_command(cell: Cell, grid: Grid, model: str, dtype: str = DTYPE) -> str:
+def cell_command(
+    cell: Cell, grid: Grid, model: str, dtype: str = DTYPE, device_map: str | None = None
+) -> str:
     """`rap compare` for one cell alone (the dense one is measured with any)."""
     method = grid.methods[0] if cell.spec == DENSE else cell.spec
     parts = ["rap", "compare", model, "--methods", method, "--retain", _number(cell.retain)]
@@ -37,6 +39,8 @@ def cell_command(cell: Cell, grid: Grid, model: str, dtype: str = DTYPE) -> str:
         parts += ["--measure", f"{name}={_text(value)}"]
     if dtype != DTYPE:
         parts += ["--dtype", dtype]
+    if device_map is not None:
+        parts += ["--device-map", device_map]
     return shlex.join([*parts, "-o", "runs/cell"])
 
 

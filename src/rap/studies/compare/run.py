@@ -90,7 +90,7 @@ def compare(
             bench.folder,
             environment,
             paper=paper,
-            command=lambda one: cell_command(one, grid, named, dtype),
+            command=lambda one: cell_command(one, grid, named, dtype, device_map),
         )
         write_json(Path(output) / RESULT_FILE, summary)
     return summary
