@@ -31,7 +31,7 @@ from .topics import STOPPED, Topics, stopped
 
 NO_MEMORY = (
     "out of memory: give fewer or shorter windows (--windows, --window, --set fit.num_windows=24), "
-    "a smaller --batch-size or --set micro_batch=1, --dtype bfloat16, or compress with --stream; "
+    "a smaller --batch-size or --set micro_batch=1, or compress with --stream; "
     "`--dry-run` says what compress and recover hold"
 )
 
