@@ -66,6 +66,20 @@ def test_a_recovery_that_was_stopped_goes_on_from_the_same_statistics(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "out"]
 
 
+def test_a_plan_that_cannot_be_leaves_no_statistics(tokenizer, tmp_path: Path, monkeypatch) -> None:
+    def refused(bench: Any, method: Any) -> None:
+        bench.statistics_for([method])
+        assert list(tmp_path.iterdir()), "the statistics of the run"
+        raise rap.RapError("no such cut")
+
+    monkeypatch.setattr(workbench.Workbench, "plan", refused)
+    model = tiny_model(vocab_size=len(tokenizer))
+    given: dict[str, Any] = {"tokenizer": tokenizer, "num_windows": 2, "window": 32}
+    with pytest.raises(rap.RapError, match="no such cut"):
+        rap.compress(model, 0.5, tmp_path / "out", **given, evaluate=None, recover="fit")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_adapters_of_a_cut_model_are_not_recorded_as_of_the_dense_one(tmp_path: Path) -> None:
     tiny_model(layers=2).save_pretrained(tmp_path / "dense")
     dense = rap.load(tmp_path / "dense")

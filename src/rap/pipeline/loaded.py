@@ -13,6 +13,7 @@ from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.files import check_output
 from ..checkpoint.source import check_apart
 from ..methods import Method, parse_method
+from ..model.errors import RapError
 from ..planning.plan import Plan
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
 from ..recovery.stages import check_recovery, recover_stage, work_folder
@@ -79,7 +80,7 @@ def compress(
     )
     tokens = held_out(evaluate, bench)
 
-    plan = bench.plan(method)
+    plan = _planned(bench, method)
     small, recovery = _recovered(method.apply(bench.model, plan), bench, recover, output)
     report = describe(bench, method, plan) | _measured(small, bench, evaluate, tokens)
     report |= {"recovery": recovery, "provenance": made_with(reading, evaluate, dtype)}
@@ -94,6 +95,17 @@ def _kept_in(output: str | Path | None, recover: str) -> Path | None:
     if output is None or recover == "none":
         return None
     return work_folder(output) / STATISTICS_FOLDER
+
+
+def _planned(bench: Workbench, method: Method) -> Any:
+    """What the method decides; where it cannot, statistics are not kept for a recovery."""
+    try:
+        return bench.plan(method)
+    except RapError:
+        folder = bench.kept_in
+        if folder is not None and [*folder.parent.glob("*")] == [folder]:
+            clear_work(folder.parent)
+        raise
 
 
 def _recovered(
