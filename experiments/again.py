@@ -46,6 +46,7 @@ MODELS = {
     "fitted/rap-paper-0.5": "smollm2-fit-others/models/rap-paper-0.5-fit-*",
     "fitted/shrinkage-0.7": "smollm2-fit-shrinkage/models/rap-shrinkage=1-0.7-fit-*",
     "fitted/shrinkage-0.5": "smollm2-fit-shrinkage/models/rap-shrinkage=1-0.5-fit-*",
+    "fitted/general-0.7": "smollm2-fit-general/models/rap-shrinkage=1-reach=1024-0.7-fit-*",
     "fitted/stock-0.5": "smollm2-fit-stock/models/rap-profile=stock-0.5-fit-*",
     "distilled/rap-0.7": "smollm2-distil/models/rap-0.7-fit+full-*",
     "distilled/rap-0.5": "smollm2-distil/models/rap-0.5-fit+full-*",

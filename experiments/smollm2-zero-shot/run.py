@@ -60,6 +60,7 @@ COMMAND = (
     "--checkpoint 'rap:paper 0.5 fit=fitted/rap-paper-0.5' "
     "--checkpoint 'rap:shrinkage=1 0.7 fit=fitted/shrinkage-0.7' "
     "--checkpoint 'rap:shrinkage=1 0.5 fit=fitted/shrinkage-0.5' "
+    "--checkpoint 'rap:shrinkage=1:reach=1024 0.7 fit, general text=fitted/general-0.7' "
     "--checkpoint 'rap:paper 0.7 fit+full=distilled/rap-paper-0.7' "
     "--checkpoint 'rap:paper 0.5 fit+full=distilled/rap-paper-0.5' "
     "--checkpoint 'palu 0.7 fit+full=distilled/palu-0.7' "
