@@ -28,12 +28,14 @@ RULED = {
     "dense": "dense",
     "rap-0.7": "rap at 0.7",
     "rap-0.7-fit": "fitted",
+    "rap-paper-0.7-fit": "the paper's cut at 0.7, fitted",
     "palu-0.7-fit": "PaLU at 0.7, fitted",
 }
 FAR = {
     "dense": "dense",
     "rap-0.7-fit": "rap at 0.7, fitted",
     "rap-paper-0.7-fit": "the paper's cut at 0.7, fitted",
+    "general-0.7-fit": "rap at 0.7, cut and fitted for all texts (`docs/fit.md`)",
 }
 NEEDLES = ("dense", "rap at 0.7", "rap at 0.5", "palu at 0.5", "rap:paper at 0.5")
 
