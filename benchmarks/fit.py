@@ -109,7 +109,8 @@ def main() -> None:
         "title": f"The fit of one layer at retain {arguments.retain:g}, {arguments.scope}",
         "note": (
             f"Measured: a step of {settings.batch} windows of {settings.window} tokens, what one "
-            "window adds (streams of both models, judging), and peak memory with eight windows. "
+            "window adds (streams of both models; not its judging), and peak memory with eight "
+            "windows. "
             f"Computed from them: a layer with {settings.num_windows} windows and {settings.steps} "
             f"steps, and all layers. Float32, random weights, {torch.get_num_threads()} thread."
         ),

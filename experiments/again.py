@@ -223,6 +223,8 @@ def _is_figure(value: Any) -> bool:
 
 
 def _change(row: dict[str, Any]) -> str:
+    if not row["figures"]:
+        return "its figures stand in tables alone, and nothing was compared"
     if not row["largest_change"]:
         return "all equal"
     return f"the largest change {row['largest_change']:.2%} ({row['where']})"

@@ -72,6 +72,14 @@ def test_what_failed_is_run_again(again, monkeypatch, capsys):
     assert (again.TREE / "runs.txt").read_text() == "xx"
 
 
+def test_a_result_of_tables_alone_is_not_called_equal(again, monkeypatch, capsys):
+    monkeypatch.setattr(again, "NO_FIGURES", {*again.NO_FIGURES, "rows", "perplexity"})
+    assert again.run() == 0
+    said = capsys.readouterr().out
+    assert "0 figures, its figures stand in tables alone, and nothing was compared" in said
+    assert "all equal" not in said
+
+
 def test_what_reads_a_text_that_is_not_there_is_left_out(again, tmp_path):
     command = "rap compare --measure text=wikitext2-test.txt"
     assert "there is no wikitext2-test.txt" in again.missing(command, tmp_path)

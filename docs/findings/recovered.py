@@ -148,7 +148,8 @@ RECOVERY = (
                 "what the same rounding adds, in nats per token: dense "
                 f"{rounded(r, 'dense', 1.0):.3f}; the paper's cut at 0.7 "
                 f"{rounded(r, 'paper', 0.7):.3f} before recovery and "
-                f"{rounded(r, 'paper', 0.7, 'fast'):.3f} after; the default cut "
+                f"{rounded(r, 'paper', 0.7, 'fast'):.3f} after 40 steps of distillation, without a "
+                "refit; the default cut "
                 f"{rounded(r, 'default', 0.7):.3f} and {rounded(r, 'default', 0.7, 'fast'):.3f}, "
                 f"at 0.5 {rounded(r, 'default', 0.5):.3f} before."
             ),
