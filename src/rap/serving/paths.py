@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
+from ..model.cache_layout import PairEntry
 from ..model.errors import UnsupportedModelError
 from ..model.families import INNER, WRAPPERS
 from ..model.layers import base_model_type
-from ..model.modeling import norm_mode
-from .layout import head_layouts
+from ..model.modeling import layer_entries, norm_mode
+from .layout import cache_layouts
 
 Path = Literal["native", "transformers"]
 
@@ -61,11 +62,11 @@ def serving_path(config: PreTrainedConfig) -> Path:
         raise UnsupportedModelError(f"vLLM does not serve pruned {family}: {REFUSED[family]}")
     if getattr(config, "enable_moe_block", False):
         raise UnsupportedModelError(f"vLLM does not serve pruned {family} with experts: {BESIDE}")
-    layouts = head_layouts(config)
+    cache_layouts(config)
     if path == "native" and config.rope_parameters.get("rope_type") == "longrope":
         return "transformers"  # vLLM's own class has a table for short and one for long texts
     if path == "native":
-        _check_native(config, layouts)
+        _check_native(config)
     return path
 
 
@@ -79,11 +80,11 @@ def overrides(config: PreTrainedConfig) -> dict[str, Any]:
     return {"architectures": ["RapForCausalLM"]}
 
 
-def _check_native(config: Any, layouts: list[Any]) -> None:
-    for index, layout in enumerate(layouts):
-        if layout is not None and layout.num_free:
+def _check_native(config: Any) -> None:
+    for index, entry in enumerate(layer_entries(config, config.num_hidden_layers, "vllm")):
+        if isinstance(entry, PairEntry) and entry.free:
             raise UnsupportedModelError(
-                f"layer {index} keeps {layout.num_free} key channels that do not rotate: the class "
+                f"layer {index} keeps {entry.free} key channels that do not rotate: the class "
                 f"for {base_model_type(config)} takes heads that rotate as a whole"
             )
     if base_model_type(config) == "qwen3" and norm_mode(config) == "rows":

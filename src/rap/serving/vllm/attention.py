@@ -14,8 +14,9 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLine
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
+from ...model.cache_layout import CacheLayout
 from ...model.errors import UnsupportedModelError
-from ..layout import HeadLayout, dense_head_dim
+from ..layout import dense_head_dim
 from .rows import check_stored
 from .widths import cache_width, dense_backend, pad
 
@@ -25,7 +26,7 @@ class EngineAttention(nn.Module):
 
     def __init__(
         self,
-        layout: HeadLayout,
+        layout: CacheLayout,
         *,
         config: Any,
         hidden_size: int,
@@ -62,7 +63,7 @@ class EngineAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
         )
         self.rotary_emb: Any = _dense_rotation(config, self.head_dim, max_position_embeddings)
-        slots = torch.arange(layout.num_slots, dtype=torch.int32)
+        slots = torch.arange(layout.key_width // 2, dtype=torch.int32)
         index: Any = nn.Parameter(slots.expand(self.num_kv_heads, -1).clone(), requires_grad=False)
         index.weight_loader = self._load_frequency_index
         self.frequency_index = index
@@ -135,7 +136,7 @@ class EngineAttention(nn.Module):
 
     def _load_frequency_index(self, parameter: nn.Parameter, loaded: Tensor) -> None:
         """Take the rows of this rank's KV heads."""
-        shape = (self.qkv_proj.total_num_kv_heads, self.layout.num_slots)
+        shape = (self.qkv_proj.total_num_kv_heads, self.layout.key_width // 2)
         pairs = ("pairs", self.rotary_emb.cos_sin_cache.shape[-1] // 2)
         check_stored(f"{self.prefix}.frequency_index", loaded, shape, pairs)
         parameter.data.copy_(loaded[self.kv_rows()])

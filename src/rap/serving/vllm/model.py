@@ -13,7 +13,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ...model.errors import UnsupportedModelError
 from ...model.layers import base_model_type
-from ..layout import head_layouts
+from ..layout import cache_layouts
 from ..paths import serving_path
 from .attention import EngineAttention, sliding_window
 from .norm import RapNormAttention
@@ -24,7 +24,7 @@ def attention(*, config: Any, prefix: str, bias: bool, bias_o_proj: bool, **rest
     family = base_model_type(config)
     if family == "qwen2":
         bias, bias_o_proj = True, False
-    layout = head_layouts(config)[extract_layer_index(prefix)]
+    layout = cache_layouts(config)[extract_layer_index(prefix)]
     settings = {"config": config, "prefix": prefix, "bias": bias, "bias_o_proj": bias_o_proj}
     if layout is None:
         dense = _dense_qwen3 if family == "qwen3" else LlamaAttention
