@@ -155,7 +155,7 @@ def test_paper_recipes_budget_by_fisher() -> None:
             make(retain=0.5).plan(model, statistics)
             for make in (METHODS[name], METHODS[name].paper)
         ]
-        widths = [{layer.cached for layer in plan.layers} for plan in plans]
+        widths = [{cache.elements for cache in plan.caches} for plan in plans]
         assert len(widths[0]) == 1 < len(widths[1])
         assert plans[1].kept_fraction == pytest.approx(0.5, abs=1 / 32)
 
@@ -175,7 +175,7 @@ def test_heads_leave_a_stock_model(tmp_path: Path, biased: bool) -> None:
         model.model.layers, plan.layers, statistics.layers, strict=True
     ):
         score = found["root_fisher_k"].sum(1) + found["root_fisher_v"].sum(1)
-        kept = planned.widths["kept_heads"]
+        kept = list(planned.kept_heads)
         assert kept == sorted(score.topk(2).indices.tolist())
         columns = layer.self_attn.o_proj.weight.data.view(48, 4, 2, 16)
         columns[:, [head for head in range(4) if head not in kept]] = 0

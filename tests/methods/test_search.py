@@ -11,9 +11,10 @@ import torch
 import rap
 from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
+from rap.calibration.sources import StoredLayers
 from rap.calibration.statistics import Statistics
+from rap.checkpoint.stored import StoredModel
 from rap.methods import Rap
-from rap.methods.dense import dense_layers
 from rap.methods.search import TRIED_WINDOWS, Search
 from rap.methods.trials import Trials
 from rap.model.errors import RapError
@@ -119,11 +120,12 @@ def test_what_another_text_measured_is_not_taken(home: Path) -> None:
     assert len(files | {halved}) == 3
 
 
-def test_layers_that_are_read_one_by_one_cannot_be_searched() -> None:
+def test_layers_that_are_read_one_by_one_cannot_be_searched(tmp_path: Path) -> None:
     method = Rap(retain=0.5, budget="search")
     model, statistics = calibrated(method)
-    with pytest.raises(RapError, match=r"leave --stream out, or use budget 'error'"):
-        method.plan_layers(dense_layers(model), statistics, "llama", "")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RapError, match=r"budget 'search'.* the whole model in memory; remove"):
+        method.plan_from(StoredLayers(StoredModel(tmp_path)), statistics)
 
 
 def test_equal_widths_cannot_be_searched() -> None:

@@ -217,8 +217,8 @@ def test_files_that_are_no_plan_are_refused(tmp_path):
         _write(path, about, format="rap-plan")
         with pytest.raises(PlanError, match="is damaged"):
             Plan.load(path)
-    _write(path, json.dumps({"version": 2}), format="rap-plan")
-    with pytest.raises(PlanError, match="has plan version 2, this release reads up to 1: upgrade"):
+    _write(path, json.dumps({"version": 3}), format="rap-plan")
+    with pytest.raises(PlanError, match="has plan version 3, this release reads up to 2: upgrade"):
         Plan.load(path)
 
 

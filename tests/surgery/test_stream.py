@@ -244,7 +244,7 @@ def test_another_number_of_layers_is_refused_before_they_are_built(dense, tmp_pa
     source, plan = dense
     config = _config(source) | {"num_hidden_layers": 1000}
     (source / "config.json").write_text(json.dumps(config))
-    monkeypatch.delattr("rap.surgery.write.without_weights")
+    monkeypatch.delattr("rap.surgery.weights.without_weights")
     _refused(source, plan, tmp_path / "small", PlanError, "plan has 3 layers, the model 1000")
 
 

@@ -25,6 +25,7 @@ from .held_out import evaluation_tokens
 from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
 from .run import calibrate, check_windows
+from .sources import LayerSource, LoadedLayers
 from .statistics import Statistics
 from .text import fingerprint_windows, load_windows, named_sources, shown_name
 
@@ -110,6 +111,11 @@ class Workbench:
         other.windows = self.windows
         return other
 
+    @property
+    def source(self) -> LayerSource:
+        """Where the layers of the dense model are."""
+        return LoadedLayers(self.model)
+
     @cached_property
     def fingerprint(self) -> str:
         """Of the dense weights."""
@@ -159,7 +165,7 @@ class Workbench:
     def plan(self, method: Any) -> Any:
         """What a method decides for this model; what it can refuse at once it refuses first."""
         method.check_model(self.model)
-        return method.plan(self.model, self.statistics_for([method]))
+        return method.plan_from(self.source, self.statistics_for([method]))
 
     def _collect(self, needs: frozenset[str]) -> Statistics:
         collected = self._read(needs)

@@ -16,7 +16,7 @@ from ..checkpoint.source import check_apart, resolve_source
 from ..methods import Method, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
-from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
+from ..pipeline import WITHOUT_GRADIENTS, compress, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
@@ -58,11 +58,9 @@ def compress_command(
     _check_placing(read, streamed)
     if dry_run and streamed.stream:
         raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
-    if streamed.stream:
-        shown = None if evaluate == "none" else evaluate
-        report = _streamed(model, output, cut, read, streamed, recover, shown, force)
-        return _say_report(report, model, output, cut, load_config(output), recover, as_json)
-    method = cut.build(resolve_source(model), read.seed)
+    gradients = not streamed.stream or streamed.statistics is not None
+    defaults = {} if gradients else WITHOUT_GRADIENTS
+    method = cut.build(resolve_source(model), read.seed, **defaults)
     if dry_run:
         check_recovery(recover, method.name)
         check_output(output, force=force)
@@ -78,13 +76,17 @@ def compress_command(
         evaluate=None if evaluate == "none" else evaluate,
         dtype=read.dtype,
         device_map=read.device_map,
+        stream=streamed.stream,
+        device=streamed.device,
+        statistics=streamed.statistics,
         recover=recover,
         bos=read.bos,
         seed=read.seed,
         force=force,
         progress=True,
     )
-    _say_report(result.report, model, output, cut, result.model.config, recover, as_json)
+    config = load_config(output) if result.model is None else result.model.config
+    _say_report(result.report, model, output, cut, config, recover, as_json)
 
 
 def _check_placing(read: Reading, streamed: Streaming) -> None:
@@ -96,37 +98,6 @@ def _check_placing(read: Reading, streamed: Streaming) -> None:
         )
     if not streamed.stream and (streamed.device != "cpu" or streamed.statistics is not None):
         raise RapError("--device and --statistics go with --stream: add it, or leave them out")
-
-
-def _streamed(
-    model: str,
-    output: Path,
-    cut: Cut,
-    read: Reading,
-    streamed: Streaming,
-    recover: str,
-    evaluate: str | None,
-    force: bool,
-) -> dict[str, Any]:
-    """Compress layer by layer; the report."""
-    defaults = {} if streamed.statistics is not None else WITHOUT_GRADIENTS
-    return compress_streamed(
-        model,
-        cut.retain,
-        output,
-        method=cut.build(resolve_source(model), read.seed, **defaults),
-        statistics=streamed.statistics,
-        calibration=read.calibration,
-        num_windows=read.windows,
-        window=read.window,
-        evaluate=evaluate,
-        device=streamed.device,
-        recover=recover,
-        bos=read.bos,
-        seed=read.seed,
-        force=force,
-        progress=True,
-    )
 
 
 def _say_report(

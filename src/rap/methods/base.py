@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource, LoadedLayers
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
-from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, base_model_type, check_dense
 from ..model.norms import NORM_PER_HEAD
 from ..model.rope import AttentionShape
@@ -68,9 +68,13 @@ class Method(ABC):
         normalised = any(layer.norm is not None for layer in attention_layers(model))
         return self.needs | ({"energy"} if normalised else frozenset())
 
-    @abstractmethod
     def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
         """Decide what every layer of the dense `model` keeps; the model is not changed."""
+        return self.plan_from(LoadedLayers(model), statistics)
+
+    @abstractmethod
+    def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
+        """As `plan`, for a model whose weights need not be in memory."""
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:  # noqa: B027 - optional
         """Raise RapError for a budget that layers of these shapes cannot keep, if that shows.
@@ -86,14 +90,11 @@ class Method(ABC):
         """The smaller model, new; `model` is left untouched."""
         return apply(model, plan)
 
-    def check(self, model: PreTrainedModel, statistics: Statistics) -> str:
+    def check(self, source: LayerSource, statistics: Statistics) -> str:
         """The dense model's fingerprint; RapError unless the statistics are whole and of it."""
-        check_dense(model)
-        return self.check_statistics(statistics, fingerprint_model(model))
-
-    def check_statistics(self, statistics: Statistics, fingerprint: str) -> str:
-        """The fingerprint of the dense weights; RapError as `check`."""
+        check_dense(source.model)
         statistics.require(self.needs, self.name)
+        fingerprint = source.fingerprint
         if statistics.fingerprint != fingerprint:
             raise RapError(
                 f"the statistics are of other weights ({statistics.fingerprint[:12] or 'unknown'}) "
@@ -175,20 +176,13 @@ class PairPruning(Method):
         alike = [None if shape is None else equal_scores(shape) for shape in shapes]
         self._spend(alike, shapes)
 
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
-        """Score, budget, select (the paper's Budget-Alloc). The model is not changed."""
-        fingerprint = self.check(model, statistics)
-        family = base_model_type(model.config)
-        return self.plan_layers(dense_layers(model), statistics, family, fingerprint)
-
-    def plan_layers(
-        self, dense: DenseLayers, statistics: Statistics, model_type: str, fingerprint: str
-    ) -> Plan:
-        """As `plan`, for layers whose weights need not all be in memory."""
+    def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
+        """Score, budget, select (the paper's Budget-Alloc)."""
+        fingerprint, dense = self.check(source, statistics), dense_layers(source.model, source)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
         budgets = self.budgets(scores, statistics, dense)
         layers = self.divided(scores, budgets, statistics, dense)
-        return self.plan_of(layers, dense, model_type, fingerprint)
+        return self.plan_of(layers, dense, base_model_type(source.model.config), fingerprint)
 
     def plan_of(
         self,

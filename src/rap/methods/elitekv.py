@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.base import LayerPlan, WeightsPlan
@@ -75,12 +75,12 @@ class EliteKv(Replacing):
         return frozenset({"logits"} | ({"inputs"} if self.whiten else set()) | swept)
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
     ) -> Iterator[LayerPlan]:
         """Elite pairs by greedy search, then the best latent that the rest of the budget holds."""
         count = self.pairs
         if isinstance(count, str):
-            count = self._swept(layers, Trials(model, statistics))
+            count = self._swept(layers, Trials(source.whole("a sweep of pairs"), statistics))
         return (self._layer(layer, count) for layer in layers)
 
     def _swept(self, layers: Sequence[DenseLayer], trials: Trials) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import UnsupportedModelError
 from ..model.kinds.heads import HeadsPlan, with_heads
@@ -35,7 +36,7 @@ class Heads(Replacing):
         return frozenset({"fisher"})
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
     ) -> list[HeadsPlan]:
         """The best KV heads of every layer."""
         made = []

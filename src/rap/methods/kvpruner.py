@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.cache_layout import Entry, PairEntry
 from ..model.errors import RapError, UnsupportedModelError
@@ -61,7 +62,7 @@ class _Channels(Replacing):
         return frozenset({"fisher"} | ({WINDOWS} if self.budget == "sensitivity" else set()))
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
     ) -> Iterator[WeightsPlan]:
         """As many channels as RAP's budget has, the best by root-Fisher."""
         by_layer = [layer.statistics for layer in layers]
@@ -75,10 +76,11 @@ class _Channels(Replacing):
             budgets = kv_budgets(scores, self.retain, budget=self.budget, **settings)
         else:
             alike = kv_budgets(scores, self.retain, budget="uniform", **settings)
-            cuts = zip(layers, self._cuts(layers, model, alike), strict=True)
-            ranks = sensitivities(Trials(model, statistics), ((i.index, cut) for i, cut in cuts))
+            trials = Trials(source.whole("budget 'sensitivity'"), statistics)
+            cuts = zip(layers, self._cuts(layers, source.model, alike), strict=True)
+            ranks = sensitivities(trials, ((i.index, cut) for i, cut in cuts))
             budgets = kv_budgets(scores, self.retain, ranks=ranks, **settings)
-        return self._cuts(layers, model, budgets)
+        return self._cuts(layers, source.model, budgets)
 
     def _cuts(
         self,

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.kinds.base import LayerPlan, WeightsPlan
 from ..model.kinds.projected import ProjectedEntry, projected_tensors
@@ -49,13 +49,13 @@ class Matryoshka(Replacing):
         return frozenset({"rotated"} | ({WINDOWS} if self.widths == "adaptive" else set()))
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
     ) -> Iterator[LayerPlan]:
         """The leading eigenvectors of every head."""
         if self.widths == "uniform":
             nearest = (nearest_rank(self.retain, layer.shape.head_dim) for layer in layers)
             return (_layer(layer, w, w) for layer, w in zip(layers, nearest, strict=True))
-        widths = self._searched(layers, Trials(model, statistics))
+        widths = self._searched(layers, Trials(source.whole("a search of widths"), statistics))
         keys, values = widths[: len(layers)], widths[len(layers) :]
         return (_layer(*item) for item in zip(layers, keys, values, strict=True))
 

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.kinds.base import WeightsPlan
@@ -65,7 +65,7 @@ class Palu(Replacing):
         return frozenset({"inputs"} | ({"fisher"} if self.ranks == "fisher" else set()))
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
     ) -> Iterator[WeightsPlan]:
         """A latent of every group for keys, and one for values that the output reads."""
         ranks = self._ranks(layers)

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.layers import base_model_type
@@ -164,25 +165,18 @@ class Rap(PairPruning):
     def budgets(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
     ) -> list[LayerBudget | None]:
-        """By score or alike (base), or by the error of every width.
-
-        Raises RapError for budget `search`, which tries cuts on a model, as `plan` does.
-        """
-        if self.budget == "search":
-            raise RapError(
-                "budget 'search' tries cuts on the whole model: leave --stream out, or use budget "
-                "'error'"
-            )
+        """By score or alike (base), or by the error of every width."""
         if self.budget != "error":
             return super().budgets(scores, statistics, dense)
         return kept_budgets(self.widths(scores, statistics, dense).by_layer(), dense)
 
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
+    def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
         """As of every pair method; budget `search` tries its widths on the model."""
         if self.budget != "search":
-            return super().plan(model, statistics)
-        fingerprint, family = self.check(model, statistics), base_model_type(model.config)
-        dense = dense_layers(model)
+            return super().plan_from(source, statistics)
+        model = source.whole("budget 'search', which tries pruned layers,")
+        fingerprint, family = self.check(source, statistics), base_model_type(model.config)
+        dense = dense_layers(source.model, source)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
 
         def planned(kept: dict[int, tuple[int, ...]]) -> Plan:

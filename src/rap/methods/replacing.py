@@ -1,14 +1,16 @@
 """Methods that give every layer another kind of attention, instead of pairs of the one it has."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.base import LayerPlan, WeightsPlan
@@ -22,6 +24,7 @@ from ..model.layers import (
     rotary_module,
 )
 from ..model.rope import AttentionShape
+from ..model.specs import AttentionSpec
 from ..planning.plan import Plan
 from ..planning.scores import Named
 from ..planning.subspace import WeightFactors
@@ -33,17 +36,23 @@ from .dense import dense_layers
 class DenseLayer:
     """One layer as such a method sees it: its sizes, and names and linears by role.
 
-    Rows of q and k are in canonical order. `statistics` are those of the layer, `frequencies` [P],
-    `rotary_factor` is what the family multiplies cos and sin by (YaRN's attention factor).
+    Rows of q and k are in canonical order. `read` gives its linears by role. `statistics` are those
+    of the layer, `frequencies` [P], `rotary_factor` is what the family multiplies cos and sin by
+    (YaRN's attention factor).
     """
 
     index: int
     shape: AttentionShape
     names: dict[str, str]
-    linears: dict[str, Any]
+    read: Callable[[], dict[str, Any]]
     statistics: Named
     frequencies: Tensor
     rotary_factor: float = 1.0
+
+    @property
+    def linears(self) -> dict[str, Any]:
+        """Linears by role, read when they are asked for."""
+        return self.read()
 
     def weight(self, role: str) -> Tensor:
         """A projection [out, in], float64 on the CPU."""
@@ -114,7 +123,7 @@ class Replacing(Method):
 
     @abstractmethod
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
     ) -> Iterable[LayerPlan]:
         """The new attention of each of these layers, best one at a time: they come in float64.
 
@@ -126,14 +135,14 @@ class Replacing(Method):
         super().check_model(model)
         check_plain(model, attention_layers(model), self.name)
 
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
-        """Replace every layer with attention. The model is not changed."""
-        fingerprint = self.check(model, statistics)
+    def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
+        """Replace every layer with attention."""
+        fingerprint, model = self.check(source, statistics), source.model
         check_plain(model, attention_layers(model), self.name)
-        layers = _layers(model, statistics)
+        layers = _layers(source, statistics)
         made = {
             layer.index: as_stored(layer, new)
-            for layer, new in zip(layers, self.replaced(layers, model, statistics), strict=True)
+            for layer, new in zip(layers, self.replaced(layers, source, statistics), strict=True)
         }
         shapes = tuple(layer.shape for layer in attention_layers(model))
         return Plan(
@@ -178,16 +187,31 @@ def check_plain(model: PreTrainedModel, layers: Sequence[AttentionLayer], what: 
         )
 
 
-def _layers(model: PreTrainedModel, statistics: Statistics) -> list[DenseLayer]:
-    dense, spec = dense_layers(model), attention_spec(model.config)
-    names, layers = spec.projection_names(), []
-    factor = float(cast(Any, rotary_module(model)).attention_scaling)
+def _layers(source: LayerSource, statistics: Statistics) -> list[DenseLayer]:
+    model: Any = source.model
+    dense, spec = dense_layers(model, source), attention_spec(model.config)
+    names, reader = spec.projection_names(), _Reader(source, spec)
+    factor, layers = float(rotary_module(model).attention_scaling), []  # type: ignore[arg-type]
     for layer, frequencies in zip(attention_layers(model), dense.frequencies, strict=True):
         if layer.shape is None:
             continue
         assert frequencies is not None
-        linears = projections(layer, spec)
         statistic = statistics.layers[layer.index] or {}
+        read = partial(reader.linears, layer)
         sizes = (layer.index, layer.shape, names)
-        layers.append(DenseLayer(*sizes, linears, statistic, frequencies, factor))
+        layers.append(DenseLayer(*sizes, read, statistic, frequencies, factor))
     return layers
+
+
+class _Reader:
+    """Hands out the linears of a layer's attention; those of the layer asked for last are kept."""
+
+    def __init__(self, source: LayerSource, spec: AttentionSpec):
+        self.source, self.spec = source, spec
+        self.kept: tuple[int, dict[str, Any]] | None = None
+
+    def linears(self, layer: AttentionLayer) -> dict[str, Any]:
+        if self.kept is None or self.kept[0] != layer.index:
+            live = replace(layer, module=self.source.attention(layer.index))
+            self.kept = layer.index, projections(live, self.spec)
+        return self.kept[1]

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.kinds.base import WeightsPlan
@@ -57,7 +57,7 @@ class StarKv(Replacing):
         return frozenset({"inputs"} if self.whiten else set())
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
     ) -> Iterator[WeightsPlan]:
         """A latent of every head for keys, and one of all heads for values, nothing folded."""
         keys, values = self.ranks(layers)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from transformers import PreTrainedModel
-
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.kinds.base import WeightsPlan
@@ -43,7 +42,7 @@ class SvdLlm(Replacing):
         return frozenset({"inputs"})
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
     ) -> Iterator[WeightsPlan]:
         """A latent of all KV heads for keys and one for values, nothing folded."""
         ranks = self.ranks(layers, statistics)

@@ -13,11 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from ..calibration.bos import Bos, bos_token
 from ..calibration.sources import StoredLayers
 from ..checkpoint.reading import reading
-from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.streamed import streamed_perplexity
 from ..model.errors import RapError
 from ..model.layers import decoder_layers, trained_length
-from ..planning.plan import Plan
 from ..surgery.weights import PrunedWeights
 from .data import recovery_windows
 from .fit import REMOVE, fit_from, layer_file
@@ -87,12 +85,12 @@ class StreamedStage:
         return torch.empty(shape, dtype=torch.long, device="meta")
 
     def run(
-        self, dense: StoredModel, plan: Plan, tokenizer: PreTrainedTokenizerBase
+        self, cut: PrunedWeights, tokenizer: PreTrainedTokenizerBase
     ) -> tuple[PrunedWeights, dict[str, Any]]:
-        """The better of the cut and the fitted model on held-out windows, and the report."""
-        cut = PrunedWeights(dense, plan)
+        """The better of the pruned and the fitted model on held-out windows, and the report."""
         if self.name == "none":
             return cut, {}
+        dense, plan = cut.dense, cut.plan
         config = self.settings
         first = bos_token(self.bos, tokenizer, dense.model.config)
         longest = trained_length(dense.model.config)

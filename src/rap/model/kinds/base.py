@@ -122,7 +122,7 @@ class WeightsPlan(LayerPlan):
         return self.layer_entry
 
     def check(self, layer: int, shape: AttentionShape) -> None:
-        """As of every plan."""
+        """As of every plan: PlanError for an entry that no such layer can have."""
         if not self.layer_entry.fits(shape):
             fields = self.layer_entry.fields()
             raise PlanError(f"layer {layer}: {fields} cannot be of a layer of {shape}")

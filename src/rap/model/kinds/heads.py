@@ -45,7 +45,7 @@ class HeadsPlan(LayerPlan):
         return HeadsEntry(list(self.kept_heads))
 
     def check(self, layer: int, shape: AttentionShape) -> None:
-        """As of every plan."""
+        """As of every plan: PlanError for heads that are not there."""
         ascending = sorted(set(self.kept_heads))
         if not ascending or [*self.kept_heads] != ascending or ascending[-1] >= shape.num_kv_heads:
             raise PlanError(

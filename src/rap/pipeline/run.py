@@ -1,0 +1,97 @@
+"""`compress`: every stage in order, over a model in memory or layer by layer from its files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..calibration.bos import Bos
+from ..calibration.text import check_sources
+from ..calibration.workbench import CalibrationText
+from ..checkpoint.files import check_output
+from ..checkpoint.source import check_apart
+from ..methods import Method, parse_method
+from ..planning.plan import Plan
+from ..recovery.layer_fit import FitConfig
+from ..recovery.stages import check_recovery
+from .places import WITHOUT_GRADIENTS, FromFiles, InMemory, Place
+from .report import describe, held_out
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What `compress` returns: the pruned model, its plan, and JSON-able measurements.
+
+    `model` is None where no model was in memory.
+    """
+
+    model: Any
+    plan: Plan
+    report: dict[str, Any]
+
+
+def compress(
+    source: Any,
+    retain: float = 0.7,
+    output: str | Path | None = None,
+    *,
+    method: Method | str = "rap",
+    tokenizer: Any = None,
+    calibration: str | Path = "bundled",
+    num_windows: int = 32,
+    window: int = 1024,
+    evaluate: str | Path | None = "bundled",
+    dtype: str | torch.dtype = "auto",
+    device_map: str | None = None,
+    stream: bool = False,
+    device: str = "cpu",
+    statistics: str | Path | None = None,
+    recover: str = "none",
+    fit: FitConfig | None = None,
+    bos: Bos = "auto",
+    seed: int = 0,
+    force: bool = False,
+    progress: bool = False,
+) -> Compression:
+    """Compress a model to `retain` of its KV cache.
+
+    `source` is a live model, a checkpoint directory, a hub name or `bundled`. Writes the checkpoint
+    to `output` if one is given, over another with `force`. A live model needs its `tokenizer`, anything
+    else is loaded in `dtype` onto `device_map`. `method` knows its own `retain`, or is the text of
+    one, `name[:recipe][:setting=value]...`. `calibration` is a dataset that `load_windows` knows, of
+    which `num_windows` samples of `window` tokens are read, drawn by `seed`, that begin as
+    `bos.bos_token` decides; `evaluate` names the evaluation dataset (None: no figures). `recover`
+    is one of `recovery.stages.RECOVERIES`, with the settings `fit` of layer-wise distillation.
+    With `stream` layers are read from files, one in memory at a time, and work in float32 on
+    `device`: methods that need gradients take a file of `statistics`, or metric `output` where
+    their text sets none. A killed run resumes, when repeated, after the statistics or the last
+    fitted layer. Raises a RapError for input that cannot work, before the work it would waste.
+    """
+    # As reports are written: paths as text, numbers of NumPy as Python's
+    calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
+    if isinstance(method, str):
+        defaults: dict[str, Any] = WITHOUT_GRADIENTS if stream and statistics is None else {}
+        method = parse_method(method, float(retain), seed=seed, **defaults)
+    check_recovery(recover, method.name)
+    check_sources(calibration, evaluate)
+    if output is not None:
+        check_output(output, force=force)
+        check_apart(output, source)
+    reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
+    place: Place = (
+        FromFiles(source, reading, method, output, recover, fit, device, statistics, progress)
+        if stream
+        else InMemory(source, tokenizer, reading, output, recover, fit, dtype, device_map, progress)
+    )
+    tokens = held_out(evaluate, place.bench)
+    place.announce(method, tokens)
+
+    plan = place.plan(method)
+    place.prune(plan)
+    recovery = place.recover()
+    report = describe(place.bench, method, plan) | place.measure(evaluate, tokens)
+    report |= {"recovery": recovery, **place.record(evaluate)}
+    if output is not None:
+        place.save(plan, report, force=force)
+    return Compression(place.model, plan, report)
