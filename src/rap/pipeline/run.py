@@ -56,23 +56,20 @@ def compress(
 ) -> Compression:
     """Compress a model to `retain` of its KV cache.
 
-    `source` is a live model, a checkpoint directory, a hub name or `bundled`. Writes the checkpoint
-    to `output` if one is given, over another with `force`. A live model needs its `tokenizer`, anything
-    else is loaded in `dtype` onto `device_map`. `method` knows its own `retain`, or is the text of
-    one, `name[:recipe][:setting=value]...`. `calibration` is a dataset that `load_windows` knows, of
-    which `num_windows` samples of `window` tokens are read, drawn by `seed`, that begin as
-    `bos.bos_token` decides; `evaluate` names the evaluation dataset (None: no figures). `recover`
-    is one of `recovery.stages.RECOVERIES`, with the settings `fit` of layer-wise distillation.
-    With `stream` layers are read from files, one in memory at a time, and work in float32 on
-    `device`: methods that need gradients take a file of `statistics`, or metric `output` where
-    their text sets none. A killed run resumes, when repeated, after the statistics or the last
-    fitted layer. Raises a RapError for input that cannot work, before the work it would waste.
+    `source` is a live model with its `tokenizer`, or a checkpoint directory, hub name or `bundled`,
+    which is loaded in `dtype` onto `device_map`. Writes the checkpoint to `output` if one is given,
+    over another with `force`. `method` knows its own `retain`, or is the text of one,
+    `name[:recipe][:setting=value]...`. `calibration` is a dataset of `load_windows`, of which
+    `num_windows` samples of `window` tokens are drawn by `seed`, begun as `bos` says; `evaluate`
+    names the evaluation dataset (None: no figures). `recover` is one of
+    `recovery.stages.RECOVERIES`, with the settings `fit` of layer-wise distillation. With `stream`
+    layers are read from files, one in memory at a time, and work in float32 on `device`: methods
+    that need gradients take a file of `statistics`, or metric `output` where their text sets none.
+    A killed run resumes, when repeated, after the statistics or the last fitted layer. Raises a
+    RapError for input that cannot work, before the work it would waste.
     """
-    # As reports are written: paths as text, numbers of NumPy as Python's
     calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
-    if isinstance(method, str):
-        defaults: dict[str, Any] = WITHOUT_GRADIENTS if stream and statistics is None else {}
-        method = parse_method(method, float(retain), seed=seed, **defaults)
+    method = _chosen(method, float(retain), seed, forward_only=stream and statistics is None)
     check_recovery(recover, method.name)
     check_sources(calibration, evaluate)
     if output is not None:
@@ -95,3 +92,10 @@ def compress(
     if output is not None:
         place.save(plan, report, force=force)
     return Compression(place.model, plan, report)
+
+
+def _chosen(method: Method | str, retain: float, seed: int, *, forward_only: bool) -> Method:
+    if not isinstance(method, str):
+        return method
+    defaults: dict[str, Any] = WITHOUT_GRADIENTS if forward_only else {}
+    return parse_method(method, retain, seed=seed, **defaults)
