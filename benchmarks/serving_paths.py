@@ -37,7 +37,7 @@ from rap.checkpoint.load import load_config
 from rap.checkpoint.provenance import installed_version, provenance
 from rap.checkpoint.source import resolve_source
 from rap.methods import Rap
-from rap.model.modeling import configured_widths
+from rap.model.modeling import layer_entries
 from rap.serving.engine import engine_environment
 from rap.studies.report.report import markdown_table
 
@@ -65,8 +65,8 @@ def make_models(arguments: argparse.Namespace, folder: Path) -> list[dict[str, A
     )
     subprocess.run(command, check=True)
     config = load_config(folder / "pruned")
-    widths = configured_widths(config, config.num_hidden_layers)
-    return [dict(layer) for layer in widths if layer is not None]
+    entries = layer_entries(config, config.num_hidden_layers)
+    return [entry.fields() for entry in entries if entry is not None]
 
 
 def prune_random(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -91,10 +91,11 @@ def prune_random(arguments: argparse.Namespace, folder: Path) -> list[dict[str, 
     plan = method.plan(model, calibrate(model, windows, method.needs_for(model)))
     small = method.apply(model, plan)
     small.save_pretrained(folder / "pruned")
-    widths = configured_widths(small.config, arguments.layers)
+    entries = layer_entries(small.config, arguments.layers)
+    widths = [entry.fields() for entry in entries if entry is not None]
     kept = {"pairs": arguments.width // 2, "free": 0, "values": arguments.width}
-    assert all(layer is not None and kept.items() <= layer.items() for layer in widths), widths
-    return [dict(layer) for layer in widths if layer is not None]
+    assert widths == [kept] * arguments.layers, widths
+    return widths
 
 
 def serve_turns(job: dict[str, Any], reply: Any) -> None:

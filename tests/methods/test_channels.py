@@ -13,7 +13,7 @@ import rap
 from cases.models import random_tokens, tiny_model
 from rap.methods import METHODS
 from rap.model.kinds.single_channels import partners
-from rap.serving.layout import head_layouts
+from rap.serving.layout import cache_layouts
 from rap.studies.analyses.channels import LayerChannels, index_aware, reindexed
 from rap.studies.analyses.orphans import pair_damage
 
@@ -61,13 +61,13 @@ def test_first_frequencies_are_those_of_the_dense_head() -> None:
     small = made(model, statistics, "kvpruner", retain=0.5, rotation="first")
     attention = small.model.layers[0].self_attn
     assert attention.frequency_index.tolist() == [[0, 1, 2, 3]] * 2
-    assert [layout.num_slots for layout in head_layouts(small.config)] == [4, 4]
+    assert [layout.key_width for layout in cache_layouts(small.config)] == [8, 8]
     narrow = made(model, statistics, "kvpruner", retain=0.5)
     ids = random_tokens(1, 20)
     with torch.no_grad():
         assert not torch.allclose(small(ids).logits, narrow(ids).logits, atol=0.1)
-    with pytest.raises(rap.RapError, match="kind 'reindexed'"):
-        head_layouts(narrow.config)
+    with pytest.raises(rap.RapError, match="kind 'reindexed': tokens rotate by their place"):
+        cache_layouts(narrow.config)
 
 
 @pytest.mark.parametrize("retain", [0.75, 0.5])

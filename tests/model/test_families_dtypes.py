@@ -22,7 +22,7 @@ from rap.methods import Rap
 from rap.model import modeling
 from rap.model.specs import NORM_MODES
 from rap.surgery.apply import apply
-from rap.surgery.stream import apply_streamed
+from rap.surgery.write import apply_streamed
 
 TOKENS = random_tokens(2, 9)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from ..checkpoint.files import check_output, check_output_file
 from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart, resolve_source
-from ..methods import Method, apply_plan, traits_of
+from ..methods import Method, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
 from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
@@ -21,8 +21,9 @@ from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
 from ..serving.layout import dense_head_dims
-from ..surgery.replace import Replacement, load_plan
-from ..surgery.stream import apply_streamed, check_config
+from ..surgery.apply import apply
+from ..surgery.weights import check_config
+from ..surgery.write import apply_streamed
 from . import dry_run as dry
 from . import options
 from .groups import Cut, Reading, Streaming, grouped
@@ -248,18 +249,16 @@ def apply_command(
     check_apart(output, model)
     if stream and dtype != "auto":
         raise RapError("--stream keeps the stored types: leave --dtype out")
-    decision = load_plan(plan)
+    decision = Plan.load(plan)
     source = resolve_source(model)
     if not stream:
         check_config(load_config(source), decision)
         dense = load_dense(source, dtype=dtype)
-        small = apply_plan(dense, decision)
+        small = apply(dense, decision)
         save(small, decision, output, source=source, dense=dense, force=force)
-    elif isinstance(decision, Plan):
+    else:
         about = traits_of(decision)
         apply_streamed(source, decision, output, traits=about, force=force, progress=True)
-    else:
-        raise RapError("this plan holds weights of its own and cannot stream: leave --stream out")
     # Whole heads leave a stock checkpoint, which has no such section.
     fingerprint = (getattr(load_config(output), "rap", None) or {}).get("fingerprint", "")
     settings: dict[str, Any] = {"plan_file": str(plan), "stream": stream, "dtype": dtype}
@@ -267,7 +266,7 @@ def apply_command(
 
 
 def _say_plan(
-    plan: Plan | Replacement, output: Path, as_json: bool, fingerprint: str = "", **settings: Any
+    plan: Plan, output: Path, as_json: bool, fingerprint: str = "", **settings: Any
 ) -> None:
     data: dict[str, Any] = {
         "output": str(output),

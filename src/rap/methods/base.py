@@ -16,7 +16,7 @@ from ..model.rope import AttentionShape
 from ..model.specs import NORM_MODES
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
 from ..planning.norms import NORM_ROWS, with_denominators
-from ..planning.plan import LayerPlan, Plan
+from ..planning.plan import PairPlan, Plan
 from ..planning.scores import LayerScores, Named, equal_scores, score_layers
 from ..planning.sharing import divide
 from ..surgery.apply import apply
@@ -69,12 +69,8 @@ class Method(ABC):
         return self.needs | ({"energy"} if normalised else frozenset())
 
     @abstractmethod
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Any:
-        """Decide what every layer of the dense `model` keeps; the model is not changed.
-
-        A Plan, or another record with its `retain`, `kept_fraction`, `shapes`, `model_type`,
-        `dense_fingerprint`, `method` and `save`, which this method's `apply` takes.
-        """
+    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
+        """Decide what every layer of the dense `model` keeps; the model is not changed."""
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:  # noqa: B027 - optional
         """Raise RapError for a budget that layers of these shapes cannot keep, if that shows.
@@ -86,7 +82,7 @@ class Method(ABC):
         """As `check_shapes`, which it asks: RapError for what a dense model's config rules out."""
         self.check_shapes([layer.shape for layer in attention_layers(model)])
 
-    def apply(self, model: PreTrainedModel, plan: Any) -> Any:
+    def apply(self, model: PreTrainedModel, plan: Plan) -> Any:
         """The smaller model, new; `model` is left untouched."""
         return apply(model, plan)
 
@@ -196,7 +192,7 @@ class PairPruning(Method):
 
     def plan_of(
         self,
-        layers: tuple[LayerPlan | None, ...],
+        layers: tuple[PairPlan | None, ...],
         dense: DenseLayers,
         model_type: str,
         fingerprint: str,
@@ -218,7 +214,7 @@ class PairPruning(Method):
         budgets: Sequence[LayerBudget | None],
         statistics: Statistics,
         dense: DenseLayers,
-    ) -> tuple[LayerPlan | None, ...]:
+    ) -> tuple[PairPlan | None, ...]:
         """The plan of every decoder layer at given budgets (None: left dense), as `Plan` has it."""
         rows = self.norm_rows if self.qk_norm == "rows" else 0
         cut = [
@@ -257,10 +253,10 @@ class PairPruning(Method):
         budgets: Sequence[LayerBudget | None],
         statistics: Statistics,
         dense: DenseLayers,
-    ) -> list[LayerPlan | None]:
+    ) -> list[PairPlan | None]:
         """The plan of every layer: the best pairs and channels within its budget."""
         chosen = select(scores, budgets)
-        return [LayerPlan.of_indices(*kept) if kept is not None else None for kept in chosen]
+        return [PairPlan.of_indices(*kept) if kept is not None else None for kept in chosen]
 
     def alignment(self, shapes: Sequence[AttentionShape | None]) -> int:
         """The channel count that widths are multiples of, `align` or its default."""

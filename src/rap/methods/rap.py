@@ -22,7 +22,7 @@ from ..planning.losses import (
     key_moments,
     one_width,
 )
-from ..planning.plan import LayerPlan, Plan
+from ..planning.plan import PairPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
 from .base import PairPruning
@@ -236,16 +236,16 @@ class Rap(PairPruning):
         budgets: Sequence[LayerBudget | None],
         statistics: Statistics,
         dense: DenseLayers,
-    ) -> list[LayerPlan | None]:
+    ) -> list[PairPlan | None]:
         """Plain selection, with keys folded and values in a subspace where asked."""
         plain = super().cut_layers(scores, budgets, statistics, dense)
         keys = self._keys(plain, scores, statistics, dense)
-        cut: list[LayerPlan | None] = []
+        cut: list[PairPlan | None] = []
         for index, layer in enumerate(plain):
             if layer is None:
                 cut.append(None)
                 continue
-            made = LayerPlan(**{**layer.tensors(), **keys[index]})
+            made = PairPlan(**{**layer.tensors(), **keys[index]})
             if self.values == "subspace" and dense.mixes_values[index]:
                 values = layer_values(index, statistics, dense, self.metric)
                 made = in_subspace(made, values, self.shrinkage)
@@ -254,12 +254,12 @@ class Rap(PairPruning):
 
     def _keys(
         self,
-        plain: Sequence[LayerPlan | None],
+        plain: Sequence[PairPlan | None],
         scores: Sequence[LayerScores | None],
         statistics: Statistics,
         dense: DenseLayers,
     ) -> list[dict[str, Tensor]]:
-        """What replaces the plainly chosen pairs of every layer, as fields of its LayerPlan."""
+        """What replaces the plainly chosen pairs of every layer, as fields of its PairPlan."""
         if self.profile == "stock":
             shared_frequencies(dense.frequencies)
         if self._folds(dense):

@@ -1,9 +1,8 @@
-"""Methods that give every layer another attention, instead of cutting the one it has."""
+"""Methods that give every layer another kind of attention, instead of pairs of the one it has."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from dataclasses import replace as changed
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -11,9 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.statistics import Statistics
-from ..model.errors import RapError
-from ..model.kinds.latent import LatentAttention
+from ..model.errors import RapError, UnsupportedModelError
+from ..model.kinds.base import LayerPlan, WeightsPlan
+from ..model.kinds.latent import LatentEntry
 from ..model.layers import (
+    AttentionLayer,
     attention_layers,
     attention_spec,
     base_model_type,
@@ -21,9 +22,9 @@ from ..model.layers import (
     rotary_module,
 )
 from ..model.rope import AttentionShape
+from ..planning.plan import Plan
 from ..planning.scores import Named
 from ..planning.subspace import WeightFactors
-from ..surgery.replace import ReplacedLayer, Replacement, check_plain, replace
 from .base import Method, Ships
 from .dense import dense_layers
 
@@ -83,7 +84,7 @@ def every_pair(shape: AttentionShape) -> Tensor:
     return pairs.expand(shape.num_kv_heads, -1).clone()
 
 
-def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) -> ReplacedLayer:
+def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) -> WeightsPlan:
     """A latent of all heads for keys and one for values, by these factors of W_k and of W_v."""
     tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
     tensors |= layer.dense("q", "o")
@@ -91,8 +92,7 @@ def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) 
         tensors |= layer.linear(role, factors.down)
         tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
     ranks = {"keys": len(keys.down), "values": len(values.down)}
-    widths = {"kind": LatentAttention.kind, "groups": 1, "fold": False, **ranks}
-    return ReplacedLayer(widths, tensors, cached=sum(ranks.values()))
+    return WeightsPlan(LatentEntry(groups=1, fold=False, **ranks), tensors)
 
 
 def nearest_rank(retain: float, size: int, multiple: int = 1) -> int:
@@ -115,7 +115,7 @@ class Replacing(Method):
     @abstractmethod
     def replaced(
         self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
-    ) -> Iterable[ReplacedLayer]:
+    ) -> Iterable[LayerPlan]:
         """The new attention of each of these layers, best one at a time: they come in float64.
 
         `statistics` say what was calibrated on; each layer has its own part of them.
@@ -126,7 +126,7 @@ class Replacing(Method):
         super().check_model(model)
         check_plain(model, attention_layers(model), self.name)
 
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Replacement:
+    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
         """Replace every layer with attention. The model is not changed."""
         fingerprint = self.check(model, statistics)
         check_plain(model, attention_layers(model), self.name)
@@ -136,7 +136,7 @@ class Replacing(Method):
             for layer, new in zip(layers, self.replaced(layers, model, statistics), strict=True)
         }
         shapes = tuple(layer.shape for layer in attention_layers(model))
-        return Replacement(
+        return Plan(
             layers=tuple(made.get(index) for index in range(len(shapes))),
             shapes=shapes,
             model_type=base_model_type(model.config),
@@ -145,16 +145,37 @@ class Replacing(Method):
             method=self.describe(),
         )
 
-    def apply(self, model: PreTrainedModel, plan: Replacement) -> Any:
-        """The model with its new attention; `model` is left untouched."""
-        return replace(model, plan)
 
-
-def as_stored(layer: DenseLayer, new: ReplacedLayer) -> ReplacedLayer:
+def as_stored(layer: DenseLayer, new: LayerPlan) -> LayerPlan:
     """The new attention in the precision of the dense weights."""
+    if not isinstance(new, WeightsPlan):
+        return new
     dtype = layer.linears["k"].weight.dtype
-    tensors = {n: x.to(dtype) if x.is_floating_point() else x for n, x in new.tensors.items()}
-    return changed(new, tensors=tensors)
+    weights = {n: x.to(dtype) if x.is_floating_point() else x for n, x in new.weights.items()}
+    return replace(new, weights=weights)
+
+
+def check_plain(model: PreTrainedModel, layers: Sequence[AttentionLayer], what: str) -> None:
+    """Raise UnsupportedModelError unless attention is what the baselines were written for.
+
+    That is separate q, k, v and o, without norms of queries and keys, gates, sinks, clipped
+    states, or layers that rotate at frequencies of their own.
+    """
+    spec = attention_spec(model.config)
+    missing = [
+        (spec.fused is not None, "one linear for q, k and v"),
+        (spec.gate is not None, "a gate on its output"),
+        (any(layer.norm is not None for layer in layers), "norms of queries and keys"),
+        (any(name == "s_aux" for name, _ in spec.arguments), "attention sinks"),
+        (getattr(model.config, "clip_qkv", None) is not None, "clipped queries and keys"),
+        (not hasattr(rotary_module(model), "inv_freq"), "several sets of rotary frequencies"),
+        (spec.by_axis, "positions of several axes"),
+    ]
+    reasons = [reason for present, reason in missing if present]
+    if reasons:
+        raise UnsupportedModelError(
+            f"method {what} is not made for attention with {' and '.join(reasons)}: use method rap"
+        )
 
 
 def _layers(model: PreTrainedModel, statistics: Statistics) -> list[DenseLayer]:

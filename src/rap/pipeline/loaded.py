@@ -17,7 +17,6 @@ from ..model.errors import RapError
 from ..planning.plan import Plan
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
 from ..recovery.stages import check_recovery, recover_stage, work_folder
-from ..surgery.replace import Replacement
 from .report import describe, held_out, made_with, measure_against, save
 
 
@@ -26,7 +25,7 @@ class Compression:
     """What `compress` returns: the pruned model, its plan, and JSON-able measurements."""
 
     model: Any
-    plan: Plan | Replacement
+    plan: Plan
     report: dict[str, Any]
 
 

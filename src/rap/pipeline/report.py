@@ -25,7 +25,6 @@ from ..model.families import WRAPPERS
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import base_model_type
 from ..planning.plan import Plan
-from ..surgery.replace import Replacement
 
 EVALUATION_WINDOWS = 8  # of 2,048 tokens they tell a ratio of perplexities to 3 or 4 %
 
@@ -92,7 +91,7 @@ def quality(text: str, scored: Perplexity) -> dict[str, Any]:
 
 def save(
     small: Any,
-    plan: Plan | Replacement,
+    plan: Plan,
     output: str | Path,
     tokenizer: Any = None,
     *,
@@ -129,7 +128,7 @@ def save(
     small.name_or_path = str(output)  # as if it had been loaded from there
 
 
-def describe(bench: Workbench, method: Method, plan: Plan | Replacement) -> dict[str, Any]:
+def describe(bench: Workbench, method: Method, plan: Plan) -> dict[str, Any]:
     """What was cut and how, as JSON-able data."""
     return {
         "source": bench.name,

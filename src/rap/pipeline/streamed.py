@@ -34,8 +34,8 @@ from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
 from ..recovery.stages import work_folder
 from ..recovery.streamed import StreamedStage
-from ..surgery.cut_model import CutModel
-from ..surgery.stream import apply_streamed
+from ..surgery.weights import PrunedWeights
+from ..surgery.write import apply_streamed
 from .report import EVALUATION_WINDOWS, describe, held_out, made_with, quality
 
 # What --stream takes where nothing is said: the best that needs no gradient of the loss.
@@ -178,7 +178,7 @@ def _say(bench: StreamedBench, method: PairPruning, stage: StreamedStage, measur
     console.print(describe_memory(estimate, "layer by layer it takes at most about", "in all"))
 
 
-def _sizes(stored: StoredModel, small: CutModel, method: PairPruning) -> dict[str, Any]:
+def _sizes(stored: StoredModel, small: PrunedWeights, method: PairPruning) -> dict[str, Any]:
     """What tensors say of both models, without loading any."""
     found = unmeasured(small.plan, stored.name, stored.model, small.model, traits(method))
     found["dense"]["fingerprint"] = stored.fingerprint
@@ -186,7 +186,7 @@ def _sizes(stored: StoredModel, small: CutModel, method: PairPruning) -> dict[st
 
 
 def _measure(
-    report: dict[str, Any], small: CutModel, bench: StreamedBench, text: str, tokens: Tensor
+    report: dict[str, Any], small: PrunedWeights, bench: StreamedBench, text: str, tokens: Tensor
 ) -> None:
     """Add perplexities, and how near the dense model is, to the report."""
     compared = streamed_fidelity(

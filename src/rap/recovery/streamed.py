@@ -18,7 +18,7 @@ from ..evaluation.quality.streamed import streamed_perplexity
 from ..model.errors import RapError
 from ..model.layers import decoder_layers, trained_length
 from ..planning.plan import Plan
-from ..surgery.cut_model import CutModel
+from ..surgery.weights import PrunedWeights
 from .data import recovery_windows
 from .fit import REMOVE, fit_from, layer_file
 from .layer_fit import FitConfig
@@ -88,9 +88,9 @@ class StreamedStage:
 
     def run(
         self, dense: StoredModel, plan: Plan, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[CutModel, dict[str, Any]]:
+    ) -> tuple[PrunedWeights, dict[str, Any]]:
         """The better of the cut and the fitted model on held-out windows, and the report."""
-        cut = CutModel(dense, plan)
+        cut = PrunedWeights(dense, plan)
         if self.name == "none":
             return cut, {}
         config = self.settings
@@ -105,12 +105,12 @@ class StreamedStage:
         small, original = (StoredLayers(x, self.device, exact=True) for x in (cut, dense))
         layers = fit_from(small, original, windows, config, work=folder, progress=self.progress)
         report["fit"] = {"config": asdict(config), "layers": [asdict(layer) for layer in layers]}
-        fitted = CutModel(dense, plan, FittedTensors(folder, cut.model))
+        fitted = PrunedWeights(dense, plan, FittedTensors(folder, cut.model))
         report["perplexity_fitted"] = self._held_out(fitted, validation, "judging the fit")
         better = report["perplexity_fitted"] < report["perplexity_before"]
         report["perplexity_after"] = report[f"perplexity_{'fitted' if better else 'before'}"]
         return fitted if better else cut, report
 
-    def _held_out(self, weights: CutModel, windows: Tensor, what: str) -> float:
+    def _held_out(self, weights: PrunedWeights, windows: Tensor, what: str) -> float:
         source = StoredLayers(weights, self.device)
         return streamed_perplexity(source, windows, what, folder=self.work, progress=self.progress)

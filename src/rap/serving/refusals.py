@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 from ..model.errors import UnsupportedModelError
 from ..model.families import INNER, WRAPPERS
 from ..model.layers import base_model_type
-from .layout import head_layouts
+from .layout import cache_layouts
 
 STATES = (
     "vLLM runs no layers with a state of their own (linear attention, convolution) through its "
@@ -47,4 +47,4 @@ def check_served(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"vLLM does not serve pruned {family}: {REFUSED[family]}")
     if getattr(config, "enable_moe_block", False):
         raise UnsupportedModelError(f"vLLM does not serve pruned {family} with experts: {BESIDE}")
-    head_layouts(config)
+    cache_layouts(config)

@@ -101,7 +101,7 @@ class PrunedMixin(Base):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM's; CheckpointError if an index or a ratio of a pruned layer is missing."""
         if self.whole_layers is not None:
-            weights = self.whole_layers.cut(weights)
+            weights = self.whole_layers.converted(weights)
         loaded = super().load_weights(weights)
         missing = sorted(self.loaded_by_rows - loaded)
         if missing:
