@@ -11,7 +11,7 @@ from ..model.cache_layout import CacheLayout
 from ..model.errors import RapError
 from ..model.layers import base_model_type
 from .layout import cache_layouts, dense_layouts, padded_width
-from .paths import serving_path
+from .refusals import check_served
 from .stock import STOCK_FAMILIES
 
 # What vLLM 0.32 declares for CPUs; the sizes of the others are conditions (docs/serving.md).
@@ -53,7 +53,7 @@ def held_by_engines(config: Any) -> list[Held]:
     """A row per engine and backend for a pruned config; none for families that no engine takes."""
     family = base_model_type(config)
     try:
-        serving_path(config)
+        check_served(config)
     except RapError:
         return []  # `rap serve` says why
     both = zip(dense_layouts(config), cache_layouts(config), strict=True)
