@@ -68,7 +68,7 @@ TeacherMap = Annotated[
 class Training:
     """What recovers: a preset with changed settings, and the texts that it reads."""
 
-    recipe: Recipe = "fast"
+    recipe: Recipe = "fit"
     text: Texts = None
     changes: Changes = None
 
