@@ -125,16 +125,17 @@ def test_dry_run_counts_the_weights_once():
 
 
 def test_dry_run_is_of_the_device_that_does_the_work(tmp_path, monkeypatch):
-    """Without --device-map that is the processor, whatever else is there."""
+    """The GPU where there is one, unless --device names another."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
     asked = []
     monkeypatch.setattr(dry_run, "product_speed", lambda device: asked.append(device.type) or 1e9)
     monkeypatch.setattr(dry_run, "free_memory", lambda device: asked.append(device.type) or 1)
     words = ("compress", "bundled", "--dry-run", "--json", "-o", tmp_path / "out")
-    assert run(*words).json["device"].startswith("cpu (")
+    assert run(*words, "--device", "cpu").json["device"].startswith("cpu (")
     assert run(*words, "--device-map", "auto").json["device"] == "GPU"
-    assert asked == ["cpu", "cpu", "cuda", "cuda"]
+    assert run(*words).json["device"] == "GPU"
+    assert asked == ["cpu", "cpu", "cuda", "cuda", "cuda", "cuda"]
 
 
 def test_next_steps_are_three_commands():

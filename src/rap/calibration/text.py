@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import assets
 from ..model.errors import CalibrationError
 from .bos import Bos, bos_token, with_bos
+from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from .repeats import repeat_passages
 
 # The paper calibrates on the first of these: 32 windows of 1024 tokens, which are the defaults.
@@ -38,8 +39,8 @@ def load_windows(
     source: str | Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    num_windows: int = 32,
-    window: int = 1024,
+    num_windows: int = CALIBRATION_WINDOWS,
+    window: int = CALIBRATION_WINDOW,
     seed: int = 0,
     bos: Bos = "auto",
 ) -> Tensor:
@@ -111,8 +112,8 @@ def windows_from_text(
     text: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    num_windows: int = 32,
-    window: int = 1024,
+    num_windows: int = CALIBRATION_WINDOWS,
+    window: int = CALIBRATION_WINDOW,
     seed: int = 0,
     bos: Bos = "auto",
 ) -> Tensor:

@@ -9,6 +9,7 @@ import typer
 from ..calibration.text import check_sources
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
+from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import check_output, check_output_file
 from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
@@ -76,6 +77,7 @@ def compress_command(
         window=read.window,
         evaluate=None if evaluate == "none" else evaluate,
         dtype=read.dtype,
+        device=read.device,
         device_map=read.device_map,
         recover=recover,
         bos=read.bos,
@@ -90,11 +92,11 @@ def _check_placing(read: Reading, streamed: Streaming) -> None:
     """Raise RapError for options that the other way of working has no use for."""
     if streamed.stream and (read.dtype != "auto" or read.device_map is not None):
         raise RapError(
-            "--stream keeps the types that are stored and works on --device: leave --dtype and "
+            "--stream keeps the stored data types and runs on --device; leave --dtype and "
             "--device-map out"
         )
-    if not streamed.stream and (streamed.device != "cpu" or streamed.statistics is not None):
-        raise RapError("--device and --statistics go with --stream: add it, or leave them out")
+    if not streamed.stream and streamed.statistics is not None:
+        raise RapError("--statistics requires --stream; add it, or leave --statistics out")
 
 
 def _streamed(
@@ -119,7 +121,7 @@ def _streamed(
         num_windows=read.windows,
         window=read.window,
         evaluate=evaluate,
-        device=streamed.device,
+        device=read.device,
         recover=recover,
         bos=read.bos,
         seed=read.seed,
@@ -169,7 +171,7 @@ def _tell(
     config = load_config(model)
     check_dense(config)
     attention_spec(config)
-    device = dry.working_device(read.device_map)
+    device = dry.device_of(read.device, read.device_map)
     dense = dry.unloaded(config, device)
     needs = method.needs_for(dense)
     calibrate, memory = dry.calibration_step(dense, needs, read.windows, read.window)
@@ -213,6 +215,7 @@ def plan_command(
     bench = Workbench.open(
         model,
         dtype=read.dtype,
+        device=read.device,
         device_map=read.device_map,
         reading=read.text,
         progress=True,
@@ -226,6 +229,7 @@ def plan_command(
         "bos": read.bos,
         "bos_token": bench.bos,
         "seed": read.seed,
+        "device": str(bench.model.device),
     }
     _say_plan(decision, output, as_json, model=model, dtype=read.dtype, **settings)
 
@@ -239,6 +243,8 @@ def apply_command(
         typer.Option("--stream", help="Rewrite shard by shard, without ever holding the model."),
     ] = False,
     dtype: options.Dtype = "auto",
+    device: options.Device = AUTO,
+    device_map: options.DeviceMap = None,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -246,13 +252,15 @@ def apply_command(
     """Cut MODEL as PLAN says and write the smaller checkpoint."""
     check_output(output, force=force)
     check_apart(output, model)
-    if stream and dtype != "auto":
-        raise RapError("--stream keeps the stored types: leave --dtype out")
+    if stream and (dtype != "auto" or device_map is not None):
+        raise RapError("--stream keeps the stored data types; leave --dtype and --device-map out")
+    placed = placement(device, device_map)
     decision = load_plan(plan)
     source = resolve_source(model)
     if not stream:
         check_config(load_config(source), decision)
-        dense = load_dense(source, dtype=dtype)
+        dense = load_dense(source, dtype=dtype, **placed)
+        say_device(dense)
         small = apply_plan(dense, decision)
         save(small, decision, output, source=source, dense=dense, force=force)
     elif isinstance(decision, Plan):
@@ -263,6 +271,7 @@ def apply_command(
     # Whole heads leave a stock checkpoint, which has no such section.
     fingerprint = (getattr(load_config(output), "rap", None) or {}).get("fingerprint", "")
     settings: dict[str, Any] = {"plan_file": str(plan), "stream": stream, "dtype": dtype}
+    settings["device"] = "cpu" if stream else str(small.device)
     _say_plan(decision, output, as_json, fingerprint=fingerprint, model=model, **settings)
 
 

@@ -153,8 +153,18 @@ Seed = Annotated[
     int, typer.Option("--seed", min=0, max=2**31 - 1, help="Seed of every random choice.")
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="Device to run on: auto (the GPU if there is one, else the CPU), cpu, cuda.",
+    ),
+]
 DeviceMap = Annotated[
-    str | None, typer.Option("--device-map", help="Placement of a large model, such as auto.")
+    str | None,
+    typer.Option(
+        "--device-map", help="For a model larger than one device: its placement, such as auto."
+    ),
 ]
 
 

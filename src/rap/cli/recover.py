@@ -10,6 +10,7 @@ from ..calibration.bos import bos_token
 from ..calibration.held_out import evaluation_tokens
 from ..calibration.text import check_sources
 from ..checkpoint.card import NEARNESS, interval_text
+from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
 from ..checkpoint.load import (
     check_dtype,
@@ -24,34 +25,19 @@ from ..checkpoint.source import check_apart
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
 from ..methods.base import traits
-from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..pipeline import measure, measure_against, save
 from ..planning.plan import Plan
-from ..recovery.config import PRESETS, RecoveryConfig, preset
-from ..recovery.layer_fit import FitConfig, fit_config
+from ..recovery.config import PRESETS, RecoveryConfig
+from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import clear_work, processes
-from ..recovery.stages import RECOVERIES, recover_stage, work_folder
+from ..recovery.stages import recover_stage, work_folder
 from ..surgery.replace import Replacement, check_teacher, load_plan
 from . import dry_run as dry
 from . import options
 from .groups import grouped
 from .options import console, print_json, print_table
-
-RECIPES = [name for name in RECOVERIES if name not in ("none", "projections")]
-Recipe = Annotated[
-    str, typer.Option("--preset", "--recover", help=f"One of: {', '.join(RECIPES)}.")
-]
-Texts = Annotated[
-    list[str] | None,
-    typer.Option("--text", help="Training text, as --calibration of compress; repeat to mix."),
-]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Setting of the preset (of its last part) to change, as steps=100; repeat."
-    ),
-]
+from .training import Training, configured
 
 Teacher = Annotated[
     str, typer.Option("--teacher", "--dense", help="The dense checkpoint it was cut from.")
@@ -59,23 +45,6 @@ Teacher = Annotated[
 TeacherDtype = Annotated[
     str, typer.Option(help=f"As --dtype, for the teacher, or its weights in {', '.join(KINDS)}.")
 ]
-TeacherMap = Annotated[
-    str | None, typer.Option("--device-map", help="Placement of a large teacher, such as auto.")
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What recovers: a preset with changed settings, and the texts that it reads."""
-
-    recipe: Recipe = "fit"
-    text: Texts = None
-    changes: Changes = None
-
-    @property
-    def texts(self) -> list[str]:
-        """What is read where nothing was given, too."""
-        return self.text or ["bundled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +53,8 @@ class Loaded:
 
     dtype: options.Dtype = "auto"
     teacher_dtype: TeacherDtype = "auto"
-    device_map: TeacherMap = None
+    device: options.Device = AUTO
+    device_map: options.DeviceMap = None
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -111,14 +81,16 @@ def recover_command(
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
     check_apart(output, teacher)
-    chosen = _configured(train.recipe, train.changes or [], seed)
+    chosen = configured(train.recipe, train.changes or [], seed)
     check_sources(*train.texts, None if evaluate == "none" else evaluate)
+    placement(loaded.device, loaded.device_map)
     if dry_run:
         return _tell(pruned, output, teacher, train.recipe, chosen, loaded, evaluate, as_json)
     plan, old_report = _read(pruned, teacher, loaded.teacher_dtype)
     tokenizer = load_tokenizer(pruned)
-    small = load(pruned, dtype=loaded.dtype, **_placement(None))
-    dense = _teacher(teacher, loaded.teacher_dtype, loaded.device_map)
+    small = load(pruned, dtype=loaded.dtype, **_placement(loaded.device, None))
+    dense = _teacher(teacher, loaded)
+    say_device(small)
     shown = None if evaluate == "none" else evaluate
     held_out = evaluation_tokens(shown, tokenizer) if shown is not None else None
     recovered, recovery = recover_stage(
@@ -138,7 +110,7 @@ def recover_command(
         return
     models = {"before_recovery": small, "pruned": recovered}
     judged: dict[str, Any] = {"tokens": held_out, "bos": bos, "progress": True}
-    read = {"dtype": loaded.dtype, "bos": bos}
+    read = {"dtype": loaded.dtype, "bos": bos, "device": str(small.device)}
     report = {
         **_described(plan, teacher),
         **old_report,
@@ -166,7 +138,7 @@ def _tell(
     """What recovering would do; shapes of both models are those of their configs."""
     _read(pruned, teacher, loaded.teacher_dtype)
     small_config, dense_config = load_config(pruned), load_config(teacher)
-    device = processes().device
+    device = dry.device_of(loaded.device, None)
     small, dense = (dry.unloaded(one, device) for one in (small_config, dense_config))
     steps, held = dry.recovery_step(recipe, small, dense, chosen)
     stored = "auto" if loaded.teacher_dtype in KINDS else loaded.teacher_dtype
@@ -208,32 +180,24 @@ def _figures(
     return {"dense": measure(dense, tokenizer, text, **judged), **figures}
 
 
-def _teacher(source: str, dtype: str, device_map: str | None) -> Any:
+def _teacher(source: str, loaded: Loaded) -> Any:
     """The dense model in a dtype, or with quantized weights: it is only read."""
+    dtype = loaded.teacher_dtype
     kept = "auto" if dtype in KINDS else dtype
-    dense = load_dense(source, dtype=kept, **_placement(device_map))
+    dense = load_dense(source, dtype=kept, **_placement(loaded.device, loaded.device_map))
     return quantize_weights(dense, dtype) if dtype in KINDS else dense
 
 
-def _placement(device_map: str | None) -> dict[str, Any]:
-    """Every process works on a device of its own; only the teacher may be spread over several."""
-    device = processes().device
-    chosen = device_map or (str(device) if device.type != "cpu" else None)
-    return {"device_map": chosen} if chosen else {}
+def _placement(device: str, device_map: str | None) -> dict[str, Any]:
+    """As `device.placement`; of several processes each runs on a separate device.
 
-
-def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | FitConfig | None:
-    """Settings of a recipe's last part with `name=value` changes; None if it has none."""
-    if recipe not in RECIPES:
-        raise RapError(f"unknown recovery preset {recipe!r}: use one of {', '.join(RECIPES)}")
-    values, last = read_settings(changes), recipe.rpartition("+")[2]
-    if last == "fit":
-        return fit_config(**{"seed": seed, **values})
-    if recipe != "closed-form":
-        return preset(last, **{"seed": seed, **values})
-    if values:
-        raise RapError(f"closed-form has no setting {', '.join(values)}: leave it out")
-    return None
+    Only the teacher may be spread over several.
+    """
+    if processes().num_processes > 1 and device_map is None:
+        if device != AUTO:
+            raise RapError(f"each process chooses its device; leave --device {device} out")
+        device = str(processes().device)
+    return placement(device, device_map)
 
 
 def _read(

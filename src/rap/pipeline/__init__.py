@@ -4,8 +4,9 @@ In: a checkpoint, or a live model, and a ratio.
 Out: a smaller checkpoint, and a report of what was cut and what it costs.
 """
 
+from ..calibration.protocol import EVALUATION_WINDOWS
 from .loaded import Compression, compress
-from .report import EVALUATION_WINDOWS, measure, measure_against, save
+from .report import measure, measure_against, save
 from .streamed import WITHOUT_GRADIENTS, compress_streamed
 
 __all__ = [

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ..calibration.bos import Bos
+from ..calibration.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..calibration.text import check_sources
 from ..calibration.workbench import CalibrationText, Workbench
+from ..checkpoint.device import AUTO
 from ..checkpoint.files import check_output
 from ..checkpoint.source import check_apart
 from ..methods import Method, parse_method
@@ -38,10 +40,11 @@ def compress(
     method: Method | str = "rap",
     tokenizer: Any = None,
     calibration: str | Path = "bundled",
-    num_windows: int = 32,
-    window: int = 1024,
+    num_windows: int = CALIBRATION_WINDOWS,
+    window: int = CALIBRATION_WINDOW,
     evaluate: str | Path | None = "bundled",
     dtype: str | torch.dtype = "auto",
+    device: str = AUTO,
     device_map: str | None = None,
     recover: str = "none",
     bos: Bos = "auto",
@@ -56,7 +59,8 @@ def compress(
     writes the checkpoint to `output` if one is given.
 
     `source` is any of those; a live model needs its `tokenizer`, anything else is loaded in `dtype`
-    onto `device_map` as transformers does. `method` is a method, which knows its own `retain`, or
+    onto `device` (auto: the GPU if there is one, else the CPU), or one larger than a device by
+    `device_map` as transformers does. `method` is a method, which knows its own `retain`, or
     the text of one, `name[:recipe][:setting=value]...`. `calibration` is a text that
     `load_windows` knows, of which `num_windows` windows of `window` tokens are read, drawn by
     `seed`. All windows of text begin as `bos.bos_token` decides.
@@ -73,7 +77,7 @@ def compress(
         check_output(output, force=force)
         check_apart(output, source)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
-    loading: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
+    loading: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
     kept_in = _kept_in(output, recover)
     bench = Workbench.open(
         source, tokenizer, **loading, reading=reading, kept_in=kept_in, progress=progress
@@ -83,7 +87,7 @@ def compress(
     plan = _planned(bench, method)
     small, recovery = _recovered(method.apply(bench.model, plan), bench, recover, output)
     report = describe(bench, method, plan) | _measured(small, bench, evaluate, tokens)
-    report |= {"recovery": recovery, "provenance": made_with(reading, evaluate, dtype)}
+    report |= {"recovery": recovery, "provenance": _made(bench, evaluate, dtype)}
     if output is not None:
         save(small, plan, output, bench.tokenizer, report=report, force=force)
         clear_work(work_folder(output))
@@ -123,6 +127,11 @@ def _recovered(
         bos=bench.bos,
         progress=bench.progress,
     )
+
+
+def _made(bench: Workbench, evaluate: str | None, dtype: Any) -> dict[str, Any]:
+    """What repeats the run."""
+    return made_with(bench.reading, evaluate, dtype, device=str(bench.model.device))
 
 
 def _measured(

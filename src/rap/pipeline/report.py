@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..calibration.bos import Bos, bos_token
 from ..calibration.held_out import evaluation_tokens
+from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
@@ -26,8 +27,6 @@ from ..model.fingerprint import fingerprint_model
 from ..model.layers import base_model_type
 from ..planning.plan import Plan
 from ..surgery.replace import Replacement
-
-EVALUATION_WINDOWS = 8  # of 2,048 tokens they tell a ratio of perplexities to 3 or 4 %
 
 
 def measure(

@@ -13,14 +13,20 @@ from torch import Tensor
 
 from ..calibration.bos import Bos, check_bos
 from ..calibration.memory import describe_memory, estimate_layers
+from ..calibration.protocol import (
+    CALIBRATION_WINDOW,
+    CALIBRATION_WINDOWS,
+    EVALUATION_WINDOWS,
+)
 from ..calibration.sources import StoredLayers
 from ..calibration.statistics import Statistics
 from ..calibration.streamed import StreamedBench, refuse_gradients
 from ..calibration.text import check_sources
 from ..calibration.workbench import CalibrationText
 from ..checkpoint.card import unmeasured
+from ..checkpoint.device import AUTO, say_device, working_device
 from ..checkpoint.files import check_output
-from ..checkpoint.load import check_device, load_tokenizer
+from ..checkpoint.load import load_tokenizer
 from ..checkpoint.source import check_apart, resolve_source
 from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.perplexity import evaluation_window
@@ -36,7 +42,7 @@ from ..recovery.stages import work_folder
 from ..recovery.streamed import StreamedStage
 from ..surgery.cut_model import CutModel
 from ..surgery.stream import apply_streamed
-from .report import EVALUATION_WINDOWS, describe, held_out, made_with, quality
+from .report import describe, held_out, made_with, quality
 
 # What --stream takes where nothing is said: the best that needs no gradient of the loss.
 WITHOUT_GRADIENTS = {"metric": "output"}
@@ -51,10 +57,10 @@ def compress_streamed(
     method: Method | str = "rap",
     statistics: str | Path | None = None,
     calibration: str | Path = "bundled",
-    num_windows: int = 32,
-    window: int = 1024,
+    num_windows: int = CALIBRATION_WINDOWS,
+    window: int = CALIBRATION_WINDOW,
     evaluate: str | Path | None = "bundled",
-    device: str = "cpu",
+    device: str = AUTO,
     recover: str = "none",
     fit: FitConfig | None = None,
     bos: Bos = "auto",
@@ -71,7 +77,7 @@ def compress_streamed(
     RapError for any input that cannot work, before the work it would waste.
     """
     calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
-    work = work_folder(output)
+    work, device = work_folder(output), str(working_device(device))
     stage = StreamedStage(
         recover, work, calibration, config=fit, seed=seed, bos=bos, device=device, progress=progress
     )
@@ -79,7 +85,6 @@ def compress_streamed(
     check_output(output, force=force)
     check_apart(output, source)
     check_bos(bos)
-    check_device(device)
     check_sources(calibration, evaluate)
     stored = StoredModel(resolve_source(source))
     given = _given(chosen, stored, statistics)
@@ -159,6 +164,7 @@ def _record(
 
 def _say(bench: StreamedBench, method: PairPruning, stage: StreamedStage, measured: bool) -> None:
     """What is cut by, and how much memory it takes, weights included."""
+    say_device(bench.layers.device)
     console = Console(stderr=True, markup=False, soft_wrap=True)
     if getattr(method, "metric", "") == "output":
         console.print(
