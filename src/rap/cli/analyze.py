@@ -1,11 +1,13 @@
 """`rap analyze`: one question about a dense model, answered with a table, a figure and a file."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..calibration.contents import check_contents, note_contents
+from ..calibration.held_out import HELD_OUT, split
 from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.workbench import Workbench
 from ..checkpoint.device import say_device
@@ -43,7 +45,7 @@ def analyze_command(
     figure: Annotated[str, typer.Option(help="Kind of figure: png or svg.")] = "png",
     *,
     text: Windows,
-    evaluate: Annotated[str, typer.Option(help="Held-out text for perplexity.")] = "bundled",
+    evaluate: options.Evaluate = HELD_OUT,
     max_windows: MaxWindows = EVALUATION_WINDOWS,
     evaluate_window: EvaluateWindow = None,
     load: Loading = STUDY_LOADING,
@@ -61,6 +63,9 @@ def analyze_command(
         raise RapError(f"cannot draw a {figure!r} figure: use {' or '.join(FORMATS)}")
     check_folder(output)
     scored = {"num_windows": max_windows, "window": evaluate_window}
+    data, dataset = split(text.calibration, evaluate)
+    assert dataset is not None
+    text, evaluate = replace(text, calibration=data), dataset
     study = _study(model, Reading(**vars(text), **vars(load)), evaluate, scored, output)
     # What decides the numbers, and so belongs into a result.
     settings: dict[str, Any] = {

@@ -1,11 +1,13 @@
 """`rap compress`, and its stages alone: `rap plan` and `rap apply`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..calibration.held_out import HELD_OUT, split
 from ..calibration.text import check_sources
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
@@ -48,7 +50,7 @@ def compress_command(
     read: Reading,
     streamed: Streaming,
     recover: Recover = "none",
-    evaluate: options.Evaluate = "bundled",
+    evaluate: options.Evaluate = HELD_OUT,
     dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -166,8 +168,8 @@ def _tell(
     as_json: bool,
 ) -> None:
     """What compressing would do; the model's shapes are those of its config."""
-    text = None if evaluate == "none" else evaluate
-    check_sources(read.calibration, text)
+    data, text = split(read.calibration, None if evaluate == "none" else evaluate)
+    check_sources(data, text)
     config = load_config(model)
     check_dense(config)
     attention_spec(config)
@@ -212,18 +214,20 @@ def plan_command(
     """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
     check_output_file(output, force=force)
     chosen = cut.build(resolve_source(model), read.seed)
+    # Without the held-out tail, as `rap compress` calibrates.
+    data, _ = split(read.calibration, None)
     bench = Workbench.open(
         model,
         dtype=read.dtype,
         device=read.device,
         device_map=read.device_map,
-        reading=read.text,
+        reading=replace(read.text, text=data),
         progress=True,
     )
     decision = bench.plan(chosen)
     decision.save(output)
     settings: dict[str, Any] = {
-        "calibration": read.calibration,
+        "calibration": data,
         "num_windows": read.windows,
         "window": read.window,
         "bos": read.bos,

@@ -137,7 +137,11 @@ NumWindows = Annotated[int, typer.Option("--windows", help="Calibration windows.
 Window = Annotated[int, typer.Option("--window", help="Tokens per window.")]
 Evaluate = Annotated[
     str,
-    typer.Option("--evaluate", help="Held-out text for perplexity before and after, or 'none'."),
+    typer.Option(
+        "--evaluate",
+        help="Evaluation dataset: 'held-out', a split of the data that is kept out of calibration "
+        "and recovery; 'bundled', 'wikitext2', 'c4', a file or a dataset; or 'none'.",
+    ),
 ]
 Bos = Annotated[
     str,

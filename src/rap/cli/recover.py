@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import Tensor
 
-from ..calibration.bos import bos_token
-from ..calibration.held_out import evaluation_tokens
+from ..calibration.bos import Bos, bos_token
+from ..calibration.held_out import HELD_OUT, check_enough, evaluation_tokens
 from ..calibration.text import check_sources
 from ..checkpoint.card import NEARNESS, interval_text
 from ..checkpoint.device import AUTO, placement, say_device
@@ -22,6 +23,7 @@ from ..checkpoint.load import (
 )
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart
+from ..evaluation.quality.perplexity import evaluation_window
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
 from ..methods.base import traits
@@ -69,7 +71,7 @@ def recover_command(
     *,
     teacher: Teacher,
     train: Training,
-    evaluate: options.Evaluate = "bundled",
+    evaluate: options.Evaluate = HELD_OUT,
     loaded: Loaded,
     bos: options.Bos = "auto",
     seed: options.Seed = 0,
@@ -82,25 +84,25 @@ def recover_command(
     check_output(output, force=force)
     check_apart(output, teacher)
     chosen = configured(train.recipe, train.changes or [], seed)
-    check_sources(*train.texts, None if evaluate == "none" else evaluate)
+    texts, shown = train.split(evaluate)
+    check_sources(*texts, shown)
     placement(loaded.device, loaded.device_map)
     if dry_run:
-        return _tell(pruned, output, teacher, train.recipe, chosen, loaded, evaluate, as_json)
+        return _tell(pruned, output, teacher, train.recipe, chosen, loaded, shown, as_json)
     plan, old_report = _read(pruned, teacher, loaded.teacher_dtype)
     tokenizer = load_tokenizer(pruned)
     small = load(pruned, dtype=loaded.dtype, **_placement(loaded.device, None))
     dense = _teacher(teacher, loaded)
     say_device(small)
-    shown = None if evaluate == "none" else evaluate
-    held_out = evaluation_tokens(shown, tokenizer) if shown is not None else None
+    held_out = _held_out(shown, tokenizer, small, bos)
     recovered, recovery = recover_stage(
         small,
         dense,
         tokenizer,
         train.recipe,
-        texts=train.texts,
+        texts=texts,
         config=chosen,
-        fitted=_fitted(old_report, train.recipe, train.texts),
+        fitted=_fitted(old_report, train.recipe, texts),
         seed=seed,
         output=output,
         bos=bos,
@@ -110,15 +112,14 @@ def recover_command(
         return
     models = {"before_recovery": small, "pruned": recovered}
     judged: dict[str, Any] = {"tokens": held_out, "bos": bos, "progress": True}
-    read = {"dtype": loaded.dtype, "bos": bos, "device": str(small.device)}
+    read = {"dtype": loaded.dtype, "bos": bos, "device": str(small.device), "texts": texts}
+    made = {"pruned": str(pruned), "teacher": teacher, "evaluate": shown or "none", "seed": seed}
     report = {
         **_described(plan, teacher),
         **old_report,
         **_figures(models, dense, loaded.teacher_dtype, old_report, tokenizer, shown, judged),
         "recovery": recovery,
-        "provenance": provenance(
-            pruned=str(pruned), teacher=teacher, evaluate=evaluate, seed=seed, **read
-        ),
+        "provenance": provenance(**made, **read),
     }
     save(recovered, plan, output, tokenizer, report=report, force=force)
     clear_work(work_folder(output))
@@ -132,7 +133,7 @@ def _tell(
     recipe: str,
     chosen: RecoveryConfig | FitConfig | None,
     loaded: Loaded,
-    evaluate: str,
+    text: str | None,
     as_json: bool,
 ) -> None:
     """What recovering would do; shapes of both models are those of their configs."""
@@ -146,7 +147,6 @@ def _tell(
         "pruned weights": dry.weight_bytes(small_config, small, loaded.dtype, device),
         "dense weights": dry.weight_bytes(dense_config, dense, stored, device),
     }
-    text = None if evaluate == "none" else evaluate
     report = dry.described(
         [*steps, dry.evaluation_step(text, small, dense)],
         memory | held,
@@ -158,6 +158,16 @@ def _tell(
         resumes=work_folder(output).is_dir(),
     )
     print_json(report) if as_json else dry.say(report)
+
+
+def _held_out(text: str | None, tokenizer: Any, model: Any, bos: Bos) -> Tensor | None:
+    """Tokens of the evaluation dataset, if any; RapError if they are too few."""
+    if text is None:
+        return None
+    tokens = evaluation_tokens(text, tokenizer)
+    begins = bos_token(bos, tokenizer, model.config) is not None
+    check_enough(text, len(tokens), evaluation_window(model, None) - begins)
+    return tokens
 
 
 def _figures(
@@ -248,7 +258,7 @@ def _say(report: dict[str, Any], output: Path, as_json: bool) -> None:
     steps |= {"perplexity_refitted": "refitted"}
     steps |= {"perplexity_distilled": "distilled", "perplexity_after": "saved"}
     rows = [[label, f"{recovery[key]:.3f}"] for key, label in steps.items() if key in recovery]
-    print_table("Recovery, on held-out text", ["", "perplexity"], rows)
+    print_table("Recovery, on held-out samples of its data", ["", "perplexity"], rows)
     if "kl" in report["pruned"]:
         rows = [
             [
@@ -260,5 +270,6 @@ def _say(report: dict[str, Any], output: Path, as_json: bool) -> None:
             ]
             for figure, (name, _, form) in NEARNESS.items()
         ]
-        print_table("Near the dense model", ["", "pruned", "recovered"], rows)
+        named = report["dense"]["evaluation"]["dataset"]
+        print_table(f"Compared with the dense model on {named}", ["", "pruned", "recovered"], rows)
     console.print(f"wrote {output}")

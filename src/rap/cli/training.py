@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..calibration.held_out import split
 from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..recovery.config import RecoveryConfig, preset
@@ -39,6 +40,11 @@ class Training:
     def texts(self) -> list[str]:
         """What is read where nothing was given, too."""
         return self.text or ["bundled"]
+
+    def split(self, evaluate: str) -> tuple[list[str], str | None]:
+        """What is trained on, and the evaluation dataset (None for 'none'), which it leaves out."""
+        shown = split(",".join(self.texts), None if evaluate == "none" else evaluate)[1]
+        return [split(text, shown)[0] for text in self.texts], shown
 
 
 def configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | FitConfig | None:

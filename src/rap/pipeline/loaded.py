@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..calibration.bos import Bos
+from ..calibration.held_out import HELD_OUT, split
 from ..calibration.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..calibration.text import check_sources
 from ..calibration.workbench import CalibrationText, Workbench
@@ -42,7 +43,7 @@ def compress(
     calibration: str | Path = "bundled",
     num_windows: int = CALIBRATION_WINDOWS,
     window: int = CALIBRATION_WINDOW,
-    evaluate: str | Path | None = "bundled",
+    evaluate: str | Path | None = HELD_OUT,
     dtype: str | torch.dtype = "auto",
     device: str = AUTO,
     device_map: str | None = None,
@@ -55,7 +56,8 @@ def compress(
     """Compress a model (or checkpoint directory, hub name, `bundled`) to `retain` of its KV cache.
 
     Calibrates, plans, cuts, recovers (`recover` is one of `recovery.stages.RECOVERIES`), measures
-    perplexity, fidelity and footprint (`evaluate` names the held-out text, None skips it), and
+    perplexity, fidelity and footprint (on `evaluate`, by default a held-out split of the
+    calibration data, see `held_out.split`; None skips it), and
     writes the checkpoint to `output` if one is given.
 
     `source` is any of those; a live model needs its `tokenizer`, anything else is loaded in `dtype`
@@ -68,7 +70,7 @@ def compress(
     Raises a RapError for any input that cannot work, before the work it would waste.
     """
     # As reports are written: paths as text, numbers of NumPy as Python's.
-    calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
+    calibration, evaluate = split(calibration, evaluate)
     if isinstance(method, str):
         method = parse_method(method, float(retain), seed=seed)
     check_recovery(recover, method.name)
@@ -78,10 +80,8 @@ def compress(
         check_apart(output, source)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
     loading: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
-    kept_in = _kept_in(output, recover)
-    bench = Workbench.open(
-        source, tokenizer, **loading, reading=reading, kept_in=kept_in, progress=progress
-    )
+    loading |= {"kept_in": _kept_in(output, recover), "progress": progress}
+    bench = Workbench.open(source, tokenizer, reading=reading, **loading)
     tokens = held_out(evaluate, bench)
 
     plan = _planned(bench, method)

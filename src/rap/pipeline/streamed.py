@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..calibration.bos import Bos, check_bos
+from ..calibration.held_out import HELD_OUT, split
 from ..calibration.memory import describe_memory, estimate_layers
 from ..calibration.protocol import (
     CALIBRATION_WINDOW,
@@ -42,7 +43,7 @@ from ..recovery.stages import work_folder
 from ..recovery.streamed import StreamedStage
 from ..surgery.cut_model import CutModel
 from ..surgery.stream import apply_streamed
-from .report import describe, held_out, made_with, quality
+from .report import describe, fitting_window, held_out, made_with, quality
 
 # What --stream takes where nothing is said: the best that needs no gradient of the loss.
 WITHOUT_GRADIENTS = {"metric": "output"}
@@ -59,7 +60,7 @@ def compress_streamed(
     calibration: str | Path = "bundled",
     num_windows: int = CALIBRATION_WINDOWS,
     window: int = CALIBRATION_WINDOW,
-    evaluate: str | Path | None = "bundled",
+    evaluate: str | Path | None = HELD_OUT,
     device: str = AUTO,
     recover: str = "none",
     fit: FitConfig | None = None,
@@ -76,7 +77,7 @@ def compress_streamed(
     run goes on, when it is repeated, after the statistics or after the last fitted layer. Raises a
     RapError for any input that cannot work, before the work it would waste.
     """
-    calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
+    calibration, evaluate = split(calibration, evaluate)
     work, device = work_folder(output), str(working_device(device))
     stage = StreamedStage(
         recover, work, calibration, config=fit, seed=seed, bos=bos, device=device, progress=progress
@@ -199,6 +200,7 @@ def _measure(
         StoredLayers(small, bench.layers.device),
         bench.layers,
         tokens,
+        window=fitting_window(bench.model, tokens, bench.bos),
         max_windows=EVALUATION_WINDOWS,
         bos=bench.bos,
         folder=bench.kept_in,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...calibration.held_out import HELD_OUT
 from ...calibration.protocol import EVALUATION_WINDOWS
 from ...calibration.state import evaluating
 from ...evaluation.cost.footprint import cached_tensors, footprint
@@ -29,8 +30,9 @@ from ...model.fingerprint import fingerprint_model
 class Measures:
     """How the models are measured; the same for all of a comparison.
 
-    text: held-out text, `bundled` or what `calibration.text` reads. Perplexity over `num_windows`
-        (None: all) windows of `window` tokens of it (None: 2,048, or the context length if less).
+    text: evaluation dataset, by default a held-out split of the calibration data. Perplexity over
+        `num_windows` (None: all) windows of `window` tokens of it (None: 2,048, or the context
+        length if less).
     fidelity: divergence from the dense model and agreement with it, on the same windows.
     other_texts: a comma list of texts of other kinds; perplexity and fidelity over as many windows
         of each. A cut that was calibrated on one kind of text may cost another far more.
@@ -42,7 +44,7 @@ class Measures:
     prefill: median time, of `PREFILL_ROUNDS`, to read `prefill_tokens` tokens; 0 skips it.
     """
 
-    text: str = "bundled"
+    text: str = HELD_OUT
     window: int | None = None
     num_windows: int | None = EVALUATION_WINDOWS
     fidelity: bool = True

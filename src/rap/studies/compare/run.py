@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.contents import check_contents, note_contents
+from ...calibration.held_out import split
 from ...calibration.statistics import Statistics
 from ...calibration.text import check_sources
 from ...calibration.workbench import CalibrationText, Workbench
@@ -73,7 +74,7 @@ def compare(
         methods=tuple(all_variants() if methods is None else methods),
         retains=tuple(retain),
         recoveries=tuple(recover),
-        measures=measures or Measures(),
+        **_data(measures or Measures(), settings.pop("calibration", "bundled")),
         **settings,
     )
     # A cell only reads its text after the dense one is measured, and each would fail by itself.
@@ -93,6 +94,13 @@ def compare(
         summary = summarize(name, bench.cells, bench.folder, made, **about)
         write_json(Path(output) / RESULT_FILE, summary)
     return summary
+
+
+def _data(measures: Measures, calibration: str) -> dict[str, Any]:
+    """What is calibrated and measured on, as fields of a grid, with nothing in both."""
+    data, text = split(calibration, measures.text)
+    assert text is not None
+    return {"calibration": data, "measures": replace(measures, text=text)}
 
 
 class Bench:
