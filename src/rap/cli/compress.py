@@ -1,5 +1,6 @@
 """`rap compress`, and its stages alone: `rap plan` and `rap apply`."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..calibration.held_out import HELD_OUT, split
+from ..calibration.protocol import EVALUATION_WINDOW
 from ..calibration.text import check_sources
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
@@ -29,7 +31,7 @@ from ..surgery.stream import apply_streamed, check_config
 from . import dry_run as dry
 from . import options
 from .groups import Cut, Reading, Streaming, grouped
-from .next_steps import next_steps, say_next
+from .next_steps import Made, say_next
 from .options import console, print_json, print_table
 
 Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
@@ -60,10 +62,12 @@ def compress_command(
     _check_placing(read, streamed)
     if dry_run and streamed.stream:
         raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
+    shown = None if evaluate == "none" else evaluate
+    about = {"recover": recover, "evaluate": evaluate, "target": cut.target}
+    made = Made(model=model, output=output, read=read, **about)
     if streamed.stream:
-        shown = None if evaluate == "none" else evaluate
         report = _streamed(model, output, cut, read, streamed, recover, shown, force)
-        return _say_report(report, model, output, cut, load_config(output), recover, as_json)
+        return _say_report(report, made, cut, load_config(output), as_json)
     method = cut.build(resolve_source(model), read.seed)
     if dry_run:
         check_recovery(recover, method.name)
@@ -77,7 +81,7 @@ def compress_command(
         calibration=read.calibration,
         num_windows=read.windows,
         window=read.window,
-        evaluate=None if evaluate == "none" else evaluate,
+        evaluate=shown,
         dtype=read.dtype,
         device=read.device,
         device_map=read.device_map,
@@ -87,7 +91,7 @@ def compress_command(
         force=force,
         progress=True,
     )
-    _say_report(result.report, model, output, cut, result.model.config, recover, as_json)
+    _say_report(result.report, made, cut, result.model.config, as_json)
 
 
 def _check_placing(read: Reading, streamed: Streaming) -> None:
@@ -132,19 +136,11 @@ def _streamed(
     )
 
 
-def _say_report(
-    report: dict[str, Any],
-    model: str,
-    output: Path,
-    cut: Cut,
-    config: Any,
-    recover: str,
-    as_json: bool,
-) -> None:
+def _say_report(report: dict[str, Any], made: Made, cut: Cut, config: Any, as_json: bool) -> None:
     if as_json:
         return print_json(report)
     table = comparison(report)
-    print_table(f"{model} at retain {cut.retain}", ["", "dense", "pruned"], table)
+    print_table(f"{made.model} at retain {cut.retain}", ["", "dense", "pruned"], table)
     rows = held_by_engines(config) if is_pruned(config) else []
     _say_held(rows)
     if cut.target in ("llamacpp", "mlx") and {*dense_head_dims(text_config(config))} == {64}:
@@ -154,8 +150,12 @@ def _say_report(
             "it with a quantized cache)",
             style="yellow",
         )
-    console.print(f"wrote {output}; `rap inspect {output}` shows every layer")
-    say_next(next_steps(model, output, config, rows, recover, cut.target))
+    inspected = shlex.join(["rap", "inspect", str(made.output)])
+    console.print(f"wrote {made.output}; `{inspected}` shows every layer")
+    scored = report["dense"].get("evaluation")
+    if scored is not None and scored["window"] < EVALUATION_WINDOW:
+        made = replace(made, window=scored["window"])
+    say_next(made.next_steps(config, rows))
 
 
 def _tell(
