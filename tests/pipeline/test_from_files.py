@@ -241,8 +241,8 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
     }.items():
         refused = run(*given, "--force", *arguments)
         assert (error_violations(refused), message in refused.err) == ([], True), refused.err
-    refused = run("compress", dense, "--device", "cuda", "-o", out, "--force")
-    assert "go with --stream" in refused.err
+    refused = run("compress", dense, "--statistics", "file", "-o", out, "--force")
+    assert "--statistics requires --stream" in refused.err
 
 
 def test_every_source_is_one_interface() -> None:

@@ -1,14 +1,19 @@
 """`rap compress`, and its stages alone: `rap plan` and `rap apply`."""
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..calibration.held_out import HELD_OUT, split
+from ..calibration.protocol import EVALUATION_WINDOW
 from ..calibration.text import check_sources
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
+from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import check_output, check_output_file
 from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
@@ -27,7 +32,7 @@ from ..surgery.write import apply_streamed
 from . import dry_run as dry
 from . import options
 from .groups import Cut, Reading, Streaming, grouped
-from .next_steps import next_steps, say_next
+from .next_steps import Made, say_next
 from .options import console, print_json, print_table
 
 Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
@@ -48,7 +53,7 @@ def compress_command(
     read: Reading,
     streamed: Streaming,
     recover: Recover = "none",
-    evaluate: options.Evaluate = "bundled",
+    evaluate: options.Evaluate = HELD_OUT,
     dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -58,6 +63,9 @@ def compress_command(
     _check_placing(read, streamed)
     if dry_run and streamed.stream:
         raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
+    shown = None if evaluate == "none" else evaluate
+    about = {"recover": recover, "evaluate": evaluate, "target": cut.target}
+    made = Made(model=model, output=output, read=read, **about)
     gradients = not streamed.stream or streamed.statistics is not None
     defaults = {} if gradients else WITHOUT_GRADIENTS
     method = cut.build(resolve_source(model), read.seed, **defaults)
@@ -73,11 +81,11 @@ def compress_command(
         calibration=read.calibration,
         num_windows=read.windows,
         window=read.window,
-        evaluate=None if evaluate == "none" else evaluate,
+        evaluate=shown,
         dtype=read.dtype,
+        device=read.device,
         device_map=read.device_map,
         stream=streamed.stream,
-        device=streamed.device,
         statistics=streamed.statistics,
         recover=recover,
         bos=read.bos,
@@ -86,33 +94,25 @@ def compress_command(
         progress=True,
     )
     config = load_config(output) if result.model is None else result.model.config
-    _say_report(result.report, model, output, cut, config, recover, as_json)
+    _say_report(result.report, made, cut, config, as_json)
 
 
 def _check_placing(read: Reading, streamed: Streaming) -> None:
     """Raise RapError for options that the other way of working has no use for."""
     if streamed.stream and (read.dtype != "auto" or read.device_map is not None):
         raise RapError(
-            "--stream keeps the types that are stored and works on --device: leave --dtype and "
+            "--stream keeps the stored data types and runs on --device; leave --dtype and "
             "--device-map out"
         )
-    if not streamed.stream and (streamed.device != "cpu" or streamed.statistics is not None):
-        raise RapError("--device and --statistics go with --stream: add it, or leave them out")
+    if not streamed.stream and streamed.statistics is not None:
+        raise RapError("--statistics requires --stream; add it, or leave --statistics out")
 
 
-def _say_report(
-    report: dict[str, Any],
-    model: str,
-    output: Path,
-    cut: Cut,
-    config: Any,
-    recover: str,
-    as_json: bool,
-) -> None:
+def _say_report(report: dict[str, Any], made: Made, cut: Cut, config: Any, as_json: bool) -> None:
     if as_json:
         return print_json(report)
     table = comparison(report)
-    print_table(f"{model} at retain {cut.retain}", ["", "dense", "pruned"], table)
+    print_table(f"{made.model} at retain {cut.retain}", ["", "dense", "pruned"], table)
     rows = held_by_engines(config) if is_pruned(config) else []
     _say_held(rows)
     if cut.target in ("llamacpp", "mlx") and {*dense_head_dims(text_config(config))} == {64}:
@@ -122,8 +122,12 @@ def _say_report(
             "it with a quantized cache)",
             style="yellow",
         )
-    console.print(f"wrote {output}; `rap inspect {output}` shows every layer")
-    say_next(next_steps(model, output, config, rows, recover, cut.target))
+    inspected = shlex.join(["rap", "inspect", str(made.output)])
+    console.print(f"wrote {made.output}; `{inspected}` shows every layer")
+    scored = report["dense"].get("evaluation")
+    if scored is not None and scored["window"] < EVALUATION_WINDOW:
+        made = replace(made, window=scored["window"])
+    say_next(made.next_steps(config, rows))
 
 
 def _tell(
@@ -136,12 +140,12 @@ def _tell(
     as_json: bool,
 ) -> None:
     """What compressing would do; the model's shapes are those of its config."""
-    text = None if evaluate == "none" else evaluate
-    check_sources(read.calibration, text)
+    data, text = split(read.calibration, None if evaluate == "none" else evaluate)
+    check_sources(data, text)
     config = load_config(model)
     check_dense(config)
     attention_spec(config)
-    device = dry.working_device(read.device_map)
+    device = dry.device_of(read.device, read.device_map)
     dense = dry.unloaded(config, device)
     needs = method.needs_for(dense)
     calibrate, memory = dry.calibration_step(dense, needs, read.windows, read.window)
@@ -182,22 +186,26 @@ def plan_command(
     """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
     check_output_file(output, force=force)
     chosen = cut.build(resolve_source(model), read.seed)
+    # Without the held-out tail, as `rap compress` calibrates.
+    data, _ = split(read.calibration, None)
     bench = Workbench.open(
         model,
         dtype=read.dtype,
+        device=read.device,
         device_map=read.device_map,
-        reading=read.text,
+        reading=replace(read.text, text=data),
         progress=True,
     )
     decision = bench.plan(chosen)
     decision.save(output)
     settings: dict[str, Any] = {
-        "calibration": read.calibration,
+        "calibration": data,
         "num_windows": read.windows,
         "window": read.window,
         "bos": read.bos,
         "bos_token": bench.bos,
         "seed": read.seed,
+        "device": str(bench.model.device),
     }
     _say_plan(decision, output, as_json, model=model, dtype=read.dtype, **settings)
 
@@ -211,6 +219,8 @@ def apply_command(
         typer.Option("--stream", help="Rewrite shard by shard, without ever holding the model."),
     ] = False,
     dtype: options.Dtype = "auto",
+    device: options.Device = AUTO,
+    device_map: options.DeviceMap = None,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -218,13 +228,15 @@ def apply_command(
     """Cut MODEL as PLAN says and write the smaller checkpoint."""
     check_output(output, force=force)
     check_apart(output, model)
-    if stream and dtype != "auto":
-        raise RapError("--stream keeps the stored types: leave --dtype out")
+    if stream and (dtype != "auto" or device_map is not None):
+        raise RapError("--stream keeps the stored data types; leave --dtype and --device-map out")
+    placed = placement(device, device_map)
     decision = Plan.load(plan)
     source = resolve_source(model)
     if not stream:
         check_config(load_config(source), decision)
-        dense = load_dense(source, dtype=dtype)
+        dense = load_dense(source, dtype=dtype, **placed)
+        say_device(dense)
         small = apply(dense, decision)
         save(small, decision, output, source=source, dense=dense, force=force)
     else:
@@ -233,6 +245,7 @@ def apply_command(
     # Whole heads leave a stock checkpoint, which has no such section.
     fingerprint = (getattr(load_config(output), "rap", None) or {}).get("fingerprint", "")
     settings: dict[str, Any] = {"plan_file": str(plan), "stream": stream, "dtype": dtype}
+    settings["device"] = "cpu" if stream else str(small.device)
     _say_plan(decision, output, as_json, fingerprint=fingerprint, model=model, **settings)
 
 

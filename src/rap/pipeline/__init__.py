@@ -4,8 +4,9 @@ In: a checkpoint, or a live model, and a ratio.
 Out: a smaller checkpoint, and a report of what was pruned and what it costs.
 """
 
+from ..calibration.protocol import EVALUATION_WINDOWS
 from .places import WITHOUT_GRADIENTS
-from .report import EVALUATION_WINDOWS, measure, measure_against, save
+from .report import measure, measure_against, save
 from .run import Compression, compress
 
 __all__ = [

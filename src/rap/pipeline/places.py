@@ -13,12 +13,14 @@ from torch import Tensor
 
 from ..calibration.bos import check_bos
 from ..calibration.memory import describe_memory, estimate_layers
+from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.sources import StoredLayers
 from ..calibration.statistics import Statistics
 from ..calibration.streamed import StreamedBench, refuse_gradients
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.card import unmeasured
-from ..checkpoint.load import check_device, load_tokenizer
+from ..checkpoint.device import say_device, working_device
+from ..checkpoint.load import load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.perplexity import evaluation_window
@@ -34,7 +36,7 @@ from ..recovery.streamed import StreamedStage
 from ..surgery.apply import apply
 from ..surgery.weights import PrunedWeights
 from ..surgery.write import apply_streamed
-from .report import EVALUATION_WINDOWS, made_with, measure_against, quality, save
+from .report import fitting_window, made_with, measure_against, quality, save
 
 # What --stream takes where nothing is said: the best that needs no gradient of the loss.
 WITHOUT_GRADIENTS = {"metric": "output"}
@@ -92,18 +94,16 @@ class InMemory:
         output: str | Path | None,
         recover: str,
         fit: FitConfig | None,
-        dtype: str | torch.dtype,
-        device_map: str | None,
+        loading: dict[str, Any],
         progress: bool,
     ):
-        self.output, self.recovery, self.fit, self.dtype = output, recover, fit, dtype
+        self.output, self.recovery, self.fit, self.loading = output, recover, fit, loading
         # Statistics outlive a stopped run: what resumes must prune as it did, and GPUs vary.
         kept = output is not None and recover != "none"
         self.bench = Workbench.open(
             source,
             tokenizer,
-            dtype=dtype,
-            device_map=device_map,
+            **loading,
             reading=reading,
             kept_in=work_folder(output) / STATISTICS_FOLDER if output and kept else None,
             progress=progress,
@@ -152,7 +152,8 @@ class InMemory:
 
     def record(self, evaluate: str | None) -> dict[str, Any]:
         """As of every place."""
-        return {"provenance": made_with(self.bench.reading, evaluate, self.dtype)}
+        device, dtype = str(self.bench.model.device), self.loading["dtype"]
+        return {"provenance": made_with(self.bench.reading, evaluate, dtype, device=device)}
 
     def save(self, plan: Plan, report: dict[str, Any], *, force: bool) -> None:
         """As of every place."""
@@ -178,6 +179,7 @@ class FromFiles:
     ):
         if output is None:
             raise RapError("--stream writes its result to files: give an output directory")
+        device = str(working_device(device))
         self.output, self.device, self.file = output, device, statistics
         self.work, self.model = work_folder(output), None
         self.stage = StreamedStage(
@@ -191,7 +193,6 @@ class FromFiles:
             progress=progress,
         )
         check_bos(reading.bos)
-        check_device(device)
         self.stored = StoredModel(resolve_source(source))
         given, stored = _given(method, self.stored, statistics), self.stored
         self.bench = StreamedBench(
@@ -210,6 +211,7 @@ class FromFiles:
         """What is pruned by, and how much memory it takes, weights included."""
         if not self.bench.progress:
             return
+        say_device(self.bench.layers.device)
         console = Console(stderr=True, markup=False, soft_wrap=True)
         if getattr(method, "metric", "") == "output":
             console.print(
@@ -256,6 +258,7 @@ class FromFiles:
             StoredLayers(small, bench.layers.device),
             bench.layers,
             tokens,
+            window=fitting_window(bench.model, tokens, bench.bos),
             max_windows=EVALUATION_WINDOWS,
             bos=bench.bos,
             folder=bench.kept_in,

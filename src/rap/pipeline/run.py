@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 from ..calibration.bos import Bos
+from ..calibration.held_out import HELD_OUT, split
+from ..calibration.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..calibration.text import check_sources
 from ..calibration.workbench import CalibrationText
+from ..checkpoint.device import AUTO
 from ..checkpoint.files import check_output
 from ..checkpoint.source import check_apart
 from ..methods import Method, parse_method
@@ -39,13 +42,13 @@ def compress(
     method: Method | str = "rap",
     tokenizer: Any = None,
     calibration: str | Path = "bundled",
-    num_windows: int = 32,
-    window: int = 1024,
-    evaluate: str | Path | None = "bundled",
+    num_windows: int = CALIBRATION_WINDOWS,
+    window: int = CALIBRATION_WINDOW,
+    evaluate: str | Path | None = HELD_OUT,
     dtype: str | torch.dtype = "auto",
+    device: str = AUTO,
     device_map: str | None = None,
     stream: bool = False,
-    device: str = "cpu",
     statistics: str | Path | None = None,
     recover: str = "none",
     fit: FitConfig | None = None,
@@ -57,29 +60,27 @@ def compress(
     """Compress a model to `retain` of its KV cache.
 
     `source` is a live model with its `tokenizer`, or a checkpoint directory, hub name or `bundled`,
-    which is loaded in `dtype` onto `device_map`. Writes the checkpoint to `output` if one is given,
+    which is loaded in `dtype` onto `device` (auto: the GPU if there is one), or over several by
+    `device_map`. Writes the checkpoint to `output` if one is given,
     over another with `force`. `method` knows its own `retain`, or is the text of one,
     `name[:recipe][:setting=value]...`. `calibration` is a dataset of `load_windows`, of which
     `num_windows` samples of `window` tokens are drawn by `seed`, begun as `bos` says; `evaluate`
-    names the evaluation dataset (None: no figures). `recover` is one of
-    `recovery.stages.RECOVERIES`, with the settings `fit` of layer-wise distillation. With `stream`
+    names the evaluation dataset (by default a held-out split, `held_out.split`; None: no figures).
+    `recover` is one of `recovery.stages.RECOVERIES`, with the settings `fit` of layer-wise distillation. With `stream`
     layers are read from files, one in memory at a time, and work in float32 on `device`: methods
     that need gradients take a file of `statistics`, or metric `output` where their text sets none.
     A killed run resumes, when repeated, after the statistics or the last fitted layer. Raises a
     RapError for input that cannot work, before the work it would waste.
     """
-    calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
+    calibration, evaluate = split(calibration, evaluate)
     method = _chosen(method, float(retain), seed, forward_only=stream and statistics is None)
-    check_recovery(recover, method.name)
-    check_sources(calibration, evaluate)
-    if output is not None:
-        check_output(output, force=force)
-        check_apart(output, source)
+    _check(source, output, method, calibration, evaluate, recover, force=force)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
+    loading = {"dtype": dtype, "device": device, "device_map": device_map}
     place: Place = (
         FromFiles(source, reading, method, output, recover, fit, device, statistics, progress)
         if stream
-        else InMemory(source, tokenizer, reading, output, recover, fit, dtype, device_map, progress)
+        else InMemory(source, tokenizer, reading, output, recover, fit, loading, progress)
     )
     tokens = held_out(evaluate, place.bench)
     place.announce(method, tokens)
@@ -92,6 +93,23 @@ def compress(
     if output is not None:
         place.save(plan, report, force=force)
     return Compression(place.model, plan, report)
+
+
+def _check(
+    source: Any,
+    output: str | Path | None,
+    method: Method,
+    calibration: str,
+    evaluate: str | None,
+    recover: str,
+    *,
+    force: bool,
+) -> None:
+    check_recovery(recover, method.name)
+    check_sources(calibration, evaluate)
+    if output is not None:
+        check_output(output, force=force)
+        check_apart(output, source)
 
 
 def _chosen(method: Method | str, retain: float, seed: int, *, forward_only: bool) -> Method:

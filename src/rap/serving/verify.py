@@ -9,6 +9,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import assets
+from ..checkpoint.device import AUTO, placement
 from ..checkpoint.load import is_pruned, load, load_config, load_tokenizer, without_tensors
 from ..evaluation.cost.footprint import footprint
 from ..model.errors import CheckpointError, RapError
@@ -60,14 +61,16 @@ def verify(
     *,
     dtype: str = "float32",
     tolerance: float | None = None,
+    device: str = AUTO,
     tensor_parallel_size: int = 1,
     environment: dict[str, str] | None = None,
 ) -> Verification:
     """Run the bundled prompts through an engine and compare with the reference model.
 
     The reference is the checkpoint in transformers, in float32 with eager attention and no cache.
-    It passes if no log-probability is further off than `tolerance`, in float32 also every greedy
-    token is the same, and the cache holds at least as many tokens as the dense model's would.
+    Models of transformers run on `device`; vLLM chooses one. It passes if no log-probability is
+    further off than `tolerance`, in float32 also every greedy token is the same, and the cache
+    holds at least as many tokens as the dense model's would.
     Raises RapError for an unknown engine or dtype, a tolerance below 0, or a family that the engine
     does not run, CheckpointError, or EngineError.
     """
@@ -76,7 +79,7 @@ def verify(
         raise RapError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
     if dtype not in TOLERANCES:
         raise RapError(f"unknown dtype {dtype!r}: use one of {', '.join(TOLERANCES)}")
-    config = load_config(source)
+    config, placed = load_config(source), placement(device)
     prompts = bundled_prompts(source, config)
     if engine == "vllm":
         if is_pruned(config):
@@ -91,10 +94,10 @@ def verify(
         )
         transcripts, version, capacity = run.rounds[0], run.version, run.capacity_tokens
     else:
-        model = load(source, dtype=dtype)
+        model = load(source, dtype=dtype, **placed)
         transcripts = [transcribe(model, prompt, MAX_TOKENS) for prompt in prompts]
         version, capacity = transformers.__version__, GIB // footprint(model).kv_bytes_per_token
-    reference = load(source, dtype="float32", attn_implementation="eager")
+    reference = load(source, dtype="float32", attn_implementation="eager", **placed)
     compared = agreement(reference, transcripts)
     bound = tolerance if tolerance is not None else TOLERANCES[dtype]
     channels = dense_channels(config, tensor_parallel_size)
