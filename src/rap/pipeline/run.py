@@ -66,11 +66,11 @@ def compress(
     `name[:recipe][:setting=value]...`. `calibration` is a dataset of `load_windows`, of which
     `num_windows` samples of `window` tokens are drawn by `seed`, begun as `bos` says; `evaluate`
     names the evaluation dataset (by default a held-out split, `held_out.split`; None: no figures).
-    `recover` is one of `recovery.stages.RECOVERIES`, with the settings `fit` of layer-wise distillation. With `stream`
-    layers are read from files, one in memory at a time, and work in float32 on `device`: methods
-    that need gradients take a file of `statistics`, or metric `output` where their text sets none.
-    A killed run resumes, when repeated, after the statistics or the last fitted layer. Raises a
-    RapError for input that cannot work, before the work it would waste.
+    `recover` is one of `recovery.stages.RECOVERIES`, with the settings `fit` of layer-wise
+    distillation. With `stream` layers are read from files, one in memory at a time, and work in
+    float32 on `device`: methods that need gradients take a file of `statistics`, or metric `output`
+    where their text sets none. A killed run resumes, when repeated, after the statistics or the
+    last fitted layer. RapError for input that cannot work, before the work it would waste.
     """
     calibration, evaluate = split(calibration, evaluate)
     method = _chosen(method, float(retain), seed, forward_only=stream and statistics is None)
