@@ -31,6 +31,8 @@ from .folding import FoldedHead
 from .losses import Metric, Moments, free_moments, key_moments, value_moments, value_subspace
 from .subspace import weighted_subspace
 
+# Channels of a cached head that attention kernels take at most.
+WIDEST = 256
 # What reads a group: each head by itself, or all of them together by joint gradients.
 Readers = Literal["apart", "joint"]
 
@@ -43,6 +45,14 @@ def check_merge(merge: int, num_kv_heads: int) -> None:
             f"{num_kv_heads} KV heads cannot be merged by {merge}: use one of "
             f"{', '.join(map(str, sizes))}"
         )
+
+
+def merged_steps(head_dim: int, merge: int) -> int:
+    """Steps of two channels that a merged head may keep: all of its heads', up to WIDEST channels.
+
+    Estimated losses are of merge * head_dim / 2 steps: what `retain` is a share of.
+    """
+    return min(merge * head_dim, max(WIDEST, head_dim)) // 2
 
 
 def merge_needs(metric: Metric, readers: Readers = "apart") -> frozenset[str]:
