@@ -235,9 +235,17 @@ def test_a_checkpoint_of_an_earlier_reading_is_made_again(tmp_path):
         ("llama", {"tensors": {"rope_factors_long.weight": [2.0] * 8}}, "rope_factors_long.weight"),
         ("llama", {"header": {"rope.dimension_count": 8}}, "rotates 8 of 16 channels"),
         ("llama", {"header": {"expert_count": 4}}, "Mixtral's experts"),
-        ("llama", {"header": {"attention.head_count_kv": None}}, "lacks llama.attention.head_count"),
+        (
+            "llama",
+            {"header": {"attention.head_count_kv": None}},
+            "lacks llama.attention.head_count",
+        ),
         ("llama", {"tensors": {"cls.weight": [1.0] * 8}}, "does not read cls.weight"),
-        ("qwen2", {"tensors": {"blk.0.attn_q_norm.weight": [1.0] * 16}}, "blk.0.attn_q_norm.weight"),
+        (
+            "qwen2",
+            {"tensors": {"blk.0.attn_q_norm.weight": [1.0] * 16}},
+            "blk.0.attn_q_norm.weight",
+        ),
         ("gemma3", {"tensors": {"rope_freqs.weight": [2.0] * 8}}, "layers that differ"),
     ],
 )

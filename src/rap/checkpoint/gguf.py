@@ -132,9 +132,7 @@ def _read_names(packed: Any, architecture: str) -> set[str | None]:
 
     named = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(named[architecture], packed.config.num_hidden_layers)
-    return {
-        names.get_name(name, try_suffixes=(".weight", ".bias")) for name in packed.state_dict()
-    }
+    return {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in packed.state_dict()}
 
 
 def _plain(packed: Any, dtype: torch.dtype) -> Any:
