@@ -21,7 +21,6 @@ SOURCE_FILE = "gguf_source.json"
 _READING = 2  # raised when files are read differently, so that kept checkpoints are made again
 # Types that a float dtype holds exactly; all others are dequantized to bfloat16.
 _EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CHUNK = 1 << 24
 
 Say = Callable[[str], None]
 
@@ -41,7 +40,7 @@ def checkpoint_of(file: str | Path, say: Say = lambda line: None) -> Path:
     file = Path(file)
     if not file.is_file():
         raise CheckpointError(f"there is no file {file}: check the path")
-    folder = home() / "gguf" / f"{file.stem}-{_digest(file)[:16]}"
+    folder = home() / "gguf" / f"{file.stem}-{file_digest(file)[:16]}"
     if _kept(folder):
         say(f"{file.name}: dequantized before, in {folder}")
         return folder
@@ -154,9 +153,7 @@ def _plain(packed: Any, dtype: torch.dtype) -> Any:
     return plain.to(dtype)
 
 
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
+def file_digest(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
