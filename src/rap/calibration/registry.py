@@ -25,6 +25,7 @@ from ..model.layers import (
 from ..model.specs import QKNorm
 from .backward import GradientMoment
 from .forward import InputMoment, LogitSamples, RotatedMoment
+from .joint import JointGradient, JointMoment
 from .norms import NormMoment, centred, shares
 from .observers import (
     COMPLEX,
@@ -236,6 +237,8 @@ STATISTICS: dict[str, type[Statistic]] = {
         Fisher,
         GateFisher,
         GradientMoment,
+        JointMoment,
+        JointGradient,
     )
 }
 # No statistic of a layer: some of the text itself, to try cuts on.

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.layers import base_model_type
@@ -22,7 +23,7 @@ from ..planning.losses import (
     key_moments,
     one_width,
 )
-from ..planning.plan import LayerPlan, Plan
+from ..planning.plan import PairPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
 from .base import PairPruning
@@ -164,25 +165,18 @@ class Rap(PairPruning):
     def budgets(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
     ) -> list[LayerBudget | None]:
-        """By score or alike (base), or by the error of every width.
-
-        Raises RapError for budget `search`, which tries cuts on a model, as `plan` does.
-        """
-        if self.budget == "search":
-            raise RapError(
-                "budget 'search' tries cuts on the whole model: leave --stream out, or use budget "
-                "'error'"
-            )
+        """By score or alike (base), or by the error of every width."""
         if self.budget != "error":
             return super().budgets(scores, statistics, dense)
         return kept_budgets(self.widths(scores, statistics, dense).by_layer(), dense)
 
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
+    def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
         """As of every pair method; budget `search` tries its widths on the model."""
         if self.budget != "search":
-            return super().plan(model, statistics)
-        fingerprint, family = self.check(model, statistics), base_model_type(model.config)
-        dense = dense_layers(model)
+            return super().plan_from(source, statistics)
+        model = source.whole("budget 'search', which tries pruned layers,")
+        fingerprint, family = self.check(source, statistics), base_model_type(model.config)
+        dense = dense_layers(source.model, source)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
 
         def planned(kept: dict[int, tuple[int, ...]]) -> Plan:
@@ -236,16 +230,16 @@ class Rap(PairPruning):
         budgets: Sequence[LayerBudget | None],
         statistics: Statistics,
         dense: DenseLayers,
-    ) -> list[LayerPlan | None]:
+    ) -> list[PairPlan | None]:
         """Plain selection, with keys folded and values in a subspace where asked."""
         plain = super().cut_layers(scores, budgets, statistics, dense)
         keys = self._keys(plain, scores, statistics, dense)
-        cut: list[LayerPlan | None] = []
+        cut: list[PairPlan | None] = []
         for index, layer in enumerate(plain):
             if layer is None:
                 cut.append(None)
                 continue
-            made = LayerPlan(**{**layer.tensors(), **keys[index]})
+            made = PairPlan(**{**layer.tensors(), **keys[index]})
             if self.values == "subspace" and dense.mixes_values[index]:
                 values = layer_values(index, statistics, dense, self.metric)
                 made = in_subspace(made, values, self.shrinkage)
@@ -254,12 +248,12 @@ class Rap(PairPruning):
 
     def _keys(
         self,
-        plain: Sequence[LayerPlan | None],
+        plain: Sequence[PairPlan | None],
         scores: Sequence[LayerScores | None],
         statistics: Statistics,
         dense: DenseLayers,
     ) -> list[dict[str, Tensor]]:
-        """What replaces the plainly chosen pairs of every layer, as fields of its LayerPlan."""
+        """What replaces the plainly chosen pairs of every layer, as fields of its PairPlan."""
         if self.profile == "stock":
             shared_frequencies(dense.frequencies)
         if self._folds(dense):
