@@ -63,7 +63,7 @@ def compress_command(
     if dry_run and streamed.stream:
         raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
     shown = None if evaluate == "none" else evaluate
-    about = {"recover": recover, "evaluate": evaluate, "target": cut.target}
+    about: dict[str, Any] = {"recover": recover, "evaluate": evaluate, "target": cut.target}
     made = Made(model=model, output=output, read=read, **about)
     if streamed.stream:
         report = _streamed(model, output, cut, read, streamed, recover, shown, force)

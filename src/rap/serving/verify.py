@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -75,21 +76,21 @@ def verify(
     does not run, CheckpointError, or EngineError.
     """
     check_tolerance(tolerance)
-    if engine not in ENGINES:
-        raise RapError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
-    if dtype not in TOLERANCES:
-        raise RapError(f"unknown dtype {dtype!r}: use one of {', '.join(TOLERANCES)}")
+    for what, name, known in (("engine", engine, ENGINES), ("dtype", dtype, TOLERANCES)):
+        if name not in known:
+            raise RapError(f"unknown {what} {name!r}: use one of {', '.join(known)}")
     config, placed = load_config(source), placement(device)
     prompts = bundled_prompts(source, config)
     if engine == "vllm":
-        told = overrides(config) if is_pruned(config) else None
+        told = overrides(config) if is_pruned(config) else {}
+        more: dict[str, Any] = {"hf_overrides": told} if told else {}
         run = run_vllm(
             source,
             [Round(prompts, MAX_TOKENS, prompt_logprobs=True)],
             environment=environment,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
-            **({"hf_overrides": told} if told else {}),
+            **more,
             max_model_len=max(map(len, prompts)) + MAX_TOKENS,
         )
         transcripts, version, capacity = run.rounds[0], run.version, run.capacity_tokens
