@@ -66,7 +66,7 @@ def compress_command(
     if dry_run and streamed.stream:
         raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
     shown = None if evaluate == "none" else evaluate
-    about = {"recover": recover, "evaluate": evaluate, "target": cut.target}
+    about: dict[str, Any] = {"recover": recover, "evaluate": evaluate, "target": cut.target}
     made = Made(model=model, output=output, read=read, **about)
     gradients = not streamed.stream or streamed.statistics is not None
     defaults = {} if gradients else WITHOUT_GRADIENTS
