@@ -87,7 +87,7 @@ class Merged:
         keys, values, free = self.moments(index, merge, statistics, dense)
         if slots is None:
             slots = self._slots(keys, dense.frequencies[index], budget.pairs)
-        fields: dict[str, Tensor] = merged_channels(free, budget.free, merge)
+        fields: dict[str, Any] = merged_channels(free, budget.free, merge)
         fields |= merged_latent(values, budget.values, merge, self.shrinkage)
         groups = len(values[0])
         empty = torch.zeros(groups, 0, dtype=torch.int32)
