@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rap.planning.layer_plan import LayerPlan
 
 import rap
 from cases.models import random_tokens, tiny_model
@@ -11,7 +12,6 @@ from rap.methods.values import in_subspace
 from rap.model.errors import RapError
 from rap.model.rope import AttentionShape, HeadGeometry
 from rap.planning.folding import fold_at, fold_head, spectrum
-from rap.planning.layer_plan import LayerPlan
 from rap.planning.losses import free_moments, key_moments, part_losses, value_moments, width_errors
 from rap.planning.merging import (
     check_merge,

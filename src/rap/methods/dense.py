@@ -20,7 +20,7 @@ from ..model.layers import (
 from ..model.rope import AttentionShape
 from ..model.specs import AttentionSpec
 from ..planning.budgets import LayerBudget, layer_budget
-from ..planning.mixing import key_limit, value_limit
+from ..planning.mixing import key_limit, merge_limit, value_limit
 from ..planning.norms import row_sizes
 from ..planning.scores import Named
 from ..planning.sharing import joined
@@ -37,6 +37,7 @@ class DenseLayers:
     a layer's own: local and global layers may rotate differently.
     Layers that read the keys and values of another are part of that one (calibration.sharing);
     `every_shape` has them by themselves.
+    `merge_limits` say why the KV heads of a layer cannot be merged ("": they can).
     `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing).
     """
 
@@ -47,6 +48,7 @@ class DenseLayers:
     context: int
     mixes_values: Sequence[bool]
     every_shape: Sequence[AttentionShape | None] = ()
+    merge_limits: Sequence[str] = ()
 
     def normalises_keys(self, index: int) -> bool:
         """Whether something divides a layer's keys by their size."""
@@ -98,6 +100,7 @@ def dense_layers(model: PreTrainedModel, source: LayerSource | None = None) -> D
         context=trained_length(model.config) or UNKNOWN_CONTEXT,
         mixes_values=[not value_limit(model.config) for _ in layers],
         every_shape=every_shape,
+        merge_limits=[merge_limit(layer, layers, model.config) for layer in layers],
     )
 
 

@@ -81,6 +81,8 @@ class RapAttention(nn.Module):
         self.attention_dropout = dropout.p if isinstance(dropout, nn.Dropout) else dropout
         self.num_slots, self.key_width = entry.pairs, entry.key_width
         self.value_width, self.num_kept_heads = entry.values, entry.num_heads(dense_shape)
+        # What attention functions of transformers repeat keys and values by.
+        self.num_key_value_groups = dense_shape.num_heads // self.num_kept_heads
         self.exact_norm = norm is not None and norm_mode == "exact"
         self.norm_rows = entry.norm_rows
         self.fusable &= norm is None and spec.query_scale is None and self.num_slots > 0

@@ -28,7 +28,11 @@ _PER_QUERY = ("query_ratio", "query_sketch")
 
 @dataclass(frozen=True, eq=False)
 class PairPlan(LayerPlan):
-    """What one attention layer keeps, the same number of slots and channels for every KV head.
+    """What one attention layer keeps, the same number of slots and channels for every cached head.
+
+    Cached heads are the G dense KV heads, or N merged ones: then `frequency_GM` and `free_GN` have
+    N rows, and a slot, free channel and value channel of a merged head are sums over its g = G/N
+    dense heads of what the mixes, of G heads each, make of them (rap.planning.merging).
 
     `frequency_GM` is the dense pair whose frequency each key slot rotates at, ascending in a head.
     Without mixing matrices the slot is that dense pair itself. With them, slot s of head g is the
@@ -39,6 +43,7 @@ class PairPlan(LayerPlan):
     `value_up`. `query_ratio` and `key_ratio` are what QK-norm multiplies the energy of kept
     channels by, to stand for that of the dense head (1 if not given); in mode `rows` that energy
     includes `query_sketch` and `key_sketch`, S combinations of dropped channels for every head.
+    `note` says why the layer is not as the method was asked for.
     """
 
     form: ClassVar[str] = "pairs"
@@ -56,6 +61,7 @@ class PairPlan(LayerPlan):
     key_free_mix_GNF: Tensor | None = None
     query_sketch_HSD: Tensor | None = None
     key_sketch_GSD: Tensor | None = None
+    note: str = ""
 
     @classmethod
     def of_indices(
@@ -70,6 +76,17 @@ class PairPlan(LayerPlan):
             free_GN=_rectangle(free or [[] for _ in pairs], "free channels"),
             channels_GC=_rectangle(channels, "value channels"),
         )
+
+    @property
+    def num_heads(self) -> int:
+        """Cached heads: the dense KV heads, or fewer that are merged of them."""
+        return len(self.frequency_GM)
+
+    @property
+    def merge(self) -> int:
+        """g: dense KV heads of a cached head."""
+        down = self.value_down_GCD
+        return 1 if down is None else len(down) // self.num_heads
 
     @property
     def num_pairs(self) -> int:
@@ -114,17 +131,22 @@ class PairPlan(LayerPlan):
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are set, by field name."""
         named = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+
+    def record(self) -> dict[str, Any]:
+        """The note, if there is one."""
+        return {"note": self.note} if self.note else {}
 
     @classmethod
     def read(cls, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> Self:
         """As of every plan: its fields are its tensors."""
-        return cls(**tensors)
+        return cls(**tensors, note=record.get("note", ""))
 
     def entry(self, norm_mode: str = "constant") -> PairEntry:
         """As of every plan; rows that only a norm sees are of mode `rows`."""
         rows = self.norm_rows if norm_mode == "rows" else 0
-        return PairEntry(self.num_pairs, self.num_free, self.value_width, rows)
+        heads = self.num_heads if self.merge > 1 else None
+        return PairEntry(self.num_pairs, self.num_free, self.value_width, rows, heads)
 
     def convert(self, dense: DenseAttention) -> dict[str, Tensor]:
         """As of every plan: every projection and norm cut, and what the dense module has not.
@@ -184,17 +206,27 @@ class PairPlan(LayerPlan):
             raise PlanError(f"layer {layer}: key and query mixing must come together")
         if (self.key_free_mix_GNF is None) != (self.query_free_mix_GNF is None):
             raise PlanError(f"layer {layer}: key and query mixing must come together")
+        if self.merge > 1 and (mixed < (self.num_pairs > 0) or self.query_ratio_H is not None):
+            raise PlanError(f"layer {layer}: merged heads need mixes, and no norms of keys")
+        if self.merge > 1 and self.num_free and self.key_free_mix_GNF is None:
+            raise PlanError(f"layer {layer}: merged heads need mixes of channels without rotation")
         _check_index(layer, "pair", self.frequency_GM, geometry.num_pairs, repeats=mixed)
-        _check_index(layer, "free channel", self.free_GN, geometry.num_free)
+        _check_index(layer, "free channel", self.free_GN, self.merge * geometry.num_free)
         if self.channels_GC is not None:
             _check_index(layer, "value channel", self.channels_GC, geometry.head_dim)
 
     def _check_sizes(self, layer: int, shape: AttentionShape) -> None:
         heads, dim = shape.num_kv_heads, shape.head_dim
+        merged = self.num_heads != heads
+        if self.num_heads < 1 or heads % self.num_heads or (merged and self.value_down_GCD is None):
+            raise PlanError(
+                f"layer {layer}: frequency_GM has {self.num_heads} KV heads, the model has {heads}"
+            )
         mix = (heads, self.frequency_GM.shape[-1], shape.geometry.num_pairs, 2)
         free = (heads, self.num_free, shape.geometry.num_free)
         expected = {
-            **dict.fromkeys(("frequency_GM", "free_GN", "channels_GC"), (heads, -1)),
+            **dict.fromkeys(("frequency_GM", "free_GN"), (self.num_heads, -1)),
+            "channels_GC": (heads, -1),
             **dict.fromkeys(("query_mix_GMP2", "key_mix_GMP2"), mix),
             **dict.fromkeys(("query_free_mix_GNF", "key_free_mix_GNF"), free),
             "value_down_GCD": (heads, -1, dim),
@@ -206,7 +238,8 @@ class PairPlan(LayerPlan):
         }
         for name, tensor in self.tensors().items():
             sizes, found = expected[name], tuple(tensor.shape)
-            if len(found) == len(sizes) and found[0] != heads and not name.startswith(_PER_QUERY):
+            wrong = len(found) == len(sizes) and found[0] != sizes[0]
+            if wrong and not name.startswith(_PER_QUERY):
                 what = f"{name} has {found[0]} KV heads, the model has {heads}"
                 raise PlanError(f"layer {layer}: {what}")
             fits = (want in (-1, got) for want, got in zip(sizes, found, strict=False))
@@ -281,12 +314,12 @@ def cut(
         if norm is not None and norm.centred:
             tensor = _centre(tensor, shape.head_dim)
         if role == "q":
-            heads, sketch = shape.num_heads, layer.query_sketch_HSD
+            heads, sketch, merge = shape.num_heads, layer.query_sketch_HSD, 1
             mixes = layer.query_mix_GMP2, layer.query_free_mix_GNF
         else:
-            heads, sketch = shape.num_kv_heads, layer.key_sketch_GSD
+            heads, sketch, merge = shape.num_kv_heads, layer.key_sketch_GSD, layer.merge
             mixes = layer.key_mix_GMP2, layer.key_free_mix_GNF
-        kept = _cut_keys(tensor, layer, shape, heads, mixes)
+        kept = _cut_keys(tensor, layer, shape, heads, mixes, merge)
         return kept if sketch is None or norm_mode != "rows" else _add_rows(kept, tensor, sketch)
     if role == "v":
         return (_rotate_value if value_norm else _cut_value)(tensor, layer, shape)
@@ -341,8 +374,12 @@ def _cut_keys(
     shape: AttentionShape,
     heads: int,
     mixes: tuple[Tensor | None, Tensor | None],
+    merge: int = 1,
 ) -> Tensor:
-    """Kept rows of every head of q or k: pairs, then free channels, each as they are or mixed."""
+    """Kept rows of every head of q or k: pairs, then free channels, each as they are or mixed.
+
+    Those of `merge` heads after each other are summed.
+    """
     rows_HDE, repeat = tensor.unflatten(0, (heads, shape.head_dim)), heads // shape.num_kv_heads
     if not layer.mixes_keys:
         keep_HW = layer.kept_channels(shape).repeat_interleave(repeat, 0).to(tensor.device)
@@ -353,18 +390,26 @@ def _cut_keys(
     )
     geometry = shape.geometry
     rows = rows_HDE[:, geometry.canonical_order().to(tensor.device)].double()
-    pairs = layer.frequency_GM.long().repeat_interleave(repeat, 0).to(tensor.device)
-    free = layer.free_GN.long().repeat_interleave(repeat, 0).to(tensor.device)
-    if pair_mix is None:
+    if not layer.num_pairs:
+        slots = []
+    elif pair_mix is None:
+        pairs = layer.frequency_GM.long().repeat_interleave(repeat, 0).to(tensor.device)
         slots = [_rows(rows, pairs), _rows(rows, pairs + geometry.num_pairs)]
     else:
         slots = _mix_pairs(rows, geometry.num_pairs, pair_mix)
     if free_mix is None:
-        slots.append(_rows(rows, free + geometry.rotary_dim))
+        free = layer.free_GN.long().repeat_interleave(repeat, 0).to(tensor.device)
+        slots.append(_rows(rows, free + geometry.rotary_dim) if layer.num_free else rows[:, :0])
     else:
         still = rows[:, geometry.rotary_dim :]
         slots.append(torch.einsum("hnf,hf...->hn...", free_mix, still))
-    return torch.cat(slots, dim=1).flatten(0, 1).to(tensor.dtype)
+    mixed = _merged(torch.cat(slots, dim=1), merge)
+    return mixed.flatten(0, 1).to(tensor.dtype)
+
+
+def _merged(heads: Tensor, merge: int) -> Tensor:
+    """[G, ...] to [N, ...], summed over the heads of every group."""
+    return heads if merge == 1 else heads.unflatten(0, (-1, merge)).sum(1)
 
 
 def _rows(rows_HDE: Tensor, index_HK: Tensor) -> Tensor:
@@ -397,7 +442,7 @@ def _cut_value(tensor: Tensor, layer: PairPlan, shape: AttentionShape) -> Tensor
     if layer.value_down_GCD is not None:
         down = layer.value_down_GCD.to(device=tensor.device, dtype=torch.float64)
         mixed = torch.einsum("gcd,gd...->gc...", down, rows_GDE.double())
-        return mixed.flatten(0, 1).to(tensor.dtype)
+        return _merged(mixed, layer.merge).flatten(0, 1).to(tensor.dtype)
     assert layer.channels_GC is not None
     head = torch.arange(shape.num_kv_heads, device=tensor.device)[:, None]
     return rows_GDE[head, layer.channels_GC.long().to(tensor.device)].flatten(0, 1)
