@@ -35,6 +35,7 @@ from ..checkpoint.source import check_apart
 from ..checkpoint.writing import write_model
 from ..model.cache_layout import PairEntry
 from ..model.errors import CheckpointError, UnsupportedModelError
+from ..model.families import FAMILIES
 from ..model.layers import base_model_type, rotary_module
 from ..model.modeling import layer_entries
 from ..model.rope import read_frequencies
@@ -96,11 +97,11 @@ def slots_of_all_heads(small: PreTrainedModel) -> list[int]:
     Raises CheckpointError, naming the layer and head that differ, and UnsupportedModelError for a
     family that has no stock form.
     """
+    check_stock(small.config)
     if not is_pruned(small):
         raise CheckpointError(
             "this model is dense: cut it first, by `rap compress MODEL --profile stock -o out`"
         )
-    check_stock(small.config)
     entries = layer_entries(small.config, small.config.num_hidden_layers, "plain")
     first = entries[0]
     for layer, entry in enumerate(entries):
@@ -179,7 +180,8 @@ def check_stock(config: Any) -> None:
     family = base_model_type(config)
     if family not in STOCK_FAMILIES:
         raise UnsupportedModelError(
-            f"{family} has no stock form: one of {', '.join(STOCK_FAMILIES)} is needed"
+            f"{family} has no stock form{_why(config, family)}: one of "
+            f"{', '.join(STOCK_FAMILIES)} is needed"
         )
     rope = config.rope_parameters
     if is_variable(rope):
@@ -189,6 +191,17 @@ def check_stock(config: Any) -> None:
         )
     if family == "qwen2" and getattr(config, "use_sliding_window", False):
         raise UnsupportedModelError("Qwen2 with a sliding window has no stock form")
+
+
+def _why(config: Any, family: str) -> str:
+    """What no plain config expresses, in brackets, as far as that is the family's attention."""
+    spec, rope = FAMILIES.get(family), getattr(config, "rope_parameters", None) or {}
+    reasons = []
+    if spec is not None and spec.norm is not None:
+        reasons.append("QK-norm divides by the norm of whole dense heads")
+    if any(isinstance(value, dict) for value in rope.values()):
+        reasons.append("layers rotate at different bases")
+    return f" ({', '.join(reasons)})" if reasons else ""
 
 
 def is_variable(rope: dict[str, Any]) -> bool:
