@@ -40,6 +40,9 @@ def run(*arguments: Any) -> Result:
     raise AssertionError("main() returned without an exit code")
 
 
+PROGRESS = ("device: ", "rewriting", "calibrating")
+
+
 def error_violations(result: Result) -> list[str]:
     """How a result differs from a clean refusal: exit code 2 and one line that says why."""
     found = []
@@ -47,8 +50,8 @@ def error_violations(result: Result) -> list[str]:
         found.append(f"exit code {result.code}")
     if result.out:
         found.append(f"standard output {result.out!r}")
-    # A fault that only the whole input shows comes after a progress bar.
-    lines = [x for x in result.err.splitlines() if not x.startswith(("rewriting", "calibrating"))]
+    # A fault that only the whole input shows comes after the device, or a progress bar.
+    lines = [x for x in result.err.splitlines() if not x.startswith(PROGRESS)]
     if len(lines) != 1 or not lines[0].startswith("error: "):
         found.append(f"not one line of error: {result.err!r}")
     return found

@@ -96,8 +96,8 @@ def test_small_and_large_models_are_recovered_as_the_paper_did(name, monkeypatch
         wanted["recover"] = original(*arguments)
         raise RapError("enough")
 
-    original = recover_command._configured
-    monkeypatch.setattr(recover_command, "_configured", configured)
+    original = recover_command.configured
+    monkeypatch.setattr(recover_command, "configured", configured)
     monkeypatch.chdir(tmp_path)
     assert run("recover", "cut", "--config", path).err == "error: enough\n"
     expected = preset("paper", learning_rate=2e-5, clip=0.3, **GENTLE[name])

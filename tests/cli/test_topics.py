@@ -3,8 +3,6 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,10 +13,8 @@ from transformers import AutoConfig
 from cases.command import error_violations, run
 from rap.cli import app, compress, dry_run
 from rap.cli.completion import command_tree, completion_script
-from rap.cli.next_steps import next_steps
 from rap.cli.topics import EXIT_CODES, TOPICS, stopped
 from rap.model.errors import RapError
-from rap.serving.capacity import Held
 
 ROOT = typer.main.get_command(app)
 SMALL = ("--windows", "2", "--window", "64")
@@ -125,32 +121,17 @@ def test_dry_run_counts_the_weights_once():
 
 
 def test_dry_run_is_of_the_device_that_does_the_work(tmp_path, monkeypatch):
-    """Without --device-map that is the processor, whatever else is there."""
+    """The GPU where there is one, unless --device names another."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
     asked = []
     monkeypatch.setattr(dry_run, "product_speed", lambda device: asked.append(device.type) or 1e9)
     monkeypatch.setattr(dry_run, "free_memory", lambda device: asked.append(device.type) or 1)
     words = ("compress", "bundled", "--dry-run", "--json", "-o", tmp_path / "out")
-    assert run(*words).json["device"].startswith("cpu (")
+    assert run(*words, "--device", "cpu").json["device"].startswith("cpu (")
     assert run(*words, "--device-map", "auto").json["device"] == "GPU"
-    assert asked == ["cpu", "cpu", "cuda", "cuda"]
-
-
-def test_next_steps_are_three_commands():
-    served = [Held("vLLM on a CPU", "as they are", 1.4, "")]
-    pruned = SimpleNamespace(model_type="rap_llama")
-    judge, recover, serve = next_steps("bundled", Path("out"), pruned, served, "none", None)
-    assert judge.endswith("rap evaluate fidelity out --dense bundled")
-    assert "rap recover out --teacher bundled --preset fit -o out-recovered" in recover
-    assert serve.endswith("rap serve out")
-    assert "--preset full" in next_steps("m", Path("o"), pruned, served, "fit", None)[1]
-    assert "rap export gguf" in next_steps("m", Path("o"), pruned, served, "none", "llamacpp")[2]
-    for target in (None, "llamacpp", "stock"):
-        spaced = next_steps("my model", Path("an out"), pruned, served, "none", target)
-        assert all("'an out" in step for step in spaced)
-        assert all("'my model'" in step for step in spaced[:2])
-    assert "no engine" in next_steps("m", Path("o"), pruned, [], "none", None)[2]
+    assert run(*words).json["device"] == "GPU"
+    assert asked == ["cpu", "cpu", "cuda", "cuda", "cuda", "cuda"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +150,7 @@ def test_ctrl_c_says_how_to_go_on(arguments, said):
 
 
 def test_ctrl_c_leaves_nothing_half_written(tmp_path):
-    with mock.patch("rap.pipeline.loaded.save", side_effect=KeyboardInterrupt):
+    with mock.patch("rap.pipeline.places.save", side_effect=KeyboardInterrupt):
         result = run("compress", "bundled", *SMALL, "--evaluate", "none", "-o", tmp_path / "out")
     assert result.code == 130
     assert result.err.splitlines()[-1].startswith("stopped; no output is left half-written")

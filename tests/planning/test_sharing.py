@@ -17,10 +17,10 @@ from rap.methods import Rap
 from rap.methods.random import Random
 from rap.model.errors import PlanError
 from rap.model.fingerprint import fingerprint_model
+from rap.model.kinds.pairs import value_rotation
 from rap.model.layers import attention_layers
 from rap.planning.plan import Plan
 from rap.surgery.apply import apply
-from rap.surgery.cut import value_rotation
 
 SHARING = [case for case in CASES if case.sources]
 TOKENS = random_tokens(2, 11)

@@ -261,7 +261,7 @@ def test_a_preset_is_known_by_its_name(models, monkeypatch):
         distillation, "distill", lambda *given, **_: asked.append(given[3]) or found
     )
     found = distillation.Distillation(models[1], {})
-    assert recover(models[1], models[0], WINDOWS) is found.model
+    assert recover(models[1], models[0], WINDOWS, "fast") is found.model
     recover(models[1], models[0], WINDOWS, "long")
     assert asked == [preset("fast"), preset("long")]
     with pytest.raises(RapError, match="unknown recovery preset 'quick': use one of paper, fast"):

@@ -1,5 +1,6 @@
 """The stage after the cut: its texts, the best of its results, and the command that runs it."""
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -22,6 +23,8 @@ from rap.pipeline import compress, save
 from rap.recovery import stages
 from rap.recovery.config import PRESETS, RecoveryConfig
 from rap.recovery.data import SHARED_RUN, apart, hold_out, recovery_windows
+from rap.recovery.fit import fit_layers
+from rap.recovery.layer_fit import FitConfig
 from rap.recovery.stages import RECOVERIES, recover_stage, work_folder
 
 VOCABULARY = 4096
@@ -262,7 +265,8 @@ def checkpoints(models, tokenizer, tmp_path_factory):
 
 SETTINGS = [f"{name}={getattr(CONFIG, name)}" for name in ("window", "num_windows", "steps")]
 SETTINGS += ["global-batch=4", "micro_batch=4", "evaluate_every=1", "learning_rate=3e-3"]
-FLAGS = [word for setting in SETTINGS for word in ("--set", setting)] + ["--evaluate", "none"]
+FLAGS = ["--preset", "fast", *(word for setting in SETTINGS for word in ("--set", setting))]
+FLAGS += ["--evaluate", "none"]
 
 
 def test_the_command_writes_a_checkpoint_like_the_one_it_read(checkpoints, tmp_path):
@@ -303,15 +307,35 @@ def test_the_command_tells_how_near_the_dense_model_is(checkpoints, tokenizer, t
     assert report["pruned"]["kl"] != report["before_recovery"]["kl"]
 
 
+def test_layer_wise_distillation_is_what_recovers_by_default(checkpoints, models, tmp_path):
+    """The command and `rap.recover` alike; the documents recommend it first."""
+    out, short = tmp_path / "out", ("num_windows=8", "window=32", "steps=2")
+    given = ("recover", checkpoints / "pruned", "--teacher", checkpoints / "dense", "-o", out)
+    result = run(*given, *(w for s in short for w in ("--set", s)), "--evaluate", "none", "--json")
+    assert result.code == 0, result.err
+    assert result.json["recovery"]["name"] == "fit"
+    assert "distillation" not in result.json["recovery"]
+    dense, small = models
+    windows = torch.randint(VOCABULARY, (8, 32), generator=torch.Generator().manual_seed(0))
+    before, expected = fingerprint_model(small), copy.deepcopy(small)
+    fit_layers(expected, dense, windows, FitConfig())
+    found = rap.recover(small, dense, windows)
+    assert fingerprint_model(found) == fingerprint_model(expected)
+    assert fingerprint_model(small) == before != fingerprint_model(found)
+    other = rap.recover(small, dense, windows, FitConfig(steps=1))
+    assert fingerprint_model(other) != fingerprint_model(found)
+
+
 def test_wrong_commands_end_in_one_line(checkpoints, tmp_path):
     dense, pruned = checkpoints / "dense", checkpoints / "pruned"
     common = ("--teacher", dense, "-o", tmp_path / "out", "--evaluate", "none")
     cases = {
         "not a pruned checkpoint": (dense, *common),
         "unknown recovery preset": (pruned, *common, "--preset", "slow"),
-        "no setting 'stepz'": (pruned, *common, "--set", "stepz=3"),
-        "recovery steps cannot be 'many'": (pruned, *common, "--set", "steps=many"),
-        "closed-form has no setting": (pruned, *common, "--preset", "closed-form", *FLAGS),
+        "fit has no setting stepz": (pruned, *common, "--set", "stepz=3"),
+        "no setting 'stepz'": (pruned, *common, *FLAGS[:2], "--set", "stepz=3"),
+        "recovery steps cannot be 'many'": (pruned, *common, *FLAGS[:2], "--set", "steps=many"),
+        "closed-form has no setting": (pruned, *common, *FLAGS, "--preset", "closed-form"),
         "already pruned": (pruned, "--teacher", pruned, "-o", tmp_path / "out"),
     }
     for message, arguments in cases.items():

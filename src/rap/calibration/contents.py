@@ -11,7 +11,8 @@ from typing import Any
 
 from ..checkpoint.files import whole_file
 from ..model.errors import CalibrationError
-from .text import REPEATED, named_sources
+from .splits import without_prefixes
+from .text import named_sources
 
 NOTED, CONFIGS = "texts.sha256", "dense.configs"
 # Of a config, what changes no logit, or is part of a result's name by itself.
@@ -68,7 +69,7 @@ def settle_config(folder: str | Path, fingerprint: str, config: Any) -> None:
 def _digests(texts: tuple[str | Path, ...]) -> dict[str, str]:
     found = {}
     for source in (name for text in texts for name in named_sources(text)):
-        path = Path(source.removeprefix(REPEATED))
+        path = Path(without_prefixes(source))
         if path.is_file():
             found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found

@@ -1,36 +1,144 @@
-"""Text to judge on: the split of a dataset that nothing is calibrated or trained on."""
+"""Evaluation datasets: the split of the calibration data that nothing is calibrated or trained on.
+
+Shapes: N tokens of a text.
+"""
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .. import assets
-from ..model.errors import RapError
+from ..model.errors import CalibrationError, RapError
+from .protocol import EVALUATION_WINDOW
 from .repeats import repeat_passages
-from .text import REPEATED, encode, read_text
+from .splits import REPEATED, TAIL, TRAIN, without_prefixes
+from .text import ALIASES, STREAMED, encode, named_sources, read_text, shown_name
 
+HELD_OUT = "held-out"  # the default: a held-out split of whatever the calibration data is
 _WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1:test"
-# Names that stand for another split where a text is calibrated on.
-HELD_OUT = {
+# Names that stand for another split where a model is calibrated.
+SPLITS = {
     "wikitext2": _WIKITEXT,
     "wikitext-2-raw-v1": _WIKITEXT,
     "paper": _WIKITEXT,
     "c4": "allenai/c4:en:validation",
 }
+_SHOWN = {
+    "bundled": "bundled novels (test split)",
+    _WIKITEXT: "WikiText-2 test",
+    SPLITS["c4"]: "C4 validation",
+}
 STREAMED_CHARACTERS = 4_000_000  # about a million tokens, 450 windows of 2048
+LEAST_TOKENS = 128  # of a held-out tail: fewer say little
+
+
+def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, str | None]:
+    """Calibration data and evaluation dataset by name, with nothing in both.
+
+    `evaluate` HELD_OUT is a split of every source: the test split of `bundled` and `paper`, the
+    validation split of `c4`, the tail of any other (`splits.held_out_part`), which is then left out
+    of calibration. It is left out for None too, which evaluates nothing, but not where `evaluate`
+    names another dataset. Raises CalibrationError for a source that has no such split.
+    """
+    calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
+    names = named_sources(calibration)
+    held = [_held_out_of(name) for name in names]
+    if evaluate == HELD_OUT:
+        for name, other in zip(names, held, strict=True):
+            if other is None:
+                raise CalibrationError(
+                    f"{name} has no held-out split; name an evaluation dataset with --evaluate"
+                )
+        evaluate = ",".join(dict.fromkeys(one for one in held if one is not None))
+    kept = held if evaluate is None else [_once(name) for name in named_sources(evaluate)]
+    training = [
+        _training_part_of(name) if other in kept and other.startswith(TAIL) else name
+        for name, other in ((name, other or "") for name, other in zip(names, held, strict=True))
+    ]
+    return ",".join(training) if training else calibration, evaluate
+
+
+def dataset_name(evaluate: str) -> str:
+    """An evaluation dataset as tables name it: files without their folders."""
+    shown = []
+    for name in named_sources(evaluate):
+        once = without_prefixes(name) if TAIL not in name else name
+        found = _SHOWN.get(SPLITS.get(once, once), shown_name(name))
+        shown.append(
+            f"repeated: {found}"
+            if name.startswith(REPEATED) and found in _SHOWN.values()
+            else found
+        )
+    return " and ".join(shown)
 
 
 def evaluation_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Token ids [N] of a held-out text: `bundled` test novels, a name of HELD_OUT, or any other.
+    """Token ids [N] of an evaluation dataset: `bundled`, a name of SPLITS, or any other source.
 
-    After `repeated:` it is that text with its passages twice. Of a streamed dataset (C4) the first
-    four million characters are read. Raises RapError for a text without a word in it, or one that
-    cannot be read.
+    After `repeated:` it is that text with its passages twice, after `held-out:` its tail. The parts
+    of a comma list come in turns, by the length of an evaluation window. Of a streamed dataset (C4)
+    the first four million characters are read. Raises RapError for a text without a word in it, or
+    one that cannot be read.
     """
-    content = _content(text)
-    if not content.strip():
-        raise RapError("the evaluation text is empty: give a text with some words in it")
-    return torch.tensor(encode(tokenizer, content))
+    parts = []
+    for name in named_sources(text) or [text]:
+        content = _content(name)
+        if not content.strip():
+            raise RapError("the evaluation text is empty: give a text with some words in it")
+        parts.append(torch.tensor(encode(tokenizer, content)))
+    return parts[0] if len(parts) == 1 else _in_turns(parts)
+
+
+def check_enough(text: str, num_tokens: int, window: int) -> None:
+    """Raise RapError for an evaluation dataset of less than a window; a tail may be shorter."""
+    tail = TAIL in text
+    if num_tokens >= (min(LEAST_TOKENS, window) if tail else window):
+        return
+    if tail:
+        raise RapError(
+            f"the {dataset_name(text)} has {num_tokens} tokens, evaluation needs {LEAST_TOKENS}; "
+            "give more calibration data, another --evaluate dataset, or --evaluate none"
+        )
+    raise RapError(
+        f"the evaluation text has {num_tokens} tokens, one window needs {window}: give a "
+        "longer text, or none"
+    )
+
+
+def _in_turns(parts: list[Tensor]) -> Tensor:
+    """Pieces of the parts, the first of each, then the second: the first windows see them all."""
+    pieces = [part.split(EVALUATION_WINDOW) for part in parts]
+    rounds = range(max(map(len, pieces)))
+    return torch.cat([one[n] for n in rounds for one in pieces if n < len(one)])
+
+
+def _held_out_of(source: str) -> str | None:
+    """The held-out split of a source by name, None if it has none."""
+    if TAIL in source:
+        return None
+    name = without_prefixes(source)
+    if name == "bundled":
+        return name
+    for alias, dataset in ALIASES.items():
+        if name in (alias, dataset):
+            return "c4" if alias == "c4" else "wikitext2"
+    # What is read of a streamed dataset depends on how much is asked for, so it has no tail.
+    return None if name.startswith(STREAMED) and not Path(name).is_file() else f"{TAIL}{name}"
+
+
+def _training_part_of(source: str) -> str:
+    """A source without its held-out tail."""
+    name = without_prefixes(source)
+    return source if TRAIN in source else f"{source.removesuffix(name)}{TRAIN}{name}"
+
+
+def _once(name: str) -> str:
+    """A source that is not repeated."""
+    while name.startswith(REPEATED):
+        name = name.removeprefix(REPEATED)
+    return name
 
 
 def _content(text: str) -> str:
@@ -38,4 +146,4 @@ def _content(text: str) -> str:
         return repeat_passages(_content(text.removeprefix(REPEATED)))
     if text == "bundled":
         return assets.reference_text("test")
-    return read_text(HELD_OUT.get(text, text), max_characters=STREAMED_CHARACTERS)
+    return read_text(SPLITS.get(text, text), max_characters=STREAMED_CHARACTERS)

@@ -101,9 +101,22 @@ def _advance(stream: Stream, working: nn.Module, index: int, watched: Watched) -
 
 @dataclass(eq=False)
 class StreamedBench(Workbench):
-    """A bench whose model has no weights in memory: `layers` hands them out."""
+    """A bench whose model has no weights in memory: `layers` hands them out.
+
+    `given` are statistics from elsewhere, which are taken as they are.
+    """
 
     layers: StoredLayers = field(kw_only=True)
+    given: Statistics | None = field(default=None, kw_only=True)
+
+    @property
+    def source(self) -> LayerSource:
+        """As of every bench."""
+        return self.layers
+
+    def statistics(self, needs: Collection[str]) -> Statistics:
+        """As of every bench, or those that were given."""
+        return super().statistics(needs) if self.given is None else self.given
 
     @cached_property
     def fingerprint(self) -> str:

@@ -4,9 +4,9 @@ Shapes: N windows, T tokens of a window.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from .. import assets
 from ..model.errors import CalibrationError
 from .bos import Bos, bos_token, with_bos
+from .entries import FILE_TYPES, check_file, content_of, read_entries, text_of
+from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from .repeats import repeat_passages
+from .splits import REPEATED, TAIL, TRAIN, held_out_part, training_part, without_prefixes
 
 # The paper calibrates on the first of these: 32 windows of 1024 tokens, which are the defaults.
 ALIASES = {
@@ -26,8 +29,6 @@ ALIASES = {
     "c4": "allenai/c4:en:train",
 }
 STREAMED = ("allenai/c4",)
-REPEATED = "repeated:"  # before the name of any other source
-FILE_TYPES = (".txt", ".jsonl")
 POSSIBLE = "'bundled', 'paper', 'c4', a .txt or .jsonl file, or the name of a dataset"
 
 # Characters that surely hold one token of running text; English has four to five.
@@ -38,8 +39,8 @@ def load_windows(
     source: str | Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    num_windows: int = 32,
-    window: int = 1024,
+    num_windows: int = CALIBRATION_WINDOWS,
+    window: int = CALIBRATION_WINDOW,
     seed: int = 0,
     bos: Bos = "auto",
 ) -> Tensor:
@@ -64,7 +65,8 @@ def load_windows(
         share = num_windows // len(names) + (index < num_windows % len(names))
         text = read_text(name, max_characters=share * window * _CHARACTERS_PER_TOKEN)
         sizes = {"num_windows": share, "window": window}
-        parts.append(windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos))
+        with _named(name):
+            parts.append(windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos))
     turns = [torch.arange(len(part)) * len(parts) + n for n, part in enumerate(parts)]
     return torch.cat(parts)[torch.cat(turns).argsort()]
 
@@ -75,7 +77,7 @@ def named_sources(source: str | Path) -> list[str]:
     A file whose name has a comma is one source. Raises CalibrationError for a text itself.
     """
     try:
-        if Path(str(source).removeprefix(REPEATED)).is_file():
+        if Path(without_prefixes(source)).is_file():
             return [str(source)]
     except OSError as error:  # too long for a name
         raise CalibrationError(f"{str(source)[:40]!r}... names no text: give {POSSIBLE}") from error
@@ -90,29 +92,32 @@ def check_sources(*texts: str | Path | None) -> None:
     """
     given = [text for text in texts if text is not None]
     for name in (name for text in given for name in named_sources(text) or [str(text)]):
-        once = re.sub(f"^({REPEATED})+", "", name)
+        once = without_prefixes(name)
         path, alias = Path(once), once == "bundled" or once in ALIASES
         if not once.strip(", "):
             raise CalibrationError(f"{name!r} names no text: give {POSSIBLE}")
         if path.is_dir() and not alias:
             raise CalibrationError(f"{once} is a directory: give {POSSIBLE}")
         if path.suffix in FILE_TYPES or (path.is_file() and not alias):
-            _check_file(path)
+            check_file(path)
 
 
 def shown_name(source: str) -> str:
     """A source as reports name it: a file without its folder, for they are for others."""
+    once = without_prefixes(source)
+    name = Path(once).name if Path(once).is_file() else once
+    if TAIL in source:
+        return f"held-out tail of {name}"
     prefix = REPEATED if source.startswith(REPEATED) else ""
-    path = Path(source.removeprefix(prefix))
-    return f"{prefix}{path.name}" if path.is_file() else source
+    return f"{prefix}{name}" + (" without its held-out tail" if TRAIN in source else "")
 
 
 def windows_from_text(
     text: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    num_windows: int = 32,
-    window: int = 1024,
+    num_windows: int = CALIBRATION_WINDOWS,
+    window: int = CALIBRATION_WINDOW,
     seed: int = 0,
     bos: Bos = "auto",
 ) -> Tensor:
@@ -137,6 +142,19 @@ def windows_from_text(
     return with_bos(rows if rows is not None else _from_whole(text, tokenizer, *asked), first)
 
 
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Say of data that is too short that a part of it is held out."""
+    try:
+        yield
+    except CalibrationError as error:
+        if TRAIN not in source:
+            raise
+        raise CalibrationError(
+            f"{error} (of {shown_name(source)}; naming another --evaluate dataset adds the tail)"
+        ) from error
+
+
 def fingerprint_windows(windows_NT: Tensor) -> str:
     """A hash of the windows' shape and tokens."""
     digest = hashlib.sha256(str(tuple(windows_NT.shape)).encode())
@@ -150,7 +168,8 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     A JSONL line gives its `text` field, else its first string field. A dataset is
     `name[:config[:split]]`, split `train` unless told; `paper`, `wikitext-2-raw-v1` and `c4` are
     short names. `max_characters` bounds what is read of a streamed dataset, nothing else.
-    `repeated:NAME` is that text with all its passages twice, as `repeats.repeat_passages` has it.
+    `repeated:NAME` is that text with all its passages twice, as `repeats.repeat_passages` has it;
+    `train:NAME` and `held-out:NAME` are its parts by `splits`.
 
     Raises CalibrationError as `check_sources` does, and for a file that cannot be read or a dataset
     that cannot be loaded.
@@ -159,25 +178,16 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     if str(source).startswith(REPEATED):
         once = str(source).removeprefix(REPEATED)
         return repeat_passages(read_text(once, max_characters=max_characters))
+    for prefix, part in ((TRAIN, training_part), (TAIL, held_out_part)):
+        if str(source).startswith(prefix):
+            whole = str(source).removeprefix(prefix)
+            return part(read_text(whole, max_characters=max_characters))
     if str(source) == "bundled":
         return assets.reference_text("calibration")
     path = Path(source)
     if path.suffix in FILE_TYPES or path.is_file():
-        return _content(path) if path.suffix == ".txt" else "\n\n".join(read_entries(path))
+        return content_of(path) if path.suffix == ".txt" else "\n\n".join(read_entries(path))
     return _read_dataset(ALIASES.get(str(source), str(source)), max_characters)
-
-
-def read_entries(path: str | Path) -> list[str]:
-    """The texts of a file one by one: lines of a .txt, or those of a .jsonl as `read_text` says.
-
-    Blank lines are left out. Raises CalibrationError for a file that cannot be read.
-    """
-    path = Path(path)
-    lines = enumerate(_content(path).split("\n"), start=1)
-    filled = [(number, line) for number, line in lines if line.strip()]
-    if path.suffix == ".txt":
-        return [line.strip() for _, line in filled]
-    return [_field_of(path, number, line) for number, line in filled]
 
 
 def _from_stretches(
@@ -227,45 +237,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def _check_file(path: Path) -> None:
-    if path.suffix not in FILE_TYPES:
-        raise CalibrationError(f"{path} is neither .txt nor .jsonl: convert it to one of them")
-    if not path.exists():
-        raise CalibrationError(f"there is no file {path}: check the path")
-
-
-def _content(path: Path) -> str:
-    _check_file(path)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"cannot read {path} as UTF-8 text: {error}") from error
-
-
-def _field_of(path: Path, number: int, line: str) -> str:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CalibrationError(f"{path} line {number} is not JSON: {error}") from error
-    text = _text_of(entry)
-    if text is None:
-        raise CalibrationError(
-            f"{path} line {number} has no text: every line must be an object with a string field"
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        # JSON can write half of a pair that stands for one character; no tokenizer takes it.
-        raise CalibrationError(f"{path} line {number} is no text: {error}") from error
-    return text
-
-
-def _text_of(entry: object) -> str | None:
-    fields = entry if isinstance(entry, dict) else {}
-    candidates = (fields.get("text"), *fields.values())
-    return next((value for value in candidates if isinstance(value, str)), None)
-
-
 def _read_dataset(name: str, max_characters: int | None) -> str:
     # Imported here: it takes a second, and only this source needs it.
     import datasets
@@ -288,7 +259,7 @@ def _read_dataset(name: str, max_characters: int | None) -> str:
 def _take(entries: Iterable[Any], max_characters: int | None) -> Iterator[str]:
     taken = 0
     for entry in entries:
-        text = _text_of(entry) or ""
+        text = text_of(entry) or ""
         yield text
         taken += len(text)
         if max_characters is not None and taken >= max_characters:

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.load import load_config, load_dense, load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
@@ -24,7 +25,9 @@ from .contents import settle_config
 from .held_out import evaluation_tokens
 from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
+from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from .run import calibrate, check_windows
+from .sources import LayerSource, LoadedLayers
 from .statistics import Statistics
 from .text import fingerprint_windows, load_windows, named_sources, shown_name
 
@@ -37,8 +40,8 @@ class CalibrationText:
     """
 
     text: str = "bundled"
-    num_windows: int = 32
-    window: int = 1024
+    num_windows: int = CALIBRATION_WINDOWS
+    window: int = CALIBRATION_WINDOW
     seed: int = 0
     bos: Bos = "auto"
 
@@ -72,6 +75,7 @@ class Workbench:
         tokenizer: Any = None,
         *,
         dtype: str | torch.dtype = "auto",
+        device: str = AUTO,
         device_map: str | None = None,
         reading: CalibrationText | None = None,
         kept_in: Path | None = None,
@@ -91,14 +95,21 @@ class Workbench:
             check_dense(config)
             attention_spec(config)
             tokenizer = tokenizer or load_tokenizer(path)
-            placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
-            model, name = load_dense(path, dtype=dtype, **placement), str(source)
+            placed = placement(device, device_map)
+            model, name = load_dense(path, dtype=dtype, **placed), str(source)
         else:
             check_dense(source)
             attention_spec(source.config)
             if tokenizer is None:
                 raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")
+            if device != AUTO or device_map is not None:
+                raise RapError(
+                    "a model in memory runs where it is; move it, and leave out device and "
+                    "device_map"
+                )
             model, name = source, str(source.name_or_path or "a live model")
+        if progress:
+            say_device(model)
         bench = cls(model, tokenizer, name, reading, kept_in, progress)
         if kept_in is not None:
             settle_config(kept_in, bench.fingerprint, model.config)
@@ -109,6 +120,11 @@ class Workbench:
         other = replace(self, model=model, kept_in=None)
         other.windows = self.windows
         return other
+
+    @property
+    def source(self) -> LayerSource:
+        """Where the layers of the dense model are."""
+        return LoadedLayers(self.model)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -159,7 +175,7 @@ class Workbench:
     def plan(self, method: Any) -> Any:
         """What a method decides for this model; what it can refuse at once it refuses first."""
         method.check_model(self.model)
-        return method.plan(self.model, self.statistics_for([method]))
+        return method.plan_from(self.source, self.statistics_for([method]))
 
     def _collect(self, needs: frozenset[str]) -> Statistics:
         collected = self._read(needs)

@@ -155,12 +155,21 @@ def comparison(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         if figure in dense
     ]
     if "perplexity" in dense and "perplexity" in small:
-        rows.append(("perplexity", f"{dense['perplexity']:.3f}", f"{small['perplexity']:.3f}"))
+        name = f"perplexity{_measured_on(dense.get('evaluation') or {})}"
+        rows.append((name, f"{dense['perplexity']:.3f}", f"{small['perplexity']:.3f}"))
     for figure, (name, of_dense, form) in NEARNESS.items():
         # One recovered with a teacher of rounded weights, or by an earlier release, has none.
         if figure in small:
             rows.append((name, of_dense, interval_text(small[figure], form)))
     return rows
+
+
+def _measured_on(evaluation: Mapping[str, Any]) -> str:
+    """The evaluation dataset and its windows; nothing where a report does not name it."""
+    if "dataset" not in evaluation:
+        return ""
+    windows = f"{evaluation['num_windows']} x {evaluation['window']:,} tokens"
+    return f" on {evaluation['dataset']}, {windows}"
 
 
 def interval_text(figure: Mapping[str, float], form: str) -> str:

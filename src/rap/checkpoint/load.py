@@ -177,14 +177,6 @@ def check_dtype(dtype: object, others: Collection[str] = ()) -> None:
         raise CheckpointError(f"unknown dtype {dtype!r}: use {known} or float16")
 
 
-def check_device(device: str) -> None:
-    """Raise CheckpointError for a device that is not here."""
-    try:
-        torch.empty(1, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CheckpointError(f"no device {device!r} to work on here: use cpu, or cuda") from error
-
-
 def _check_positions(config: Any, source: str | Path) -> None:
     """Raise CheckpointError for positions that no model can have been trained on."""
     text = text_config(config)

@@ -1,12 +1,16 @@
 """`rap analyze`: one question about a dense model, answered with a table, a figure and a file."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..calibration.contents import check_contents, note_contents
+from ..calibration.held_out import HELD_OUT, split
+from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.workbench import Workbench
+from ..checkpoint.device import say_device
 from ..checkpoint.files import check_folder, whole_file, write_json
 from ..checkpoint.provenance import provenance
 from ..model.errors import RapError
@@ -18,7 +22,11 @@ from .options import console, print_json, print_table
 
 ALL = "all"
 FORMATS = ("png", "svg")
-STUDY_WINDOWS = Windows(window=512)
+MaxWindows = Annotated[int, typer.Option(help="Number of evaluation windows.")]
+EvaluateWindow = Annotated[
+    int | None,
+    typer.Option(help="Tokens per evaluation window; default 2048 or the model's maximum."),
+]
 STUDY_LOADING = Loading(dtype="float32")
 
 
@@ -35,11 +43,11 @@ def analyze_command(
         Path, typer.Option("--output", "-o", help="Folder of the result files and figures.")
     ] = Path("runs/analysis"),
     figure: Annotated[str, typer.Option(help="Kind of figure: png or svg.")] = "png",
-    text: Windows = STUDY_WINDOWS,
-    evaluate: Annotated[str, typer.Option(help="Held-out text for perplexity.")] = "bundled",
-    max_windows: Annotated[
-        int, typer.Option(help="Windows of the held-out text, as long as those of calibration.")
-    ] = 24,
+    *,
+    text: Windows,
+    evaluate: options.Evaluate = HELD_OUT,
+    max_windows: MaxWindows = EVALUATION_WINDOWS,
+    evaluate_window: EvaluateWindow = None,
     load: Loading = STUDY_LOADING,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -54,7 +62,11 @@ def analyze_command(
     if figure not in FORMATS:
         raise RapError(f"cannot draw a {figure!r} figure: use {' or '.join(FORMATS)}")
     check_folder(output)
-    study = _study(model, Reading(**vars(text), **vars(load)), evaluate, max_windows, output)
+    scored = {"num_windows": max_windows, "window": evaluate_window}
+    data, dataset = split(text.calibration, evaluate)
+    assert dataset is not None
+    text, evaluate = replace(text, calibration=data), dataset
+    study = _study(model, Reading(**vars(text), **vars(load)), evaluate, scored, output)
     # What decides the numbers, and so belongs into a result.
     settings: dict[str, Any] = {
         "model": model,
@@ -63,7 +75,9 @@ def analyze_command(
         "window": text.window,
         "evaluate": evaluate,
         "max_windows": max_windows,
+        "evaluate_window": study.window,
         "dtype": load.dtype,
+        "device": str(study.model.device),
         "bos": load.bos,
         "seed": load.seed,
     }
@@ -83,15 +97,22 @@ def analyze_command(
         console.print(table["note"], highlight=False)
 
 
-def _study(model: str, read: Reading, evaluate: str, max_windows: int, kept_in: Path) -> Study:
+def _study(
+    model: str, read: Reading, evaluate: str, scored: dict[str, Any], kept_in: Path
+) -> Study:
     """The dense model with its texts, all of them checked before the first measurement."""
-    placed: dict[str, Any] = {"dtype": read.dtype, "device_map": read.device_map}
+    placed: dict[str, Any] = {
+        "dtype": read.dtype,
+        "device": read.device,
+        "device_map": read.device_map,
+    }
     check_contents(kept_in, read.text.text)
     bench = Workbench.open(model, **placed, reading=read.text, kept_in=kept_in)
+    say_device(bench.model)
     tokens = bench.held_out(evaluate)
     _ = bench.windows  # read, and checked, before the first measurement
     note_contents(kept_in, read.text.text)
-    return Study(bench, tokens, window=read.window, num_windows=max_windows)
+    return Study(bench, tokens, **scored)
 
 
 def _all(*to_write: Any) -> list[dict[str, Any]]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from ..calibration.progress import track
+from ..checkpoint.device import AUTO, placement, say_device, working_device
 from ..checkpoint.files import check_output_file
-from ..checkpoint.load import check_device, check_dtype, load, load_config
+from ..checkpoint.load import check_dtype, load, load_config
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..evaluation.cost.latency import PLAIN, Point, default_variants, measure_point
@@ -49,9 +49,7 @@ def bench_command(
         typer.Option("--prefill", help="Time reading such a context too, until its last token."),
     ] = False,
     dtype: options.Dtype = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = (
-        "cuda" if torch.cuda.is_available() else "cpu"
-    ),
+    device: options.Device = AUTO,
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="Count the process's CPU time: a machine is shared.")
     ] = False,
@@ -66,11 +64,13 @@ def bench_command(
     Dense and pruned are each timed with SDPA and with this package's attention and judged by the
     faster one. Time does not depend on weights, so the dense model needs no checkpoint.
     """
+    _check(output, (rounds, batch, *contexts))
+    placed, device = placement(device), str(working_device(device))
     settings = {"rounds": rounds, "dtype": dtype, "device": device, "cpu_time": cpu_time}
     timed: dict[str, Any] = {"batch": batch, "rounds": rounds}
     timed["clock"] = time.process_time if cpu_time else time.perf_counter
-    _check(output, device, (rounds, batch, *contexts))
-    models = _models(resolve_source(model), dense, retain, dtype, device)
+    models = _models(resolve_source(model), dense, retain, dtype, device, placed)
+    say_device(models["pruned"])
     rows = []
     for context in track(sorted(contexts), "timing", "contexts", shown=not as_json):
         variants = default_variants(device)
@@ -89,13 +89,12 @@ def bench_command(
         console.print(verdict)
 
 
-def _check(output: Path | None, device: str, counts: Sequence[int]) -> None:
+def _check(output: Path | None, counts: Sequence[int]) -> None:
     """Raise RapError for what cannot be measured, before a model is loaded."""
     if output is not None:
         check_output_file(output, force=True)
     if min(counts) < 1:
         raise RapError("--rounds, --batch and --context must be at least 1")
-    check_device(device)
 
 
 def _print(title: str, rows: list[dict[str, Any]]) -> None:
@@ -155,9 +154,14 @@ def conclusion(ratios: list[tuple[int, float | None]]) -> str:
 
 
 def _models(
-    source: str, dense: str | None, retain: float | None, dtype: str, device: str
+    source: str,
+    dense: str | None,
+    retain: float | None,
+    dtype: str,
+    device: str,
+    placed: dict[str, Any],
 ) -> dict[str, Any]:
-    """`dense` and `pruned`, loaded or standing in."""
+    """`dense` and `pruned`, loaded or standing in, on a `device` that loading knows as `placed`."""
     check_dtype(dtype)
     config = load_config(source)
     if not str(config.model_type).startswith(PREFIX):
@@ -165,14 +169,14 @@ def _models(
             raise RapError(f"{source} is not pruned: leave --dense out, and give --retain")
         if retain is None:
             raise RapError(f"{source} is not pruned: give --retain for a pruned stand-in")
-        whole = load(source, dtype=dtype).to(device)
+        whole = load(source, dtype=dtype, **placed)
         small = stand_in(uniform_config(config, retain), dtype=whole.dtype, device=device)
         return {"dense": whole, "pruned": small}
     if retain is not None:
         raise RapError(f"{source} is pruned already: leave --retain out")
-    small = load(source, dtype=dtype).to(device)
+    small = load(source, dtype=dtype, **placed)
     if dense is not None:
-        whole = load(dense, dtype=small.dtype).to(device)
+        whole = load(dense, dtype=small.dtype, **placed)
     else:
         whole = stand_in(dense_config(config), dtype=small.dtype, device=device)
     return {"dense": whole, "pruned": small}

@@ -108,7 +108,9 @@ def cache_command(
     compression = CacheCompression(bits, parse_press(press) if press else None)
     compression.check()
     asked.check()
-    opened = open_checkpoint(model, load.device_map, [output], quantize, load.dtype, load.bos)
+    opened = open_checkpoint(
+        model, load.device, load.device_map, [output], quantize, load.dtype, load.bos
+    )
     ids = evaluation_tokens(text, opened.tokenizer)
     exact, compressed = (
         _measured(opened, ids, one, asked, load.seed) for one in (CacheCompression(), compression)

@@ -9,6 +9,7 @@ import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.bos import Bos, bos_token
+from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import is_offloaded, load, load_tokenizer
 from ..checkpoint.source import resolve_source
@@ -45,6 +46,7 @@ class Opening:
     """How a checkpoint is opened that is asked for facts, and how they are drawn."""
 
     quantize: Quantize = None
+    device: options.Device = AUTO
     device_map: options.DeviceMap = None
     bos: options.Bos = "auto"
     seed: options.Seed = 0
@@ -65,6 +67,7 @@ class Opened:
 
 def open_checkpoint(
     model: str,
+    device: str,
     device_map: str | None,
     outputs: Sequence[Path | None],
     quantize: str | None = None,
@@ -88,10 +91,11 @@ def open_checkpoint(
         raise RapError(f"unknown quantization {quantize!r}: use one of {', '.join(KINDS)}")
     source = resolve_source(model)
     tokenizer = load_tokenizer(source)
-    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
-    if dtype == "auto" and not device_map and quantize is None:
+    placed = placement(device, device_map)
+    if dtype == "auto" and not placed and quantize is None:
         dtype = "float32"
-    loaded = load(source, dtype=dtype, **placement)
+    loaded = load(source, dtype=dtype, **placed)
+    say_device(loaded)
     known = None if is_offloaded(loaded) else fingerprint_model(loaded)
     record = {"model": model, "fingerprint": known, "quantize": quantize}
     if quantize is not None:
@@ -99,10 +103,9 @@ def open_checkpoint(
     return Opened(loaded, tokenizer, record, bos_token(bos, tokenizer, loaded.config))
 
 
-def open_dense(dense: str, device_map: str | None) -> Any:
+def open_dense(dense: str, device: str, device_map: str | None) -> Any:
     """The model that a pruned one is compared with, in float32."""
-    placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
-    return load(dense, dtype="float32", **placement)
+    return load(dense, dtype="float32", **placement(device, device_map))
 
 
 def deliver(
@@ -117,6 +120,7 @@ def deliver(
 
     `made` is its provenance, with the command.
     """
+    made["settings"]["device"] = str(opened.model.device)
     result = {**opened.record, **figures, "table": table, "provenance": made}
     result["command"] = made["command"]
     if output is not None:

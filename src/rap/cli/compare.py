@@ -20,11 +20,16 @@ from .options import console, print_json, print_table
 from .sections import read_figures
 
 REPORT_FILE = "report.html"
-GRID_READING = Reading(windows=64, window=512, dtype="float32")
+GRID_READING = Reading(dtype="float32")
 DEMO_METHODS = ("rap", "rap:paper", "kvpruner", "kvpruner-indexed", "palu", "a3", "random")
-DEMO_RETAINS, DEMO_WINDOWS = "0.8,0.7,0.5", 32
+DEMO_RETAINS, DEMO_WINDOW = "0.8,0.7,0.5", 512
 DEMO_MEASURES = Measures(
-    num_windows=12, recall_documents=8, copy_documents=4, decode_context=256, decode_steps=12
+    window=512,
+    num_windows=12,
+    recall_documents=8,
+    copy_documents=4,
+    decode_context=256,
+    decode_steps=12,
 )
 
 Methods = Annotated[
@@ -111,8 +116,8 @@ def compare_command(
             chosen = tuple(spec for spec in DEMO_METHODS if spec in all_variants())
         if not options.was_given(context, "retain"):
             axes = replace(axes, retain=DEMO_RETAINS)
-        if not options.was_given(context, "windows"):
-            read = replace(read, windows=DEMO_WINDOWS)
+        if not options.was_given(context, "window"):
+            read = replace(read, window=DEMO_WINDOW)
     result = compare(
         model,
         output=output,
@@ -125,6 +130,7 @@ def compare_command(
         num_windows=read.windows,
         window=read.window,
         dtype=read.dtype,
+        device=read.device,
         device_map=read.device_map,
         bos=read.bos,
         seed=read.seed,

@@ -1,32 +1,38 @@
 """`rap compress`, and its stages alone: `rap plan` and `rap apply`."""
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..calibration.held_out import HELD_OUT, split
+from ..calibration.protocol import EVALUATION_WINDOW
 from ..calibration.text import check_sources
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
+from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import check_output, check_output_file
 from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart, resolve_source
-from ..methods import Method, apply_plan, traits_of
+from ..methods import Method, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
-from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
+from ..pipeline import WITHOUT_GRADIENTS, compress, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
 from ..serving.layout import dense_head_dims
-from ..surgery.replace import Replacement, load_plan
-from ..surgery.stream import apply_streamed, check_config
+from ..surgery.apply import apply
+from ..surgery.weights import check_config
+from ..surgery.write import apply_streamed
 from . import dry_run as dry
 from . import options
 from .groups import Cut, Reading, Streaming, grouped
-from .next_steps import next_steps, say_next
+from .next_steps import Made, say_next
 from .options import console, print_json, print_table
 
 Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
@@ -47,7 +53,7 @@ def compress_command(
     read: Reading,
     streamed: Streaming,
     recover: Recover = "none",
-    evaluate: options.Evaluate = "bundled",
+    evaluate: options.Evaluate = HELD_OUT,
     dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -57,11 +63,12 @@ def compress_command(
     _check_placing(read, streamed)
     if dry_run and streamed.stream:
         raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
-    if streamed.stream:
-        shown = None if evaluate == "none" else evaluate
-        report = _streamed(model, output, cut, read, streamed, recover, shown, force)
-        return _say_report(report, model, output, cut, load_config(output), recover, as_json)
-    method = cut.build(resolve_source(model), read.seed)
+    shown = None if evaluate == "none" else evaluate
+    about = {"recover": recover, "evaluate": evaluate, "target": cut.target}
+    made = Made(model=model, output=output, read=read, **about)
+    gradients = not streamed.stream or streamed.statistics is not None
+    defaults = {} if gradients else WITHOUT_GRADIENTS
+    method = cut.build(resolve_source(model), read.seed, **defaults)
     if dry_run:
         check_recovery(recover, method.name)
         check_output(output, force=force)
@@ -74,73 +81,38 @@ def compress_command(
         calibration=read.calibration,
         num_windows=read.windows,
         window=read.window,
-        evaluate=None if evaluate == "none" else evaluate,
+        evaluate=shown,
         dtype=read.dtype,
+        device=read.device,
         device_map=read.device_map,
+        stream=streamed.stream,
+        statistics=streamed.statistics,
         recover=recover,
         bos=read.bos,
         seed=read.seed,
         force=force,
         progress=True,
     )
-    _say_report(result.report, model, output, cut, result.model.config, recover, as_json)
+    config = load_config(output) if result.model is None else result.model.config
+    _say_report(result.report, made, cut, config, as_json)
 
 
 def _check_placing(read: Reading, streamed: Streaming) -> None:
     """Raise RapError for options that the other way of working has no use for."""
     if streamed.stream and (read.dtype != "auto" or read.device_map is not None):
         raise RapError(
-            "--stream keeps the types that are stored and works on --device: leave --dtype and "
+            "--stream keeps the stored data types and runs on --device; leave --dtype and "
             "--device-map out"
         )
-    if not streamed.stream and (streamed.device != "cpu" or streamed.statistics is not None):
-        raise RapError("--device and --statistics go with --stream: add it, or leave them out")
+    if not streamed.stream and streamed.statistics is not None:
+        raise RapError("--statistics requires --stream; add it, or leave --statistics out")
 
 
-def _streamed(
-    model: str,
-    output: Path,
-    cut: Cut,
-    read: Reading,
-    streamed: Streaming,
-    recover: str,
-    evaluate: str | None,
-    force: bool,
-) -> dict[str, Any]:
-    """Compress layer by layer; the report."""
-    defaults = {} if streamed.statistics is not None else WITHOUT_GRADIENTS
-    return compress_streamed(
-        model,
-        cut.retain,
-        output,
-        method=cut.build(resolve_source(model), read.seed, **defaults),
-        statistics=streamed.statistics,
-        calibration=read.calibration,
-        num_windows=read.windows,
-        window=read.window,
-        evaluate=evaluate,
-        device=streamed.device,
-        recover=recover,
-        bos=read.bos,
-        seed=read.seed,
-        force=force,
-        progress=True,
-    )
-
-
-def _say_report(
-    report: dict[str, Any],
-    model: str,
-    output: Path,
-    cut: Cut,
-    config: Any,
-    recover: str,
-    as_json: bool,
-) -> None:
+def _say_report(report: dict[str, Any], made: Made, cut: Cut, config: Any, as_json: bool) -> None:
     if as_json:
         return print_json(report)
     table = comparison(report)
-    print_table(f"{model} at retain {cut.retain}", ["", "dense", "pruned"], table)
+    print_table(f"{made.model} at retain {cut.retain}", ["", "dense", "pruned"], table)
     rows = held_by_engines(config) if is_pruned(config) else []
     _say_held(rows)
     if cut.target in ("llamacpp", "mlx") and {*dense_head_dims(text_config(config))} == {64}:
@@ -150,8 +122,12 @@ def _say_report(
             "it with a quantized cache)",
             style="yellow",
         )
-    console.print(f"wrote {output}; `rap inspect {output}` shows every layer")
-    say_next(next_steps(model, output, config, rows, recover, cut.target))
+    inspected = shlex.join(["rap", "inspect", str(made.output)])
+    console.print(f"wrote {made.output}; `{inspected}` shows every layer")
+    scored = report["dense"].get("evaluation")
+    if scored is not None and scored["window"] < EVALUATION_WINDOW:
+        made = replace(made, window=scored["window"])
+    say_next(made.next_steps(config, rows))
 
 
 def _tell(
@@ -164,12 +140,12 @@ def _tell(
     as_json: bool,
 ) -> None:
     """What compressing would do; the model's shapes are those of its config."""
-    text = None if evaluate == "none" else evaluate
-    check_sources(read.calibration, text)
+    data, text = split(read.calibration, None if evaluate == "none" else evaluate)
+    check_sources(data, text)
     config = load_config(model)
     check_dense(config)
     attention_spec(config)
-    device = dry.working_device(read.device_map)
+    device = dry.device_of(read.device, read.device_map)
     dense = dry.unloaded(config, device)
     needs = method.needs_for(dense)
     calibrate, memory = dry.calibration_step(dense, needs, read.windows, read.window)
@@ -210,22 +186,26 @@ def plan_command(
     """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
     check_output_file(output, force=force)
     chosen = cut.build(resolve_source(model), read.seed)
+    # Without the held-out tail, as `rap compress` calibrates.
+    data, _ = split(read.calibration, None)
     bench = Workbench.open(
         model,
         dtype=read.dtype,
+        device=read.device,
         device_map=read.device_map,
-        reading=read.text,
+        reading=replace(read.text, text=data),
         progress=True,
     )
     decision = bench.plan(chosen)
     decision.save(output)
     settings: dict[str, Any] = {
-        "calibration": read.calibration,
+        "calibration": data,
         "num_windows": read.windows,
         "window": read.window,
         "bos": read.bos,
         "bos_token": bench.bos,
         "seed": read.seed,
+        "device": str(bench.model.device),
     }
     _say_plan(decision, output, as_json, model=model, dtype=read.dtype, **settings)
 
@@ -239,6 +219,8 @@ def apply_command(
         typer.Option("--stream", help="Rewrite shard by shard, without ever holding the model."),
     ] = False,
     dtype: options.Dtype = "auto",
+    device: options.Device = AUTO,
+    device_map: options.DeviceMap = None,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -246,28 +228,29 @@ def apply_command(
     """Cut MODEL as PLAN says and write the smaller checkpoint."""
     check_output(output, force=force)
     check_apart(output, model)
-    if stream and dtype != "auto":
-        raise RapError("--stream keeps the stored types: leave --dtype out")
-    decision = load_plan(plan)
+    if stream and (dtype != "auto" or device_map is not None):
+        raise RapError("--stream keeps the stored data types; leave --dtype and --device-map out")
+    placed = placement(device, device_map)
+    decision = Plan.load(plan)
     source = resolve_source(model)
     if not stream:
         check_config(load_config(source), decision)
-        dense = load_dense(source, dtype=dtype)
-        small = apply_plan(dense, decision)
+        dense = load_dense(source, dtype=dtype, **placed)
+        say_device(dense)
+        small = apply(dense, decision)
         save(small, decision, output, source=source, dense=dense, force=force)
-    elif isinstance(decision, Plan):
+    else:
         about = traits_of(decision)
         apply_streamed(source, decision, output, traits=about, force=force, progress=True)
-    else:
-        raise RapError("this plan holds weights of its own and cannot stream: leave --stream out")
     # Whole heads leave a stock checkpoint, which has no such section.
     fingerprint = (getattr(load_config(output), "rap", None) or {}).get("fingerprint", "")
     settings: dict[str, Any] = {"plan_file": str(plan), "stream": stream, "dtype": dtype}
+    settings["device"] = "cpu" if stream else str(small.device)
     _say_plan(decision, output, as_json, fingerprint=fingerprint, model=model, **settings)
 
 
 def _say_plan(
-    plan: Plan | Replacement, output: Path, as_json: bool, fingerprint: str = "", **settings: Any
+    plan: Plan, output: Path, as_json: bool, fingerprint: str = "", **settings: Any
 ) -> None:
     data: dict[str, Any] = {
         "output": str(output),

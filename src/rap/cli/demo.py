@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.workbench import CalibrationText, Workbench
+from ..checkpoint.device import AUTO
 from ..checkpoint.fetch import FETCHED, fetch
 from ..checkpoint.files import check_folder, write_json
 from ..checkpoint.provenance import provenance
@@ -87,6 +88,7 @@ def demo_command(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder of results.json and the figure.")
     ] = Path("runs/demo"),
+    device: options.Device = AUTO,
     seed: options.Seed = 0,
     as_json: options.Json = False,
 ) -> None:
@@ -101,7 +103,7 @@ def demo_command(
     show = SHOWS[model]
     if show.source in FETCHED:
         _fetch(show.source)
-    results = run_demo(show, seed=seed)
+    results = run_demo(show, seed=seed, device=device)
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / "results.json", results)
     figure = output / "perplexity.png"
@@ -123,11 +125,13 @@ def demo_command(
     console.print(f"\nwrote {output / 'results.json'} and {figure}")
 
 
-def run_demo(show: Show, seed: int = 0) -> dict[str, Any]:
+def run_demo(show: Show, seed: int = 0, device: str = AUTO) -> dict[str, Any]:
     """The demo's figures: dense, per retain ratio the paper's cut and the default, recovered."""
     torch.manual_seed(seed)
     reading = CalibrationText("bundled", *show.calibration, seed)
-    bench = Workbench.open(show.source, dtype=torch.float32, reading=reading, progress=True)
+    bench = Workbench.open(
+        show.source, dtype=torch.float32, device=device, reading=reading, progress=True
+    )
     model, tokenizer, tokens = bench.model, bench.tokenizer, bench.held_out("bundled")
     shared: dict[str, Any] = {"align": show.align, "seed": seed}
     recipes = {"paper": Rap.paper(**shared), "rap": Rap(**shared)}
@@ -150,7 +154,8 @@ def run_demo(show: Show, seed: int = 0) -> dict[str, Any]:
         row |= {"method": "recovered", "retain": show.retains[-1]}
         rows.append(row | {"sample": _answer(small, tokenizer, show)})
     described = {name: recipe.describe() for name, recipe in recipes.items()}
-    return {"rows": rows, "provenance": provenance(model=show.source, methods=described, seed=seed)}
+    settings: dict[str, Any] = {"methods": described, "device": str(model.device), "seed": seed}
+    return {"rows": rows, "provenance": provenance(model=show.source, **settings)}
 
 
 def _fetch(name: str) -> None:
@@ -178,7 +183,7 @@ def _answer(model: Any, tokenizer: Any, show: Show) -> str:
         )
     else:
         inputs = tokenizer(show.prompt, return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=show.tokens, do_sample=False)[0]
+    ids = model.generate(**inputs.to(model.device), max_new_tokens=show.tokens, do_sample=False)[0]
     start = inputs["input_ids"].shape[1] if show.chat else 0
     return " ".join(str(tokenizer.decode(ids[start:], skip_special_tokens=True)).split())
 

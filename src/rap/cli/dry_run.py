@@ -16,12 +16,13 @@ from transformers import PreTrainedConfig
 
 from ..calibration.memory import estimate_memory, free_memory, must_recompute
 from ..calibration.observers import ForwardStatistic
+from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.registry import STATISTICS, WINDOWS
+from ..checkpoint.device import working_device
 from ..checkpoint.load import check_dtype, without_tensors
 from ..checkpoint.provenance import device_name
 from ..evaluation.quality.perplexity import evaluation_window
 from ..model.layers import attention_spec, text_config, text_decoder
-from ..pipeline import EVALUATION_WINDOWS
 from ..recovery.config import PRESETS, RecoveryConfig
 from ..recovery.fit import estimate_fit
 from ..recovery.layer_fit import FitConfig
@@ -38,10 +39,9 @@ SAID = (
 Step = dict[str, Any]
 
 
-def working_device(device_map: str | None) -> torch.device:
-    """Where a command works: on the processor unless it is told otherwise."""
-    elsewhere = device_map not in (None, "cpu") and torch.cuda.is_available()
-    return torch.device("cuda" if elsewhere else "cpu")
+def device_of(device: str, device_map: str | None) -> torch.device:
+    """Where a command runs; of a device map, the accelerator if there is one."""
+    return working_device("cpu" if device_map == "cpu" else device)
 
 
 def unloaded(config: PreTrainedConfig, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import typer
 
 from ..calibration.held_out import evaluation_tokens
+from ..checkpoint.device import AUTO
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.documents import check_grid
@@ -68,6 +69,7 @@ def perplexity_command(
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 1,
     bos: options.Bos = "auto",
     quantize: Quantize = None,
+    device: options.Device = AUTO,
     device_map: options.DeviceMap = None,
     output: ResultFile = None,
     as_json: options.Json = False,
@@ -75,7 +77,9 @@ def perplexity_command(
 ) -> None:
     """Perplexity in float32 over contiguous non-overlapping windows."""
     check_sizes(window, max_windows, batch_size)
-    opened = open_checkpoint(model, device_map, [output], quantize, dtype="float32", bos=bos)
+    opened = open_checkpoint(
+        model, device, device_map, [output], quantize, dtype="float32", bos=bos
+    )
     tokens = evaluation_tokens(text, opened.tokenizer)
     scored = perplexity(
         opened.model,
@@ -122,7 +126,7 @@ def recall_command(
 ) -> None:
     """Recall of a number given earlier, over distance and number of facts, and loss on copies."""
     check_grid(documents, distances, facts)
-    opened = open_checkpoint(model, how.device_map, [output], how.quantize, bos=how.bos)
+    opened = open_checkpoint(model, how.device, how.device_map, [output], how.quantize, bos=how.bos)
     ids = np.asarray(evaluation_tokens(text, opened.tokenizer))
     cells = recall_grid(
         opened.model,
@@ -191,7 +195,9 @@ def needle_command(
         raise RapError(f"cannot draw {figure}: a heat map ends in {' or '.join(FIGURES)}")
     check_depths(depths)
     check_grid(documents, lengths, [facts])
-    opened = open_checkpoint(model, how.device_map, [output, figure], how.quantize, bos=how.bos)
+    opened = open_checkpoint(
+        model, how.device, how.device_map, [output, figure], how.quantize, bos=how.bos
+    )
     cells = needle_grid(
         opened.model,
         opened.tokenizer,

@@ -1,5 +1,6 @@
 """`rap export`: a checkpoint in a form that other programs read."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -84,7 +85,8 @@ def export_gguf_command(
         return
     for warning in written.warnings:
         console.print(f"warning: {warning}", style="yellow")
+    checked = ["rap", "verify", str(output), "--engine", "llamacpp", "--reference", model]
     console.print(
         f"wrote {output}: {written.num_bytes / 2**20:,.0f} MiB as {kind}, heads of "
-        f"{written.head_dim} channels; `rap verify {output} --engine llamacpp --reference {model}`"
+        f"{written.head_dim} channels; `{shlex.join(checked)}`"
     )

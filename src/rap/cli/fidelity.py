@@ -7,6 +7,7 @@ import typer
 
 from ..calibration.held_out import evaluation_tokens
 from ..checkpoint.card import interval_text
+from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.fidelity import Fidelity, fidelity
 from ..evaluation.quality.perplexity import check_sizes
@@ -35,6 +36,7 @@ def fidelity_command(
     text: Text = "bundled",
     window: Window = None,
     max_windows: MaxWindows = None,
+    device: options.Device = AUTO,
     device_map: options.DeviceMap = None,
     bos: options.Bos = "auto",
     output: ResultFile = None,
@@ -47,8 +49,8 @@ def fidelity_command(
     bootstrap intervals over windows; that of the ratio of perplexities is over pairs of windows.
     """
     check_sizes(window, max_windows)
-    opened = open_checkpoint(pruned, device_map, [output], dtype="float32", bos=bos)
-    original = open_dense(dense, device_map)
+    opened = open_checkpoint(pruned, device, device_map, [output], dtype="float32", bos=bos)
+    original = open_dense(dense, device, device_map)
     measured = fidelity(
         opened.model,
         original,

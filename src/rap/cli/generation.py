@@ -10,6 +10,7 @@ from ..calibration.held_out import evaluation_tokens
 from ..calibration.logits import vocabulary
 from ..calibration.progress import Progress
 from ..checkpoint.card import interval_text
+from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.answers import Answers, LongOutput, compare_answers
 from ..evaluation.quality.chats import chat_tokens, read_prompts
@@ -90,6 +91,7 @@ def generation_command(
     dense: Dense,
     *,
     asked: Continuations,
+    device: options.Device = AUTO,
     device_map: options.DeviceMap = None,
     bos: options.Bos = "auto",
     seed: options.Seed = 0,
@@ -103,8 +105,8 @@ def generation_command(
     measured too. Both run in float32 with their own cache. Intervals are over prompts.
     """
     asked.check(bos)
-    opened = open_checkpoint(pruned, device_map, [output], dtype="float32", bos=bos)
-    original = open_dense(dense, device_map)
+    opened = open_checkpoint(pruned, device, device_map, [output], dtype="float32", bos=bos)
+    original = open_dense(dense, device, device_map)
     if asked.chat is None:
         title = f"Greedy continuations by {label(opened)} beside {dense}"
         compared = _continued(opened, original, asked, seed, shown=not as_json)

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..calibration.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..calibration.workbench import CalibrationText
+from ..checkpoint.device import AUTO
 from ..checkpoint.load import load_config
 from ..methods import METHODS, Method, parse_method
 from ..methods.naming import read_method
@@ -137,8 +139,8 @@ class Windows:
     """The text that a model is calibrated on."""
 
     calibration: options.Calibration = "bundled"
-    windows: options.NumWindows = 32
-    window: options.Window = 1024
+    windows: options.NumWindows = CALIBRATION_WINDOWS
+    window: options.Window = CALIBRATION_WINDOW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,7 @@ class Loading:
     """How a model is loaded, and how whatever it reads begins and is drawn."""
 
     dtype: options.Dtype = "auto"
+    device: options.Device = AUTO
     device_map: options.DeviceMap = None
     bos: options.Bos = "auto"
     seed: options.Seed = 0
@@ -170,9 +173,6 @@ class Streaming:
         bool,
         typer.Option("--stream", help="Layer by layer from the files, without holding the model."),
     ] = False
-    device: Annotated[
-        str, typer.Option("--device", help="With --stream: where a layer works, such as cuda.")
-    ] = "cpu"
     statistics: Annotated[
         Path | None,
         typer.Option(

@@ -137,7 +137,11 @@ NumWindows = Annotated[int, typer.Option("--windows", help="Calibration windows.
 Window = Annotated[int, typer.Option("--window", help="Tokens per window.")]
 Evaluate = Annotated[
     str,
-    typer.Option("--evaluate", help="Held-out text for perplexity before and after, or 'none'."),
+    typer.Option(
+        "--evaluate",
+        help="Evaluation dataset: 'held-out', a split of the data that is kept out of calibration "
+        "and recovery; 'bundled', 'wikitext2', 'c4', a file or a dataset; or 'none'.",
+    ),
 ]
 Bos = Annotated[
     str,
@@ -153,8 +157,18 @@ Seed = Annotated[
     int, typer.Option("--seed", min=0, max=2**31 - 1, help="Seed of every random choice.")
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="Device to run on: auto (the GPU if there is one, else the CPU), cpu, cuda.",
+    ),
+]
 DeviceMap = Annotated[
-    str | None, typer.Option("--device-map", help="Placement of a large model, such as auto.")
+    str | None,
+    typer.Option(
+        "--device-map", help="For a model larger than one device: its placement, such as auto."
+    ),
 ]
 
 

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import Tensor
 
-from ..calibration.bos import bos_token
-from ..calibration.held_out import evaluation_tokens
+from ..calibration.bos import Bos, bos_token
+from ..calibration.held_out import HELD_OUT, check_enough, evaluation_tokens
 from ..calibration.text import check_sources
 from ..checkpoint.card import NEARNESS, interval_text
+from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
 from ..checkpoint.load import (
     check_dtype,
@@ -21,37 +23,23 @@ from ..checkpoint.load import (
 )
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart
+from ..evaluation.quality.perplexity import evaluation_window
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
 from ..methods.base import traits
-from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..pipeline import measure, measure_against, save
 from ..planning.plan import Plan
-from ..recovery.config import PRESETS, RecoveryConfig, preset
-from ..recovery.layer_fit import FitConfig, fit_config
+from ..recovery.config import PRESETS, RecoveryConfig
+from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import clear_work, processes
-from ..recovery.stages import RECOVERIES, recover_stage, work_folder
-from ..surgery.replace import Replacement, check_teacher, load_plan
+from ..recovery.stages import recover_stage, work_folder
+from ..surgery.weights import check_teacher
 from . import dry_run as dry
 from . import options
 from .groups import grouped
 from .options import console, print_json, print_table
-
-RECIPES = [name for name in RECOVERIES if name not in ("none", "projections")]
-Recipe = Annotated[
-    str, typer.Option("--preset", "--recover", help=f"One of: {', '.join(RECIPES)}.")
-]
-Texts = Annotated[
-    list[str] | None,
-    typer.Option("--text", help="Training text, as --calibration of compress; repeat to mix."),
-]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Setting of the preset (of its last part) to change, as steps=100; repeat."
-    ),
-]
+from .training import Training, configured
 
 Teacher = Annotated[
     str, typer.Option("--teacher", "--dense", help="The dense checkpoint it was cut from.")
@@ -59,23 +47,6 @@ Teacher = Annotated[
 TeacherDtype = Annotated[
     str, typer.Option(help=f"As --dtype, for the teacher, or its weights in {', '.join(KINDS)}.")
 ]
-TeacherMap = Annotated[
-    str | None, typer.Option("--device-map", help="Placement of a large teacher, such as auto.")
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What recovers: a preset with changed settings, and the texts that it reads."""
-
-    recipe: Recipe = "fast"
-    text: Texts = None
-    changes: Changes = None
-
-    @property
-    def texts(self) -> list[str]:
-        """What is read where nothing was given, too."""
-        return self.text or ["bundled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +55,8 @@ class Loaded:
 
     dtype: options.Dtype = "auto"
     teacher_dtype: TeacherDtype = "auto"
-    device_map: TeacherMap = None
+    device: options.Device = AUTO
+    device_map: options.DeviceMap = None
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -99,7 +71,7 @@ def recover_command(
     *,
     teacher: Teacher,
     train: Training,
-    evaluate: options.Evaluate = "bundled",
+    evaluate: options.Evaluate = HELD_OUT,
     loaded: Loaded,
     bos: options.Bos = "auto",
     seed: options.Seed = 0,
@@ -111,24 +83,26 @@ def recover_command(
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
     check_apart(output, teacher)
-    chosen = _configured(train.recipe, train.changes or [], seed)
-    check_sources(*train.texts, None if evaluate == "none" else evaluate)
+    chosen = configured(train.recipe, train.changes or [], seed)
+    texts, shown = train.split(evaluate)
+    check_sources(*texts, shown)
+    placement(loaded.device, loaded.device_map)
     if dry_run:
-        return _tell(pruned, output, teacher, train.recipe, chosen, loaded, evaluate, as_json)
+        return _tell(pruned, output, teacher, train.recipe, chosen, loaded, shown, as_json)
     plan, old_report = _read(pruned, teacher, loaded.teacher_dtype)
     tokenizer = load_tokenizer(pruned)
-    small = load(pruned, dtype=loaded.dtype, **_placement(None))
-    dense = _teacher(teacher, loaded.teacher_dtype, loaded.device_map)
-    shown = None if evaluate == "none" else evaluate
-    held_out = evaluation_tokens(shown, tokenizer) if shown is not None else None
+    small = load(pruned, dtype=loaded.dtype, **_placement(loaded.device, None))
+    dense = _teacher(teacher, loaded)
+    say_device(small)
+    held_out = _held_out(shown, tokenizer, small, bos)
     recovered, recovery = recover_stage(
         small,
         dense,
         tokenizer,
         train.recipe,
-        texts=train.texts,
+        texts=texts,
         config=chosen,
-        fitted=_fitted(old_report, train.recipe, train.texts),
+        fitted=_fitted(old_report, train.recipe, texts),
         seed=seed,
         output=output,
         bos=bos,
@@ -138,15 +112,14 @@ def recover_command(
         return
     models = {"before_recovery": small, "pruned": recovered}
     judged: dict[str, Any] = {"tokens": held_out, "bos": bos, "progress": True}
-    read = {"dtype": loaded.dtype, "bos": bos}
+    read = {"dtype": loaded.dtype, "bos": bos, "device": str(small.device), "texts": texts}
+    made = {"pruned": str(pruned), "teacher": teacher, "evaluate": shown or "none", "seed": seed}
     report = {
         **_described(plan, teacher),
         **old_report,
         **_figures(models, dense, loaded.teacher_dtype, old_report, tokenizer, shown, judged),
         "recovery": recovery,
-        "provenance": provenance(
-            pruned=str(pruned), teacher=teacher, evaluate=evaluate, seed=seed, **read
-        ),
+        "provenance": provenance(**made, **read),
     }
     save(recovered, plan, output, tokenizer, report=report, force=force)
     clear_work(work_folder(output))
@@ -160,13 +133,13 @@ def _tell(
     recipe: str,
     chosen: RecoveryConfig | FitConfig | None,
     loaded: Loaded,
-    evaluate: str,
+    text: str | None,
     as_json: bool,
 ) -> None:
     """What recovering would do; shapes of both models are those of their configs."""
     _read(pruned, teacher, loaded.teacher_dtype)
     small_config, dense_config = load_config(pruned), load_config(teacher)
-    device = processes().device
+    device = dry.device_of(loaded.device, None)
     small, dense = (dry.unloaded(one, device) for one in (small_config, dense_config))
     steps, held = dry.recovery_step(recipe, small, dense, chosen)
     stored = "auto" if loaded.teacher_dtype in KINDS else loaded.teacher_dtype
@@ -174,7 +147,6 @@ def _tell(
         "pruned weights": dry.weight_bytes(small_config, small, loaded.dtype, device),
         "dense weights": dry.weight_bytes(dense_config, dense, stored, device),
     }
-    text = None if evaluate == "none" else evaluate
     report = dry.described(
         [*steps, dry.evaluation_step(text, small, dense)],
         memory | held,
@@ -186,6 +158,16 @@ def _tell(
         resumes=work_folder(output).is_dir(),
     )
     print_json(report) if as_json else dry.say(report)
+
+
+def _held_out(text: str | None, tokenizer: Any, model: Any, bos: Bos) -> Tensor | None:
+    """Tokens of the evaluation dataset, if any; RapError if they are too few."""
+    if text is None:
+        return None
+    tokens = evaluation_tokens(text, tokenizer)
+    begins = bos_token(bos, tokenizer, model.config) is not None
+    check_enough(text, len(tokens), evaluation_window(model, None) - begins)
+    return tokens
 
 
 def _figures(
@@ -208,37 +190,27 @@ def _figures(
     return {"dense": measure(dense, tokenizer, text, **judged), **figures}
 
 
-def _teacher(source: str, dtype: str, device_map: str | None) -> Any:
+def _teacher(source: str, loaded: Loaded) -> Any:
     """The dense model in a dtype, or with quantized weights: it is only read."""
+    dtype = loaded.teacher_dtype
     kept = "auto" if dtype in KINDS else dtype
-    dense = load_dense(source, dtype=kept, **_placement(device_map))
+    dense = load_dense(source, dtype=kept, **_placement(loaded.device, loaded.device_map))
     return quantize_weights(dense, dtype) if dtype in KINDS else dense
 
 
-def _placement(device_map: str | None) -> dict[str, Any]:
-    """Every process works on a device of its own; only the teacher may be spread over several."""
-    device = processes().device
-    chosen = device_map or (str(device) if device.type != "cpu" else None)
-    return {"device_map": chosen} if chosen else {}
+def _placement(device: str, device_map: str | None) -> dict[str, Any]:
+    """As `device.placement`; of several processes each runs on a separate device.
+
+    Only the teacher may be spread over several.
+    """
+    if processes().num_processes > 1 and device_map is None:
+        if device != AUTO:
+            raise RapError(f"each process chooses its device; leave --device {device} out")
+        device = str(processes().device)
+    return placement(device, device_map)
 
 
-def _configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | FitConfig | None:
-    """Settings of a recipe's last part with `name=value` changes; None if it has none."""
-    if recipe not in RECIPES:
-        raise RapError(f"unknown recovery preset {recipe!r}: use one of {', '.join(RECIPES)}")
-    values, last = read_settings(changes), recipe.rpartition("+")[2]
-    if last == "fit":
-        return fit_config(**{"seed": seed, **values})
-    if recipe != "closed-form":
-        return preset(last, **{"seed": seed, **values})
-    if values:
-        raise RapError(f"closed-form has no setting {', '.join(values)}: leave it out")
-    return None
-
-
-def _read(
-    pruned: Path, teacher: str, teacher_dtype: str
-) -> tuple[Plan | Replacement, dict[str, Any]]:
+def _read(pruned: Path, teacher: str, teacher_dtype: str) -> tuple[Plan, dict[str, Any]]:
     """The plan and report beside a checkpoint that was cut from such a teacher.
 
     The report may be missing. RapError for what is no pruned checkpoint, or another teacher.
@@ -249,7 +221,7 @@ def _read(
         raise RapError(f"{pruned} is not a pruned checkpoint: run `rap compress` first")
     report = pruned / REPORT_FILE
     stored = read_json(report, "remove it, or compress again") if report.is_file() else {}
-    plan = load_plan(pruned / PLAN_FILE)
+    plan = Plan.load(pruned / PLAN_FILE)
     check_teacher(plan, teacher)
     return plan, stored
 
@@ -261,7 +233,7 @@ def _fitted(report: dict[str, Any], recipe: str, texts: list[str]) -> dict[str, 
     return recovery if last and recovery["texts"] == texts and recipe in PRESETS else None
 
 
-def _described(plan: Plan | Replacement, teacher: str) -> dict[str, Any]:
+def _described(plan: Plan, teacher: str) -> dict[str, Any]:
     """What `rap compress` would have written of a checkpoint that `rap apply` made."""
     name = plan.method.get("name")
     return {
@@ -284,7 +256,7 @@ def _say(report: dict[str, Any], output: Path, as_json: bool) -> None:
     steps |= {"perplexity_refitted": "refitted"}
     steps |= {"perplexity_distilled": "distilled", "perplexity_after": "saved"}
     rows = [[label, f"{recovery[key]:.3f}"] for key, label in steps.items() if key in recovery]
-    print_table("Recovery, on held-out text", ["", "perplexity"], rows)
+    print_table("Recovery, on held-out samples of its data", ["", "perplexity"], rows)
     if "kl" in report["pruned"]:
         rows = [
             [
@@ -296,5 +268,6 @@ def _say(report: dict[str, Any], output: Path, as_json: bool) -> None:
             ]
             for figure, (name, _, form) in NEARNESS.items()
         ]
-        print_table("Near the dense model", ["", "pruned", "recovered"], rows)
+        named = report["dense"]["evaluation"]["dataset"]
+        print_table(f"Compared with the dense model on {named}", ["", "pruned", "recovered"], rows)
     console.print(f"wrote {output}")

@@ -43,7 +43,7 @@ def ruler_command(
     check_tasks(tasks)
     check_grid(documents, lengths)
     check_sizes(batch_size=batch_size)
-    opened = open_checkpoint(model, how.device_map, [output], how.quantize, bos=how.bos)
+    opened = open_checkpoint(model, how.device, how.device_map, [output], how.quantize, bos=how.bos)
     cells = ruler_grid(
         opened.model,
         opened.tokenizer,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..calibration.sampling import Corpus, check_length, write_documents
+from ..checkpoint.device import AUTO
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import load_config
 from ..model.errors import RapError
@@ -43,6 +44,7 @@ def sample_command(
     *,
     asked: Asked,
     dtype: options.Dtype = "auto",
+    device: options.Device = AUTO,
     device_map: options.DeviceMap = None,
     seed: options.Seed = 0,
     force: options.Force = False,
@@ -59,11 +61,12 @@ def sample_command(
     check_output_file(output, force=force)
     drawn = Corpus(**asdict(asked), seed=seed)
     check_length(load_config(model), drawn)  # before weights are loaded
-    opened = open_checkpoint(model, device_map, [], dtype=dtype)
+    opened = open_checkpoint(model, device, device_map, [], dtype=dtype)
     write_documents(
         opened.model, opened.tokenizer, output, drawn, force=force, progress=not as_json
     )
     if as_json:
-        print_json({"model": model, "output": str(output), **asdict(drawn)})
+        placed = str(opened.model.device)
+        print_json({"model": model, "output": str(output), "device": placed, **asdict(drawn)})
     else:
         typer.echo(f"wrote {output}: {drawn.documents:,} documents of {drawn.tokens:,} tokens")

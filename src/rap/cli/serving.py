@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoint.device import AUTO, say_device, working_device
 from ..checkpoint.gguf import is_gguf
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
 from ..serving.llamacpp.verify import verify_llamacpp
-from ..serving.serve import Server, complete, free_port, routed, running, serve, way
+from ..serving.serve import Server, complete, free_port, running, runs_in, serve
 from ..serving.verify import ENGINES, TOLERANCES, Verification, check_tolerance, verify
 from . import options
 from .options import console, print_json, print_table
@@ -39,6 +40,7 @@ def verify_command(
     tolerance: Annotated[
         float | None, typer.Option(help="Largest |delta log-probability| that passes, in nats.")
     ] = None,
+    device: options.Device = AUTO,
     tensor_parallel_size: Devices = 1,
     reference: Annotated[
         str | None, typer.Option(help="For a .gguf file: the checkpoint that it was made from.")
@@ -57,18 +59,22 @@ def verify_command(
     if is_gguf(model) and engine == "llamacpp" and dtype is not None:
         raise RapError("a .gguf file is compared as it is stored: leave --dtype out")
     dtype = dtype or "float32"
+    placed = working_device(device)
     if engine == "llamacpp":
-        verdict = _in_llamacpp(model, reference, dtype, tolerance)
+        verdict = _in_llamacpp(model, reference, dtype, tolerance, device)
     else:
         verdict = verify(
             resolve_source(model),
             engine,
             dtype=dtype,
             tolerance=tolerance,
+            device=device,
             tensor_parallel_size=tensor_parallel_size,
         )
+    say_device(placed)
     if as_json:
         settings = {"model": model, "tensor_parallel_size": tensor_parallel_size}
+        settings["device"] = str(placed)
         report = {**asdict(verdict), "capacity_ratio": verdict.capacity_ratio}
         print_json({**report, "provenance": provenance(**settings)})
     else:
@@ -97,8 +103,8 @@ def serve_command(
     extra = list(arguments or [])
     if tensor_parallel_size > 1:
         extra += ["--tensor-parallel-size", str(tensor_parallel_size)]
-    server = routed(Server(resolve_source(model), host, port, api_key, tuple(extra)))
-    found = way(server.source)
+    server = Server(resolve_source(model), host, port, api_key, tuple(extra))
+    found = runs_in(server.source)
     if check:
         server = replace(server, host="127.0.0.1", port=free_port())
     console.print(shlex.join(server.command), soft_wrap=True, markup=False)
@@ -121,15 +127,16 @@ def _check_reference(model: str, engine: str) -> None:
 
 
 def _in_llamacpp(
-    model: str, reference: str | None, dtype: str, tolerance: float | None
+    model: str, reference: str | None, dtype: str, tolerance: float | None, device: str
 ) -> Verification:
     """A GGUF file as it is, a checkpoint as one that is made for the occasion."""
     if dtype not in GGUF_TYPES:
         raise RapError(f"unknown dtype {dtype!r}: use one of {', '.join(GGUF_TYPES)}")
     if is_gguf(model):
         against = resolve_source(reference) if reference is not None else None
-        return verify_llamacpp(model, reference=against, tolerance=tolerance)
-    return verify_llamacpp(resolve_source(model), kind=GGUF_TYPES[dtype], tolerance=tolerance)
+        return verify_llamacpp(model, reference=against, tolerance=tolerance, device=device)
+    kind = GGUF_TYPES[dtype]
+    return verify_llamacpp(resolve_source(model), kind=kind, tolerance=tolerance, device=device)
 
 
 def _rows(verdict: Verification) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..calibration.bos import bos_token
+from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
 from ..evaluation.quality.harness import (
     GROUPS,
@@ -34,6 +35,7 @@ def zero_shot_command(
     batch_size: Annotated[int, typer.Option(help="Questions per forward pass.")] = 1,
     quantize: Quantize = None,
     dtype: options.Dtype = "auto",
+    device: options.Device = AUTO,
     device_map: options.DeviceMap = None,
     seed: options.Seed = 0,
     output: ResultFile = None,
@@ -42,7 +44,7 @@ def zero_shot_command(
 ) -> None:
     """Benchmark tasks by lm-eval (pip install lm-eval)."""
     check_questions(limit, batch_size)
-    opened = open_checkpoint(model, device_map, [output], quantize, dtype)
+    opened = open_checkpoint(model, device, device_map, [output], quantize, dtype)
     named = [name.strip() for name in tasks.split(",") if name.strip()]
     scores = run_tasks(
         opened.model,

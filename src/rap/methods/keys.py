@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..planning.folding import FoldedHead, fold_head
 from ..planning.losses import Metric, Moments
-from ..planning.plan import LayerPlan
+from ..planning.plan import PairPlan
 from ..planning.scores import LayerScores
 from ..planning.shared import shared_frequencies, shared_pairs, shared_slots
 from ..planning.subspace import weighted_subspace
@@ -22,7 +22,7 @@ def folded_apart(
     metric: Metric,
     reach: float | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Every head's own slots, as fields of a LayerPlan; none of a layer without moments."""
+    """Every head's own slots, as fields of a PairPlan; none of a layer without moments."""
     turned = metric == "loss"  # gradients of keys
     folded: list[dict[str, Tensor]] = []
     for layer, width, own in zip(moments, widths, dense.frequencies, strict=True):
@@ -74,7 +74,7 @@ def folded_alike(
 
 
 def shared_dense(
-    plain: Sequence[LayerPlan | None], scores: Sequence[LayerScores | None]
+    plain: Sequence[PairPlan | None], scores: Sequence[LayerScores | None]
 ) -> list[dict[str, Tensor]]:
     """One set of dense pairs for all heads and layers, of the width that was planned."""
     voted = [layer.pairs_GP for layer in scores if layer is not None]

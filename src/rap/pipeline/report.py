@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..calibration.bos import Bos, bos_token
-from ..calibration.held_out import evaluation_tokens
+from ..calibration.held_out import check_enough, dataset_name, evaluation_tokens
+from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
@@ -20,14 +21,11 @@ from ..evaluation.quality.fidelity import DenseStates
 from ..evaluation.quality.perplexity import Perplexity, evaluation_window, perplexity
 from ..methods import Method, traits_of
 from ..methods.base import traits
-from ..model.errors import CheckpointError, RapError
+from ..model.errors import CheckpointError
 from ..model.families import WRAPPERS
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import base_model_type
 from ..planning.plan import Plan
-from ..surgery.replace import Replacement
-
-EVALUATION_WINDOWS = 8  # of 2,048 tokens they tell a ratio of perplexities to 3 or 4 %
 
 
 def measure(
@@ -78,21 +76,26 @@ def _held_out_windows(
     model: Any, tokenizer: Any, text: str, tokens: Tensor | None, bos: Bos
 ) -> dict[str, Any]:
     """What all models are judged on, as arguments of `perplexity` and `DenseStates`."""
-    return {
-        "token_ids": tokens if tokens is not None else evaluation_tokens(text, tokenizer),
-        "max_windows": EVALUATION_WINDOWS,
-        "bos": bos_token(bos, tokenizer, model.config),
-    }
+    first = bos_token(bos, tokenizer, model.config)
+    ids = tokens if tokens is not None else evaluation_tokens(text, tokenizer)
+    window = fitting_window(model, ids, first)
+    return {"token_ids": ids, "window": window, "max_windows": EVALUATION_WINDOWS, "bos": first}
+
+
+def fitting_window(model: Any, tokens: Tensor, bos: int | None) -> int:
+    """Tokens per evaluation window of a text [N]: all there are where they are fewer than usual."""
+    return min(evaluation_window(model, None), len(tokens) + (bos is not None))
 
 
 def quality(text: str, scored: Perplexity) -> dict[str, Any]:
     """A perplexity as a report has it."""
-    return {"perplexity": scored.value, "evaluation": {"text": text, **asdict(scored)}}
+    named = {"text": text, "dataset": dataset_name(text)}
+    return {"perplexity": scored.value, "evaluation": {**named, **asdict(scored)}}
 
 
 def save(
     small: Any,
-    plan: Plan | Replacement,
+    plan: Plan,
     output: str | Path,
     tokenizer: Any = None,
     *,
@@ -129,7 +132,7 @@ def save(
     small.name_or_path = str(output)  # as if it had been loaded from there
 
 
-def describe(bench: Workbench, method: Method, plan: Plan | Replacement) -> dict[str, Any]:
+def describe(bench: Workbench, method: Method, plan: Plan) -> dict[str, Any]:
     """What was cut and how, as JSON-able data."""
     return {
         "source": bench.name,
@@ -168,11 +171,7 @@ def held_out(text: str | None, bench: Workbench) -> Tensor | None:
     tokens, window = bench.held_out(text), evaluation_window(bench.model, None)
     if bench.bos is not None:
         window -= 1
-    if len(tokens) < window:
-        raise RapError(
-            f"the evaluation text has {len(tokens)} tokens, one window needs {window}: give a "
-            "longer text, or none"
-        )
+    check_enough(text, len(tokens), window)
     return tokens
 
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from .. import assets
 from ..calibration.bos import Bos, bos_token, with_bos
 from ..calibration.repeats import repeat_passages
-from ..calibration.text import ALIASES, REPEATED, named_sources, read_text, windows_from_text
+from ..calibration.splits import REPEATED
+from ..calibration.text import ALIASES, named_sources, read_text, windows_from_text
 from ..model.errors import RapError
 
 SHARED_RUN = 16  # tokens: natural text repeats fewer

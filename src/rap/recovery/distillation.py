@@ -73,7 +73,7 @@ def distill(
         work = work or _temporary(stack)
         stack.enter_context(explained(work))
         stack.enter_context(evaluating(teacher))
-        arguments = _arguments(config, len(windows), work)
+        arguments = _arguments(config, len(windows), work, small.device)
         checkpoint = _begin(work, small, teacher, windows, validation, config)
         student = copy.deepcopy(small).to(arguments.device)
         if not _is_spread(teacher):
@@ -180,7 +180,9 @@ def _check(
         raise RapError(f"report_to {config.report_to!r} is not installed: pip install it first")
 
 
-def _arguments(config: RecoveryConfig, num_windows: int, work: Path) -> TrainingArguments:
+def _arguments(
+    config: RecoveryConfig, num_windows: int, work: Path, device: torch.device
+) -> TrainingArguments:
     world = processes().num_processes
     micro, accumulation = _micro_batch(config, num_windows, world)
     updates = max(1, num_windows // config.global_batch)
@@ -218,7 +220,7 @@ def _arguments(config: RecoveryConfig, num_windows: int, work: Path) -> Training
         gradient_checkpointing=config.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         ddp_find_unused_parameters=False,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=device.type == "cpu",
         seed=config.seed,
         data_seed=config.seed,
     )

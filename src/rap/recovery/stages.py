@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.bos import Bos, bos_token, describe_bos
+from ..calibration.protocol import CALIBRATION_TOKENS
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.layers import trained_length
@@ -31,7 +32,7 @@ RECOVERIES = (
     *(f"fit+{name}" for name in PRESETS),
 )
 FIT_REPORTS = ("bos", "fit", "perplexity_before", "perplexity_fitted")
-REFIT_TOKENS = 2**15  # as many as calibration sees by default
+REFIT_TOKENS = CALIBRATION_TOKENS
 
 
 def check_recovery(name: str, method: str | None = None) -> None:
@@ -55,16 +56,24 @@ def recover(
     small: PreTrainedModel,
     teacher: PreTrainedModel,
     windows: Tensor,
-    config: RecoveryConfig | str = "fast",
+    config: RecoveryConfig | FitConfig | str = "fit",
     *,
     validation: Tensor | None = None,
     work: Path | None = None,
     progress: bool = False,
 ) -> Any:
-    """The model that `distillation.distill` returns (which see), by a preset or other settings.
+    """A recovered copy of `small`: layer-wise distillation on `windows` [N, T], or a preset.
 
-    Raises RapError as it does, and for a preset that there is none of.
+    "fit" and a FitConfig distil layer by layer (`fit.fit_layers`, which reads no `validation`);
+    everything else end to end (`distillation.distill`). Raises RapError as these do, and for an
+    unknown preset.
     """
+    if config == "fit":
+        config = FitConfig()
+    if isinstance(config, FitConfig):
+        fitted = copy.deepcopy(small)
+        fit_layers(fitted, teacher, windows, config, work=work, progress=progress)
+        return fitted
     # Imported here: the trainer and peft take seconds, and only distillation needs them.
     from .distillation import distill
 

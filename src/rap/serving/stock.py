@@ -23,9 +23,10 @@ from ..checkpoint.files import check_output, whole_directory, write_json
 from ..checkpoint.load import is_pruned, load, load_tokenizer
 from ..checkpoint.source import check_apart
 from ..checkpoint.writing import write_model
+from ..model.cache_layout import PairEntry
 from ..model.errors import CheckpointError, UnsupportedModelError
 from ..model.layers import base_model_type, rotary_module
-from ..model.modeling import configured_widths
+from ..model.modeling import layer_entries
 from ..model.rope import read_frequencies
 
 STOCK_FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "llama"}
@@ -89,16 +90,17 @@ def slots_of_all_heads(small: PreTrainedModel) -> list[int]:
             "this model is dense: cut it first, by `rap compress MODEL --profile stock -o out`"
         )
     check_stock(small.config)
-    widths = configured_widths(small.config, small.config.num_hidden_layers)
-    first = widths[0]
-    for layer, entry in enumerate(widths):
+    entries = layer_entries(small.config, small.config.num_hidden_layers, "plain")
+    first = entries[0]
+    for layer, entry in enumerate(entries):
         if entry is None:
             raise CheckpointError(f"layer {layer} was left dense; {_NOT_STOCK}")
         if entry != first:
             raise CheckpointError(
                 f"layer {layer} keeps {_describe(entry)}, layer 0 {_describe(first)}; {_NOT_STOCK}"
             )
-        if entry["values"] != 2 * entry["pairs"] or entry["free"]:
+        assert isinstance(entry, PairEntry)
+        if entry.values != 2 * entry.pairs or entry.free:
             raise CheckpointError(
                 f"layer {layer} keeps {_describe(entry)}: a stock checkpoint needs keys as wide as "
                 "values, all of them rotating: use `--profile stock`"
@@ -216,8 +218,8 @@ def _stock_state(small: PreTrainedModel, stock: PreTrainedModel, width: int) -> 
     return state
 
 
-def _describe(widths: Any) -> str:
-    return f"{widths['pairs']} pairs and {widths['values']} value channels"
+def _describe(entry: Any) -> str:
+    return f"{entry.pairs} pairs and {entry.values} value channels"
 
 
 def _copy_tokenizer(source: str | Path, folder: Path) -> None:

@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import assets
+from ..checkpoint.device import AUTO, placement
 from ..checkpoint.load import is_pruned, load, load_config, load_tokenizer, without_tensors
 from ..evaluation.cost.footprint import footprint
 from ..model.errors import CheckpointError, RapError
 from ..model.layers import attention_layers, text_config, trained_length
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
-from .paths import overrides
+from .refusals import check_served
 
 ENGINES = ("transformers", "vllm")
 PROMPT_TOKENS = (1, 7, 32, 100, 300)
@@ -61,14 +61,16 @@ def verify(
     *,
     dtype: str = "float32",
     tolerance: float | None = None,
+    device: str = AUTO,
     tensor_parallel_size: int = 1,
     environment: dict[str, str] | None = None,
 ) -> Verification:
     """Run the bundled prompts through an engine and compare with the reference model.
 
     The reference is the checkpoint in transformers, in float32 with eager attention and no cache.
-    It passes if no log-probability is further off than `tolerance`, in float32 also every greedy
-    token is the same, and the cache holds at least as many tokens as the dense model's would.
+    Models of transformers run on `device`; vLLM chooses one. It passes if no log-probability is
+    further off than `tolerance`, in float32 also every greedy token is the same, and the cache
+    holds at least as many tokens as the dense model's would.
     Raises RapError for an unknown engine or dtype, a tolerance below 0, or a family that the engine
     does not run, CheckpointError, or EngineError.
     """
@@ -77,26 +79,25 @@ def verify(
         raise RapError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
     if dtype not in TOLERANCES:
         raise RapError(f"unknown dtype {dtype!r}: use one of {', '.join(TOLERANCES)}")
-    config = load_config(source)
+    config, placed = load_config(source), placement(device)
     prompts = bundled_prompts(source, config)
     if engine == "vllm":
-        told = overrides(config) if is_pruned(config) else {}
-        more: dict[str, Any] = {"hf_overrides": told} if told else {}
+        if is_pruned(config):
+            check_served(config)
         run = run_vllm(
             source,
             [Round(prompts, MAX_TOKENS, prompt_logprobs=True)],
             environment=environment,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
-            **more,
             max_model_len=max(map(len, prompts)) + MAX_TOKENS,
         )
         transcripts, version, capacity = run.rounds[0], run.version, run.capacity_tokens
     else:
-        model = load(source, dtype=dtype)
+        model = load(source, dtype=dtype, **placed)
         transcripts = [transcribe(model, prompt, MAX_TOKENS) for prompt in prompts]
         version, capacity = transformers.__version__, GIB // footprint(model).kv_bytes_per_token
-    reference = load(source, dtype="float32", attn_implementation="eager")
+    reference = load(source, dtype="float32", attn_implementation="eager", **placed)
     compared = agreement(reference, transcripts)
     bound = tolerance if tolerance is not None else TOLERANCES[dtype]
     channels = dense_channels(config, tensor_parallel_size)

@@ -441,7 +441,7 @@ def test_the_command_of_a_cell_asks_for_that_cell(monkeypatch):
     for cell in grid.cells("f", "float32"):
         if cell.method is None:
             continue
-        typed = cell_command(cell, grid, "some/model", "bfloat16", "auto")
+        typed = cell_command(cell, grid, "some/model", "bfloat16", device_map="auto")
         program, *arguments = shlex.split(typed)
         assert program == "rap"
         assert run(*arguments).err == "error: enough\n"
@@ -460,9 +460,8 @@ def test_the_command_of_a_cell_asks_for_that_cell(monkeypatch):
 def test_the_demo_ends_with_a_page(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(command_line, "DEMO_METHODS", ("rap", "not-yet-there"))
     monkeypatch.setattr(command_line, "DEMO_RETAINS", "0.5")
-    monkeypatch.setattr(command_line, "DEMO_WINDOWS", 2)
     monkeypatch.setattr(command_line, "DEMO_MEASURES", tiny)
-    result = run("compare", "--demo", "-o", tmp_path / "demo")
+    result = run("compare", "--demo", "--windows", 2, "-o", tmp_path / "demo")
     assert result.code == 0, result.err
     assert "At retain 0.5, bundled" in result.out
     page = (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
@@ -490,6 +489,7 @@ def test_what_is_given_wins_over_the_demo(tmp_path, monkeypatch, arguments, reta
     Path("run.yaml").write_text("retain: '0.9'\n", encoding="utf-8")
     assert run("compare", "--demo", *arguments.split()).err == "error: enough\n"
     assert (asked["retain"], asked["num_windows"]) == (retains, windows)
+    assert (asked["window"], asked["measures"].window) == (512, 512), "a demo is quick"
 
 
 @pytest.mark.parametrize(

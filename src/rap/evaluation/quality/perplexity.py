@@ -16,12 +16,12 @@ from ...calibration.bos import Bos, bos_token, with_bos
 from ...calibration.logits import Head, chunk_tokens, decoder_of, vocabulary
 from ...calibration.precision import in_precision
 from ...calibration.progress import Progress
+from ...calibration.protocol import EVALUATION_WINDOW
 from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ...model.layers import trained_length
 from .intervals import exponential
 
-DEFAULT_WINDOW = 2048
 FIRST_EDGE = 128  # tokens; ranges of positions double from here
 
 
@@ -185,8 +185,8 @@ def evaluation_window(model: Any, window: int | None) -> int:
 
     Raises RapError for a window of less than two tokens.
     """
-    longest = trained_length(model.config) or DEFAULT_WINDOW
-    window = min(DEFAULT_WINDOW, longest) if window is None else window
+    longest = trained_length(model.config) or EVALUATION_WINDOW
+    window = min(EVALUATION_WINDOW, longest) if window is None else window
     check_sizes(window)
     return window
 

@@ -53,13 +53,14 @@ def streamed_fidelity(
     dense: LayerSource,
     token_ids: Tensor,
     *,
+    window: int | None = None,
     max_windows: int | None = None,
     bos: int | None = None,
     folder: Path | None = None,
     progress: bool = False,
 ) -> Fidelity:
     """`fidelity` of two models whose weights are not in memory; the rest as `walked` has it."""
-    window = evaluation_window(dense.model, None)
+    window = evaluation_window(dense.model, window)
     windows, _ = whole_windows(dense.model, token_ids, window, max_windows, bos)
     with walked(dense, windows, "dense model", folder=folder, progress=progress) as model:
         states = DenseStates(model, token_ids, window=window, max_windows=max_windows, bos=bos)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoint.device import AUTO, placement
 from ...checkpoint.gguf import is_gguf
 from ...checkpoint.load import load, load_tokenizer
 from ...checkpoint.reading import reading
@@ -40,14 +41,16 @@ def verify_llamacpp(
     reference: str | Path | None = None,
     kind: str = "f32",
     tolerance: float | None = None,
+    device: str = AUTO,
 ) -> Verification:
     """Run the bundled prompts through llama.cpp and compare with transformers in float32.
 
     `source` is a GGUF file, compared with the checkpoint `reference` or, without one, with itself
     as transformers reads it; or a checkpoint, which is exported as `kind` for the occasion. Every
     position's log-probabilities over the whole vocabulary come from the engine's hidden states,
-    greedy tokens from decoding. Raises RapError, also for a tolerance below 0, CheckpointError or
-    EngineError.
+    greedy tokens from decoding. The reference runs on `device`.
+
+    Raises RapError, also for a tolerance below 0, CheckpointError or EngineError.
     """
     check_tolerance(tolerance)
     require_gguf()
@@ -61,7 +64,7 @@ def verify_llamacpp(
             reference = resolve_source(source)
         kind = file_type(file)
         bound = tolerance if tolerance is not None else TOLERANCES[kind]
-        return _compare(file, str(reference or source), kind, bound)
+        return _compare(file, str(reference or source), kind, bound, placement(device))
 
 
 def file_type(file: str | Path) -> str:
@@ -81,8 +84,10 @@ def file_type(file: str | Path) -> str:
     return _FILE_TYPES[number]
 
 
-def _compare(file: Path, reference: str, kind: str, bound: float) -> Verification:
-    model = load(reference, dtype=torch.float32, attn_implementation="eager")
+def _compare(
+    file: Path, reference: str, kind: str, bound: float, placed: dict[str, Any]
+) -> Verification:
+    model = load(reference, dtype=torch.float32, attn_implementation="eager", **placed)
     _check_same_shape(file, reference, model)
     prompts = bundled_prompts(reference, model.config)
     probe: list[str] = json.loads(PROBE.read_text(encoding="utf-8"))
@@ -163,7 +168,8 @@ def agreement(
     num_tokens = mismatched = 0
     largest = 0.0
     for prompt, states in zip(prompts, hidden, strict=True):
-        found_TV = model.lm_head(torch.tensor(states)).double().log_softmax(-1)
+        states_TE = torch.tensor(states, device=model.device)
+        found_TV = model.lm_head(states_TE).double().log_softmax(-1).cpu()
         error = (_logprobs(model, prompt) - found_TV).abs().max()
         largest, num_tokens = max(largest, float(error)), num_tokens + len(prompt)
     for each in completions:
@@ -181,5 +187,6 @@ def agreement(
 
 def _logprobs(model: Any, ids: Sequence[int]) -> Tensor:
     """log p(next token | tokens so far) [T, V] of the reference, uncached."""
-    logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
-    return logits.double().log_softmax(-1)
+    ids_1T = torch.tensor([list(ids)], device=model.device)
+    logits = model(input_ids=ids_1T, use_cache=False).logits[0]
+    return logits.double().log_softmax(-1).cpu()

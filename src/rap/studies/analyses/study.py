@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...calibration.bos import describe_bos
+from ...calibration.protocol import EVALUATION_WINDOWS
 from ...calibration.statistics import Statistics
 from ...calibration.workbench import Workbench
-from ...evaluation.quality.perplexity import perplexity
+from ...evaluation.quality.perplexity import evaluation_window, perplexity
 from ...methods import Method, Rap
 
 RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -24,13 +25,17 @@ Data = dict[str, Any]
 class Study:
     """A dense model on its workbench, and held-out tokens [N] to judge on.
 
-    Perplexity is over the first `num_windows` windows of `window` tokens.
+    Perplexity is over the first `num_windows` windows of `window` tokens (None: 2,048, or the
+    context length if that is less).
     """
 
     bench: Workbench
     tokens_N: Tensor
-    window: int = 512
-    num_windows: int = 24
+    window: int | None = None
+    num_windows: int = EVALUATION_WINDOWS
+
+    def __post_init__(self) -> None:
+        self.window = evaluation_window(self.model, self.window)
 
     @property
     def model(self) -> Any:
@@ -60,6 +65,7 @@ class Study:
 
     def _read(self) -> int:
         """How many windows the text has, of those that are asked for."""
+        assert self.window is not None
         size = self.window if self.bench.bos is None else self.window - 1
         return min(self.num_windows, len(self.tokens_N) // size)
 

@@ -4,6 +4,7 @@ import shlex
 from dataclasses import fields
 from typing import Any
 
+from ...checkpoint.device import AUTO
 from .cells import Cell
 from .grid import Grid
 from .measurement import Measures
@@ -22,7 +23,13 @@ DTYPE = "float32"  # the default of `rap compare`
 
 
 def cell_command(
-    cell: Cell, grid: Grid, model: str, dtype: str = DTYPE, device_map: str | None = None
+    cell: Cell,
+    grid: Grid,
+    model: str,
+    dtype: str = DTYPE,
+    *,
+    device: str = AUTO,
+    device_map: str | None = None,
 ) -> str:
     """`rap compare` for one cell alone (the dense one is measured with any)."""
     method = grid.methods[0] if cell.spec == DENSE else cell.spec
@@ -39,6 +46,8 @@ def cell_command(
         parts += ["--measure", f"{name}={_text(value)}"]
     if dtype != DTYPE:
         parts += ["--dtype", dtype]
+    if device != AUTO:
+        parts += ["--device", device]
     if device_map is not None:
         parts += ["--device-map", device_map]
     return shlex.join([*parts, "-o", "runs/cell"])

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...calibration.bos import check_bos
+from ...calibration.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ...methods import parse_method
 from ...model.errors import RapError
 from ...recovery.config import PRESETS, RecoveryConfig, preset
@@ -33,8 +34,8 @@ class Grid:
     recoveries: tuple[str, ...] = ("none",)
     align: int | None = 2
     calibration: str = "bundled"
-    num_windows: int = 64
-    window: int = 512
+    num_windows: int = CALIBRATION_WINDOWS
+    window: int = CALIBRATION_WINDOW
     seed: int = 0
     bos: str = "auto"
     recovery: Mapping[str, Any] = field(default_factory=dict)

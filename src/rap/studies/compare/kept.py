@@ -4,12 +4,14 @@ OUT/models/<name>/made.json     what the cell says of how the model was made
 OUT/models/<name>/...           the checkpoint, which any command takes
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ...checkpoint.device import placement
 from ...checkpoint.files import read_json, whole_directory, write_json
 from ...checkpoint.load import load
 from ...checkpoint.writing import write_model
@@ -26,7 +28,7 @@ class KeptModels:
 
     folder: Path
     keeps: bool
-    device_map: str | None = None  # as that of the dense model
+    placed: Mapping[str, Any] = field(default_factory=dict)  # where, as the dense model
 
     def find(self, cell: Cell) -> Made | None:
         """The model of a cell in the dtype it was measured in, if it was kept.
@@ -37,7 +39,7 @@ class KeptModels:
         if not (path / MADE).is_file():
             return None
         made = read_json(path / MADE, f"remove {path}, and repeat the command")
-        return load(path, dtype=cell.config["dtype"], device_map=self.device_map), made
+        return load(path, dtype=cell.config["dtype"], **placement(**self.placed)), made
 
     def keep(self, cell: Cell, made: Made, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write a model and its tokenizer, if models are to be kept."""

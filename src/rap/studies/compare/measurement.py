@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...calibration.held_out import HELD_OUT
+from ...calibration.protocol import EVALUATION_WINDOWS
 from ...calibration.state import evaluating
 from ...evaluation.cost.footprint import cached_tensors, footprint
 from ...evaluation.cost.latency import PLAIN, measure_point
@@ -28,8 +30,9 @@ from ...model.fingerprint import fingerprint_model
 class Measures:
     """How the models are measured; the same for all of a comparison.
 
-    text: held-out text, `bundled` or what `calibration.text` reads. Perplexity over `num_windows`
-        (None: all) windows of `window` tokens of it.
+    text: evaluation dataset, by default a held-out split of the calibration data. Perplexity over
+        `num_windows` (None: all) windows of `window` tokens of it (None: 2,048, or the context
+        length if less).
     fidelity: divergence from the dense model and agreement with it, on the same windows.
     other_texts: a comma list of texts of other kinds; perplexity and fidelity over as many windows
         of each. A cut that was calibrated on one kind of text may cost another far more.
@@ -41,9 +44,9 @@ class Measures:
     prefill: median time, of `PREFILL_ROUNDS`, to read `prefill_tokens` tokens; 0 skips it.
     """
 
-    text: str = "bundled"
-    window: int = 512
-    num_windows: int | None = 48
+    text: str = HELD_OUT
+    window: int | None = None
+    num_windows: int | None = EVALUATION_WINDOWS
     fidelity: bool = True
     other_texts: str = ""
     recall_distances: tuple[int, ...] = (256, 1000)
@@ -66,7 +69,7 @@ class Measures:
             elif isinstance(field.default, tuple):
                 good, remedy = _counts(value), "give whole numbers, such as 256,1000"
             elif value is None:
-                good, remedy = field.name == "num_windows", "give a whole number"
+                good, remedy = field.name in ("num_windows", "window"), "give a whole number"
             else:
                 least = 0 if field.name in SKIPPED_BY_ZERO else 1
                 good, remedy = type(value) is int and value >= least, f"give {least} or more"

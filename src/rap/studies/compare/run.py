@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.contents import check_contents, note_contents
+from ...calibration.held_out import split
 from ...calibration.statistics import Statistics
 from ...calibration.text import check_sources
 from ...calibration.workbench import CalibrationText, Workbench
+from ...checkpoint.device import AUTO
 from ...checkpoint.files import check_folder, write_json
 from ...checkpoint.provenance import provenance
 from ...methods import Method
@@ -43,6 +45,7 @@ def compare(
     recover: Sequence[str] = ("none",),
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: Any = "float32",
+    device: str = AUTO,
     device_map: str | None = None,
     measures: Measures | None = None,
     paper: Sequence[dict[str, Any]] = (),
@@ -55,13 +58,14 @@ def compare(
     """Measure `methods` (default: all there are) side by side, cell by cell, into `output`.
 
     A cell is a method at one ratio of `retain` after one of `recover`, measured as `measures` says,
-    of a `source` loaded in `dtype` onto `device_map`. A killed or repeated call continues where it
-    stopped; a text file or a config that changed since is refused. `settings` are the other fields
-    of `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery). `paper`
-    are published figures to show beside the cells of the same method, retain and recovery. A live
-    model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.
-    `keep` saves every model that is made in `output`/models, where a later call that measures it
-    otherwise, or distils a fitted one, finds it. `say` is given a line for every cell.
+    of a `source` loaded in `dtype` onto `device`, or a large one by `device_map`. A killed or
+    repeated call continues where it stopped; a text file or a config that changed since is refused.
+    `settings` are the other fields of `grid.Grid` (calibration, num_windows, window, align, seed,
+    bos, recovery). `paper` are published figures to show beside the cells of the same method,
+    retain and recovery. A live model as `source` needs its `tokenizer`. `title` tells this
+    comparison from others in a report. `keep` saves every model that is made in `output`/models,
+    where a later call that measures it otherwise, or distils a fitted one, finds it. `say` is given
+    a line for every cell.
 
     Returns what it writes to `output`/compare.json: tables, one record a cell, and the failures.
     Raises a RapError for anything wrong with the request itself, before any work.
@@ -70,30 +74,33 @@ def compare(
         methods=tuple(all_variants() if methods is None else methods),
         retains=tuple(retain),
         recoveries=tuple(recover),
-        measures=measures or Measures(),
+        **_data(measures or Measures(), settings.pop("calibration", "bundled")),
         **settings,
     )
     # A cell only reads its text after the dense one is measured, and each would fail by itself.
     check_sources(grid.calibration, *grid.measures.texts())
     check_folder(output)
-    bench = Bench(source, tokenizer, dtype, device_map, grid, Path(output), keep, progress)
-    wanted = bench.cells
-    named = bench.dense.name
+    placed: dict[str, Any] = {"device": device, "device_map": device_map}
+    bench = Bench(source, tokenizer, dtype, placed, grid, Path(output), keep, progress)
+    named, model = bench.dense.name, bench.dense.model
     dtype = str(dtype).removeprefix("torch.")  # as the command line has it
-    environment = provenance(model=named, dtype=dtype, **asdict(grid))
-    for number, cell in enumerate(wanted, start=1):
-        say(f"[{number}/{len(wanted)}] {cell}: {bench.run(cell)}")
+    made = provenance(model=named, dtype=dtype, device=str(model.device), **asdict(grid))
+    name = f"{Path(named).name} ({title})" if title else Path(named).name
+    about: dict[str, Any] = {"paper": paper}
+    about["command"] = lambda one: cell_command(one, grid, named, dtype, **placed)
+    for number, cell in enumerate(bench.cells, start=1):
+        say(f"[{number}/{len(bench.cells)}] {cell}: {bench.run(cell)}")
         # Written after every cell, of all there are: so a report of an unfinished grid can be had.
-        summary = summarize(
-            f"{Path(named).name} ({title})" if title else Path(named).name,
-            wanted,
-            bench.folder,
-            environment,
-            paper=paper,
-            command=lambda one: cell_command(one, grid, named, dtype, device_map),
-        )
+        summary = summarize(name, bench.cells, bench.folder, made, **about)
         write_json(Path(output) / RESULT_FILE, summary)
     return summary
+
+
+def _data(measures: Measures, calibration: str) -> dict[str, Any]:
+    """What is calibrated and measured on, as fields of a grid, with nothing in both."""
+    data, text = split(calibration, measures.text)
+    assert text is not None
+    return {"calibration": data, "measures": replace(measures, text=text)}
 
 
 class Bench:
@@ -104,7 +111,7 @@ class Bench:
         source: str | Path | PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         dtype: Any,
-        device_map: str | None,
+        placed: dict[str, Any],
         grid: Grid,
         output: Path,
         keep: bool,
@@ -113,7 +120,7 @@ class Bench:
         self.grid, self.output, self.progress = grid, output, progress
         texts = grid.calibration, *grid.measures.texts()
         check_contents(output, *texts)
-        self.models = KeptModels(output / "models", keep, device_map)
+        self.models = KeptModels(output / "models", keep, placed)
         reading = CalibrationText(
             grid.calibration, grid.num_windows, grid.window, grid.seed, grid.bos
         )
@@ -121,7 +128,7 @@ class Bench:
             source,
             tokenizer,
             dtype=dtype,
-            device_map=device_map,
+            **placed,
             reading=reading,
             kept_in=output,
             progress=progress,

@@ -18,7 +18,7 @@ from rap.calibration.sources import StoredLayers
 from rap.calibration.streamed import calibrate_layers
 from rap.checkpoint.load import load, load_dense
 from rap.model.errors import RapError
-from rap.pipeline import compress, compress_streamed
+from rap.pipeline import compress
 from rap.recovery import stages
 from rap.recovery.layer_fit import FitConfig, LayerProblem
 from rap.recovery.stages import work_folder
@@ -67,7 +67,7 @@ def test_the_checkpoint_is_the_one_made_in_memory(
     dense = _dense(tmp_path / "dense", tokenizer, name)
     common: dict[str, Any] = {"evaluate": text, "recover": "fit", **TEXT}
     memory = compress(str(dense), 0.5, tmp_path / "memory", method="rap:metric=output", **common)
-    report = compress_streamed(dense, 0.5, tmp_path / "streamed", fit=FIT, **common)
+    report = compress(dense, 0.5, tmp_path / "streamed", fit=FIT, **common, stream=True).report
 
     found, expected = _tensors(tmp_path / "streamed"), _tensors(tmp_path / "memory")
     assert found.keys() == expected.keys()
@@ -132,7 +132,8 @@ def test_one_layer_of_each_model_is_in_memory(
 ) -> None:
     dense = _dense(tmp_path / "dense", tokenizer, name, layers=6)
     living = _Living(monkeypatch)
-    compress_streamed(dense, 0.5, tmp_path / "out", fit=FIT, recover="fit", evaluate=text, **TEXT)
+    options: dict[str, Any] = {"fit": FIT, "recover": "fit", "evaluate": text, **TEXT}
+    compress(dense, 0.5, tmp_path / "out", stream=True, **options)
     # Passes over six layers: statistics, two judgements, the fit of two models, two measurements.
     assert len(living.layers) == 6 * 7
     assert living.most["layers"] == 2
@@ -145,7 +146,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
 ) -> None:
     dense = _dense(tmp_path / "dense", tokenizer)
     options: dict[str, Any] = {"fit": FIT, "recover": "fit", "evaluate": None, **TEXT}
-    compress_streamed(dense, 0.5, tmp_path / "whole", **options)
+    compress(dense, 0.5, tmp_path / "whole", **options, stream=True)
     solve, solved, calibrated = LayerProblem.solve, [], []
 
     def solve_some(problem: LayerProblem) -> Any:
@@ -162,10 +163,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     monkeypatch.setattr("rap.calibration.streamed.calibrate_layers", calibrate_once)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        compress_streamed(dense, 0.5, out, **options)
+        compress(dense, 0.5, out, **options, stream=True)
     assert not out.exists()
     assert work_folder(out).is_dir()
-    compress_streamed(dense, 0.5, out, **options)
+    compress(dense, 0.5, out, **options, stream=True)
     assert (solved, calibrated) == ([0, 1, 1, 2], [1])
     found, expected = _tensors(out), _tensors(tmp_path / "whole")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -177,7 +178,7 @@ def test_a_fit_that_is_no_better_is_left_out(
 ) -> None:
     dense = _dense(tmp_path / "dense", tokenizer)
     options: dict[str, Any] = {"evaluate": None, **TEXT}
-    compress_streamed(dense, 0.5, tmp_path / "cut", **options)
+    compress(dense, 0.5, tmp_path / "cut", **options, stream=True)
 
     def spoil(problem: LayerProblem) -> Any:
         with torch.no_grad():
@@ -185,7 +186,8 @@ def test_a_fit_that_is_no_better_is_left_out(
         return rap.recovery.layer_fit.LayerFit(problem.index, 1.0, 0.5)
 
     monkeypatch.setattr(LayerProblem, "solve", spoil)
-    report = compress_streamed(dense, 0.5, tmp_path / "out", recover="fit", fit=FIT, **options)
+    options |= {"recover": "fit", "fit": FIT, "stream": True}
+    report = compress(dense, 0.5, tmp_path / "out", **options).report
     recovery = report["recovery"]
     assert recovery["perplexity_fitted"] > recovery["perplexity_before"]
     assert recovery["perplexity_after"] == recovery["perplexity_before"]
@@ -204,7 +206,7 @@ def test_statistics_of_a_file_take_any_method_that_cuts(tokenizer: Any, tmp_path
     text.write_text("not read", encoding="utf-8")
     given: dict[str, Any] = {"statistics": tmp_path / "statistics", "evaluate": None}
     given["calibration"] = text
-    report = compress_streamed(dense, 0.5, tmp_path / "out", **given)
+    report = compress(dense, 0.5, tmp_path / "out", **given, stream=True).report
     made = report["provenance"]["settings"]
     assert (made["num_windows"], made["window"]) == (2, 32)
     assert made["statistics"] == str(tmp_path / "statistics")
@@ -213,7 +215,7 @@ def test_statistics_of_a_file_take_any_method_that_cuts(tokenizer: Any, tmp_path
     expected = method.apply(model, method.plan(model, statistics))
     assert rap.fingerprint_model(load(tmp_path / "out")) == rap.fingerprint_model(expected)
     with pytest.raises(RapError, match="needs the statistics fisher"):
-        compress_streamed(dense, 0.5, tmp_path / "other", method="rap:paper", **given)
+        compress(dense, 0.5, tmp_path / "other", method="rap:paper", **given, stream=True)
 
 
 def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
@@ -231,7 +233,7 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
     for arguments, message in {
         ("--metric", "loss"): "gradients of the loss",
         ("--method", "rap:paper"): "method rap needs the statistics fisher",
-        ("--method", "palu"): "does not stream",
+        ("--method", "palu"): "method palu needs the statistics fisher",
         ("--recover", "fast"): "--stream takes none or fit",
         ("--dtype", "float32"): "leave --dtype and --device-map out",
         ("--statistics", tmp_path / "nowhere"): "nowhere",
@@ -239,8 +241,8 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
     }.items():
         refused = run(*given, "--force", *arguments)
         assert (error_violations(refused), message in refused.err) == ([], True), refused.err
-    refused = run("compress", dense, "--device", "cuda", "-o", out, "--force")
-    assert "go with --stream" in refused.err
+    refused = run("compress", dense, "--statistics", "file", "-o", out, "--force")
+    assert "--statistics requires --stream" in refused.err
 
 
 def test_every_source_is_one_interface() -> None:

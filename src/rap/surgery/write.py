@@ -1,14 +1,13 @@
-"""Step 3 without the model: a checkpoint rewritten tensor by tensor as a plan says.
+"""A checkpoint on disk rewritten as a plan says, with one layer's attention in memory.
 
 The output's layout is known from the plan before anything is read, so each shard's header is
-written first and every tensor follows as soon as it is cut: one tensor is in memory at a time.
-Experts that the model joins are copied one by one, and joined once more for the fingerprint alone.
+written first and every tensor follows as soon as it is made. Experts that the model joins are
+copied one by one, and joined once more for the fingerprint alone.
 """
 
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..calibration.progress import Progress
@@ -24,21 +23,12 @@ from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
 from ..checkpoint.load import load_config
 from ..checkpoint.shards import DTYPE_NAMES, DTYPES, write_header, write_index
-from ..checkpoint.stored import StoredModel, without_weights
+from ..checkpoint.stored import StoredModel
 from ..model.errors import CheckpointError, PlanError
 from ..model.fingerprint import Fingerprint
-from ..model.layers import (
-    AttentionLayer,
-    attention_layers,
-    attention_spec,
-    base_model_type,
-    check_dense,
-    projection_tensors,
-    text_config,
-)
 from ..model.modeling import auto_class
-from ..planning.plan import Plan, PlanHeader
-from .apply import added_tensors, cut_layer, pruned_config
+from ..planning.plan import Plan
+from .weights import PrunedWeights, check_config, pruned_config
 
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json"),
@@ -49,20 +39,18 @@ _WRITTEN = ("config.json", CARD_FILE)
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of an output shard: where it comes from and its shape after the cut.
+    """One tensor of an output shard, with its shape and type after pruning.
 
-    `name` is the output's, `source` the dense checkpoint's, `target` the model's; `part` is set for
-    one of several tensors that the model joins.
+    `name` is the output's and `target` the model's; `source` is the dense checkpoint's, empty for
+    a tensor that only the pruned model has. `part` is set for one of several tensors that the model
+    joins.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    layer: AttentionLayer | None = None
-    role: str = ""
-    value: Tensor | None = None
+    target: str
     source: str = ""
-    target: str = ""
     part: str | None = None
 
     @property
@@ -70,21 +58,34 @@ class _Entry:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+class _Hashed:
+    """Stored weights, each hashed when it is first read."""
+
+    def __init__(self, stored: StoredModel):
+        self.stored, self.model, self.seen = stored, stored.model, Fingerprint()
+        self.dtype = stored.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        return self.stored.fingerprint
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = self.stored.tensor(name)
+        if name not in self.seen.names():
+            self.seen.add(name, tensor)
+        return tensor
+
+
 class _Rewriter:
-    """The state of one streamed application: the plan, names to cut, and both fingerprints."""
+    """The state of one streamed application: the pruned weights, and both fingerprints."""
 
     def __init__(self, stored: StoredModel, plan: Plan, changed: Mapping[str, Tensor]):
-        self.stored, self.plan, self.changed = stored, plan, changed
-        self.spec = attention_spec(stored.model.config)
-        self.layers = attention_layers(stored.model)
-        shapes = [layer.shape for layer in self.layers]
-        plan.check_model(base_model_type(stored.model.config), shapes)
-        self.cuts = projection_tensors(self.layers, self.spec)
-        self.expected, self.conversions = stored.expected, stored.conversions
-        self.added = added_tensors(plan, self.layers)
-        self.dense, self.small = Fingerprint(), Fingerprint()
+        self.stored, self.dense, self.small = stored, _Hashed(stored), Fingerprint()
+        self.weights = PrunedWeights(self.dense, plan, changed)
+        self.conversions = stored.conversions
         self.parts: dict[str, list[tuple[str, str]]] = {}
         self.where: dict[str, Path] = {}
+        self.written: set[int] = set()
 
     def entries(self, path: Path) -> list[_Entry]:
         """The tensors of an output shard, in the order in which safetensors would write them.
@@ -95,7 +96,7 @@ class _Rewriter:
         with safe_open(path, "pt") as shard:
             stored = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
             targets = {name: self.conversions.target(name) for name in stored}
-            targets = {name: both for name, both in targets.items() if both[0] in self.expected}
+            targets = {n: both for n, both in targets.items() if both[0] in self.stored.expected}
             names = self.conversions.stored_names([t for t, part in targets.values() if not part])
             result = [
                 entry
@@ -111,54 +112,48 @@ class _Rewriter:
     def _entries(
         self, stored: Any, name: str, source: str, target: str, part: str | None
     ) -> Iterator[_Entry]:
-        dtype = self.stored.taken_in(target, DTYPES[stored.get_dtype()])
-        shape = tuple(stored.get_shape())
-        layer, role = self.cuts.get(target, (None, ""))
-        if layer is None or self.plan.layers[layer.index] is None:
-            yield _Entry(name, dtype, shape, source=source, target=target, part=part)
+        index = self.weights.owner(target)
+        if index is None:
+            dtype = self.stored.taken_in(target, DTYPES[stored.get_dtype()])
+            yield _Entry(name, dtype, tuple(stored.get_shape()), target, source, part)
             return
-        small = tuple(self._cut(torch.empty(shape, dtype=dtype, device="meta"), layer, role).shape)
-        yield _Entry(name, dtype, small, layer, role, source=source, target=target)
-        first = "k" if layer.shape is not None and layer.shape.source is None else "q"
-        if first in re.split("[+=]", role) and target.endswith(".weight"):
-            added = {f"{layer.path}.{name}": x for name, x in self.added[layer.path].items()}
+        sketch = self.weights.sketch(index)
+        if target in sketch:
+            made = sketch[target]
+            yield _Entry(name, made.dtype, tuple(made.shape), target, source)
+        # What the dense layer has not goes beside the first of its tensors that is met.
+        if index not in self.written:
+            self.written.add(index)
+            added = {n: x for n, x in sketch.items() if n not in self.weights.inside[index]}
             names = self.conversions.stored_names(added)
-            for target, value in added.items():
-                entry = _Entry(names[target], value.dtype, tuple(value.shape), value=value)
-                yield replace(entry, target=target)
+            for new, tensor in added.items():
+                yield _Entry(names[new], tensor.dtype, tuple(tensor.shape), new)
 
     def rewrite(self, entry: _Entry) -> Tensor:
         """The output tensor of an entry, hashed on both sides if it is one of the model's."""
-        if entry.value is not None:
-            self.small.add(entry.target, entry.value)
-            return entry.value
-        dense = self._read(entry.source, entry.target)
         if entry.part is not None:
             self.parts.setdefault(entry.target, []).append((entry.source, entry.part))
-            return dense
-        self.dense.add(entry.target, dense)
-        if entry.target in self.changed:
-            result = self.changed[entry.target].to(entry.dtype)
-        elif entry.layer is None:
-            self.small.add_same(entry.target, self.dense)
-            return dense
+            return self._read(entry.source, entry.target)
+        result = self.weights.tensor(entry.target)
+        if self.weights.owner(entry.target) is None and entry.target not in self.weights.changed:
+            self.small.add_same(entry.target, self.dense.seen)
         else:
-            result = self._cut(dense, entry.layer, entry.role)
-        self.small.add(entry.target, result)
+            self.small.add(entry.target, result)
         return result
 
-    def join(self) -> None:
-        """Hash the tensors that the model joins from several stored ones, when all are written."""
+    def finish(self) -> None:
+        """Hash what was written in parts or not at all, when all shards are done."""
         for target, parts in self.parts.items():
             joined = self.stored.join(target, parts, partial(self._read, target=target))
-            self.dense.add(target, joined)
-            self.small.add_same(target, self.dense)
+            self.dense.seen.add(target, joined)
+            self.small.add_same(target, self.dense.seen)
+        # Replaced tensors that nothing was made of are hashed too: a plan is for all weights.
+        for name in sorted(self.stored.expected - self.dense.seen.names()):
+            if name in self.stored.where:
+                self.dense.tensor(name)
 
     def _read(self, source: str, target: str) -> Tensor:
         return self.stored.read(self.where[source], source, target)
-
-    def _cut(self, tensor: Tensor, layer: AttentionLayer, role: str) -> Tensor:
-        return cut_layer(role, tensor, layer, self.plan, self.spec)
 
 
 def apply_streamed(
@@ -188,9 +183,9 @@ def apply_streamed(
         for shard, entries in _each_shard(shards, rewriter, partial, progress=progress):
             weight_map.update({entry.name: shard.name for entry in entries})
             total_bytes += sum(entry.num_bytes for entry in entries)
-        rewriter.join()
+        rewriter.finish()
         _check_complete(rewriter)
-        fingerprint = rewriter.dense.value()
+        fingerprint = rewriter.dense.seen.value()
         if plan.dense_fingerprint and fingerprint != plan.dense_fingerprint:
             raise PlanError(
                 f"the plan was made from other weights ({plan.dense_fingerprint[:12]}) than those "
@@ -214,20 +209,6 @@ def _opened(source: str | Path, plan: Plan) -> StoredModel:
     return StoredModel(source)
 
 
-def check_config(config: PreTrainedConfig, plan: PlanHeader) -> None:
-    """Raise PlanError unless a plan was made for models of this config; no weight is read.
-
-    Raises CheckpointError for a model that is pruned or quantized, UnsupportedModelError for a
-    family that is not known.
-    """
-    check_dense(config)
-    attention_spec(config)
-    # Before layers are built, which a wrong number of them makes long.
-    plan.check_kind(base_model_type(config), text_config(config).num_hidden_layers)
-    shapes = [layer.shape for layer in attention_layers(without_weights(config))]
-    plan.check_model(base_model_type(config), shapes)
-
-
 def _each_shard(
     shards: list[Path], rewriter: _Rewriter, output: Path, *, progress: bool
 ) -> Iterator[tuple[Path, list[_Entry]]]:
@@ -246,7 +227,7 @@ def _each_shard(
 
 
 def _check_complete(rewriter: _Rewriter) -> None:
-    missing = sorted(rewriter.expected - rewriter.dense.names())
+    missing = sorted(rewriter.stored.expected - rewriter.dense.seen.names())
     if missing:
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} tensors ({missing[0]}, ...): it is incomplete, "
@@ -271,11 +252,14 @@ def _carry(source: Path, output: Path) -> None:
 
 def _write_config(output: Path, model: PreTrainedModel, rewriter: _Rewriter) -> Any:
     """Write config, remote code and plan; the pruned model on the meta device."""
-    config = pruned_config(model.config, rewriter.plan)
-    config.rap["fingerprint"] = rewriter.small.value()
+    config, plan = pruned_config(model.config, rewriter.weights.plan), rewriter.weights.plan
+    plain = not hasattr(config, "rap")
+    if not plain:
+        config.rap["fingerprint"] = rewriter.small.value()
     with torch.device("meta"):
         small = auto_class(config).from_config(config)
-    custom_object_save(small, output, config=config)
+    if not plain:
+        custom_object_save(small, output, config=config)
     config.save_pretrained(output)
-    rewriter.plan.save(output / PLAN_FILE)
+    plan.save(output / PLAN_FILE)
     return small

@@ -1,0 +1,18 @@
+"""The measurement protocol: how many samples every command calibrates and evaluates on by default.
+
+Calibration is the paper's: 32 samples of 1,024 tokens. Evaluation reads 8 windows of 2,048 tokens,
+or of the model's context length where that is less.
+"""
+
+CALIBRATION_WINDOWS, CALIBRATION_WINDOW = 32, 1024
+CALIBRATION_TOKENS = CALIBRATION_WINDOWS * CALIBRATION_WINDOW
+EVALUATION_WINDOWS = 8  # of this length they resolve a ratio of perplexities to 3 or 4%
+EVALUATION_WINDOW = 2048
+# What `compare` used before, by its flags: committed results have these where their command is
+# silent.
+EARLIER = {
+    "windows": 64,
+    "window": 512,
+    "measure window": 512,
+    "measure num_windows": 48,
+}

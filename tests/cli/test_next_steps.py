@@ -1,0 +1,127 @@
+"""The printed next commands: they repeat the data of the run, and each of them runs."""
+
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cases.command import run
+from cases.fits import ShortFit
+from rap import assets
+from rap.calibration.held_out import dataset_name, split
+from rap.checkpoint.files import read_json
+from rap.cli.groups import Reading
+from rap.cli.next_steps import Made
+from rap.planning.shared import TARGETS
+from rap.recovery import stages
+from rap.serving.capacity import Held
+
+SERVED = [Held("vLLM on a CPU", "as they are", 1.4, "")]
+PRUNED = SimpleNamespace(model_type="rap_llama")
+LABELS = ("evaluate", "recover", "serve")
+
+
+def printed(stderr):
+    """Label to the words of the command that was printed behind it."""
+    found = re.findall(rf"^({'|'.join(LABELS)}): +(.*)$", stderr, flags=re.MULTILINE)
+    return {label: shlex.split(command, comments=True) for label, command in found}
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """A folder with two files of text, whose names a shell would take apart."""
+    text = assets.reference_text("calibration")
+    for number, name in enumerate(("my text.txt", "other's.txt")):
+        (tmp_path / name).write_text(text[number * 40_000 :][:40_000])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stages, "FitConfig", ShortFit)
+    monkeypatch.setattr("rap.cli.training.fit_config", lambda **given: ShortFit(**given))
+
+
+@pytest.mark.parametrize("target", [None, *TARGETS])
+def test_every_printed_command_runs(data, target):
+    retain = 0.5 if target in ("llamacpp", "mlx") else 0.7
+    words = ["compress", "bundled", "--calibration", "my text.txt,other's.txt", "--windows", 2]
+    words += ["--window", 64, "--bos", "never", "--seed", 3, "--device", "cpu", "-o", "an out"]
+    words += ["--retain", retain, *(["--target", target] if target else [])]
+    made = run(*words)
+    assert made.code == 0, made.err
+    commands = printed(made.err)
+    assert tuple(commands) == LABELS
+    _, *evaluate = commands["evaluate"]
+    again = run(*evaluate, "--json")
+    assert again.code == 0, again.err
+    report = read_json(Path("an out/rap_report.json"), "")
+    assert again.json["perplexity"]["value"] == pytest.approx(report["pruned"]["perplexity"])
+    _, *recover = commands["recover"]
+    recovered = run(*recover, "--json")
+    assert recovered.code == 0, recovered.err
+    settings = recovered.json["provenance"]["settings"]
+    assert settings["seed"] == recovered.json["recovery"]["fit"]["config"]["seed"] == 3
+    assert recovered.json["recovery"]["texts"] == ["train:my text.txt,train:other's.txt"]
+    same = ("text", "dataset", "num_windows", "window", "bos")
+    scored = recovered.json["pruned"]["evaluation"]
+    assert {n: scored[n] for n in same} == {n: report["pruned"]["evaluation"][n] for n in same}
+    _served(commands["serve"], target)
+
+
+def _served(command, target):
+    """What needs an engine that is not installed is read, and ends before it starts."""
+    program, *words = command
+    assert program == "rap"
+    if words[0] == "export":
+        result = run(*words)
+        assert result.code == 0, result.err
+        assert Path(words[words.index("-o") + 1]).exists()
+        follow = re.search("`rap (verify .*)`", result.err)
+        assert (follow is not None) == (target == "llamacpp")
+        if follow:
+            assert Path(shlex.split(follow[1])[1]).is_file()
+    else:
+        assert words == ["serve", "an out"]
+        assert run(*words, "--port", "x").code == 2, "its arguments are read"
+        assert "vLLM is not installed" in run(*words).err
+
+
+def test_what_is_no_default_is_repeated_and_nothing_else():
+    plain = Made(model="m", output=Path("o"), read=Reading()).next_steps(PRUNED, SERVED)
+    assert plain == [
+        "evaluate: rap evaluate fidelity o --dense m --text bundled --max-windows 8",
+        "recover:  rap recover o --teacher m --preset fit --text bundled -o o-recovered",
+        "serve:    rap serve o",
+    ]
+    read = Reading(calibration="paper", dtype="bfloat16", device_map="auto", bos="always", seed=7)
+    about = {"model": "m", "output": Path("o"), "read": read, "window": 512}
+    evaluate, recover, _ = Made(**about, recover="fit", evaluate="a b").next_steps(PRUNED, SERVED)
+    assert evaluate.endswith(
+        "--text 'a b' --max-windows 8 --window 512 --bos always --device-map auto"
+    )
+    assert recover.endswith(
+        "--preset full --text paper --evaluate 'a b' --seed 7 --teacher-dtype bfloat16 "
+        "--bos always --device-map auto -o o-recovered"
+    )
+    none = Made(**about, evaluate="none").next_steps(PRUNED, SERVED)
+    assert "--text wikitext2 " in none[0]
+    assert "--evaluate none " in none[1]
+
+
+def test_a_checkpoint_that_no_engine_or_every_engine_loads():
+    made = Made(model="m", output=Path("an o"), read=Reading())
+    assert "no engine" in made.next_steps(PRUNED, [])[2]
+    plain = made.next_steps(SimpleNamespace(model_type="llama"), [])[2]
+    assert shlex.split(plain, comments=True)[1:] == ["vllm", "serve", "an o"]
+
+
+def test_an_export_has_the_tokenizer_that_llamacpp_does_not_know():
+    about = {"output": Path("o"), "read": Reading(), "target": "llamacpp"}
+    ends = {"bundled": "--pre smollm", "m.gguf": "--tokenizer-from m.gguf", "m": "-o o.gguf"}
+    for model, end in ends.items():
+        assert Made(model=model, **about).next_steps(PRUNED, [])[2].endswith(end)
+
+
+def test_the_split_is_by_the_data():
+    assert split("bundled", "held-out") == ("bundled", "bundled")
+    assert split("paper", "held-out") == ("paper", "wikitext2")
+    assert dataset_name("wikitext2") == "WikiText-2 test"
