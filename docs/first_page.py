@@ -6,6 +6,7 @@ What no result file has yet is left open in the table.
 """
 
 import json
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, PercentFormatter
 
+from rap.studies.report.captions import caption
 from rap.studies.report.report import markdown_table
 
 REPOSITORY = Path(__file__).parents[1]
@@ -64,6 +66,8 @@ class Measured:
             for cell in _read(experiments / name / "compare.json")["cells"]:
                 self.cells[cell["method"], cell["retain"], cell["recover"]] = cell
         self.dense = self.cells["dense", 1.0, "none"]
+        first = _read(experiments / COMPARED[0] / "compare.json")
+        self.protocol = caption(first, {"title": "", "header": []})
         rows = _read(experiments / SCORED)["rows"]
         self.scores = {row["name"]: (row["mean"], row["mean_stderr"]) for row in rows}
 
@@ -99,7 +103,7 @@ def _line(name: str, cell: dict[str, Any], dense: dict[str, Any], score: str) ->
 
 
 def table(measured: Measured) -> str:
-    """The table of the first page, in Markdown."""
+    """The table of the first page, in Markdown, with how it was measured."""
     rows = [_line("dense", measured.dense, measured.dense, measured.score("dense", 1.0, "none"))]
     for retain in RATIOS:
         for row in ROWS:
@@ -109,7 +113,8 @@ def table(measured: Measured) -> str:
                 rows.append(_line(row.name, cell, measured.dense, score))
     header = ["SmolLM2-135M-Instruct", "cache bytes a token", "rebuilt at every step"]
     header += ["perplexity", "KL", "zero-shot mean"]
-    return markdown_table({"header": header, "rows": rows})
+    shown = markdown_table({"header": header, "rows": rows})
+    return f"{shown}\n\n{textwrap.fill(measured.protocol, 100)}"
 
 
 def draw(measured: Measured, path: Path) -> None:

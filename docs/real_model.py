@@ -7,6 +7,7 @@ Every figure is read from the result files in experiments/; what none of them ha
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from rap.calibration.bos import describe_bos
 from rap.studies.report.report import markdown_table
 
 PAGE, FIGURE = "docs/real-model.md", "docs/real-model.svg"
@@ -36,9 +38,9 @@ GREY = "#c9c9c9"
 HEAD = """# All methods on a really pretrained model
 
 SmolLM2-135M-Instruct: 30 layers, 3 KV heads of 64 channels. Calibrated, fitted and distilled on
-the validation text of WikiText-2 (24 windows of 1,024 tokens to calibrate, 96 of 512 to fit),
-judged on {windows} windows of 2,048 tokens of its test text. Cut: nothing is trained. Fitted:
-`--recover fit`, layer by layer. Distilled: `--recover fit+full` behind that, 64 steps. KV,
+the validation text of WikiText-2 (96 windows of 512 tokens to fit). {protocol}
+Cut: nothing is trained. Fitted: `--recover fit`, layer by layer. Distilled: `--recover fit+full`
+behind that, 64 steps. KV,
 parameters and FLOPs of attention are parts of the dense model's, counted on caches, weights and
 products (FLOPs of a decode step at {context:,} tokens); decode{prefill} is time on a CPU, in turns
 with the dense model. KL is the divergence of the next-token distributions from the dense model's,
@@ -54,7 +56,8 @@ Hollow: cut only. Filled: fitted. Grey: all other methods, cut only.
 """
 BEYOND = """## Beyond eight windows of one text
 
-Perplexity over all 148 windows of the test text; of the bundled novels and of Python code (eight
+Perplexity over all {windows} windows of {window:,} tokens of {text}, {bos}, where the tables above
+have its first {few}; of the bundled novels and of Python code (eight
 windows each), which calibration did not see; share of twelve numbers given back after 256 and
 1,000 tokens; RULER-like documents of 4,096 and of 8,192 tokens: one needle, one of several keys,
 several values (sixteen and eight documents); the mean of six zero-shot tasks, 500 questions each.
@@ -92,7 +95,7 @@ class Evidence:
         self.ruled = {length: dict(self._named(folder)) for length, folder in RULED.items()}
         self.whole = dict(self._named("smollm2-whole-test"))
         self.scores = {key: first.score(key.method, key.retain, key.recover) for key in self.cells}
-        self.dense = self.cells[DENSE]
+        self.dense, self.protocol = self.cells[DENSE], first.protocol
 
     def _cells(self, folder: str) -> Iterator[tuple[Key, dict[str, Any]]]:
         file = self.experiments / folder / "compare.json"
@@ -246,15 +249,25 @@ def page(evidence: Evidence) -> str:
         (c["prefill_tokens"] for c in evidence.timed.values() if "prefill_tokens" in c), 0
     )
     prefill = f", like reading {tokens:,} tokens (prefill)," if tokens else ""
-    parts = [HEAD.format(windows=scored["num_windows"], context=context, prefill=prefill)]
+    head = HEAD.format(protocol=evidence.protocol, context=context, prefill=prefill)
+    parts = [_filled(head)]
     parts.append(FIGURE_NOTE)
     parts += [
         f"## At {retain:.0%} of the cache\n\n{timed_on(evidence, retain)}"
         f"{main_table(evidence, retain)}\n"
         for retain in RATIOS
     ]
-    parts.append(f"{BEYOND}\n{beyond_table(evidence)}\n")
+    whole = evidence.whole[DENSE]
+    about = {key: whole[key] for key in ("window", "text")} | {"few": scored["num_windows"]}
+    about |= {"windows": whole["num_windows"], "bos": describe_bos(whole["bos"])}
+    parts.append(f"{_filled(BEYOND.format(**about))}\n{beyond_table(evidence)}\n")
     return "\n".join(parts)
+
+
+def _filled(text: str) -> str:
+    """Paragraphs of Markdown, wrapped again after figures were put into them."""
+    blocks = (" ".join(block.split()) for block in text.strip().split("\n\n"))
+    return "\n\n".join(textwrap.fill(x, 100, break_on_hyphens=False) for x in blocks) + "\n"
 
 
 def main() -> None:

@@ -88,8 +88,28 @@ def commands(names: list[str]) -> list[tuple[str, str]]:
         if names and folder.name not in names:
             continue
         for file in sorted(folder.glob("*.json")):
-            found[folder.name, json.loads(file.read_text())["command"]] = None
+            found[folder.name, _complete(json.loads(file.read_text()))] = None
     return list(found)
+
+
+def _complete(result: dict[str, Any]) -> str:
+    """The command of a result, with the sizes that it left to the defaults of its time."""
+    command = str(result["command"])
+    settings = (result.get("provenance") or {}).get("settings") or {}
+    words = shlex.split(command)
+    if words[:2] not in (["rap", "compare"], ["rap", "analyze"]) or "window" not in settings:
+        return command
+    flags = {"--windows": settings.get("num_windows", settings.get("windows"))}
+    flags["--window"] = settings["window"]
+    if words[1] == "analyze":
+        flags |= {"--evaluate": settings["evaluate"], "--max-windows": settings["max_windows"]}
+        flags["--evaluate-window"] = settings.get("evaluate_window", settings["window"])
+    more = [w for flag, x in flags.items() if flag not in words for w in (flag, str(x))]
+    for name, value in (settings.get("measures") or {}).items():
+        given = any(word.startswith(f"{name}=") for word in words)
+        if name in ("text", "window", "num_windows") and not given:
+            more += ["--measure", f"{name}={'null' if value is None else value}"]
+    return shlex.join([*words, *more]) if more else command
 
 
 def missing(command: str, texts: Path) -> str | None:
@@ -190,7 +210,7 @@ def compared(name: str, command: str) -> dict[str, Any]:
     worst, where, count = 0.0, None, 0
     for file in sorted((ROOT / "experiments" / name).glob("*.json")):
         old, path = json.loads(file.read_text()), TREE / "experiments" / name / file.name
-        if old["command"] != command:
+        if _complete(old) != command:
             continue
         new = json.loads(path.read_text()) if path.exists() else {}
         for place, before, after in figures(old, new, file.name):

@@ -191,3 +191,25 @@ def test_a_figure_or_a_file_that_is_gone_is_no_equal_one(again):
 def test_times_and_what_others_published_are_no_figures(again):
     same = {"paper": [1.0], "decode_seconds": 2.0, "tables": [3], "rap:paper at 0.5": {"kl": 0.4}}
     assert list(again.figures(same, same, "file")) == [("file rap:paper at 0.5 kl", 0.4, 0.4)]
+
+
+def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given():
+    """The default protocol has changed since; results keep the settings that they were made by."""
+    complete = load_script("experiments/again.py")._complete
+    settings = {"num_windows": 64, "window": 512}
+    settings["measures"] = {"text": "bundled", "window": 512, "num_windows": None}
+    made = {
+        "command": "rap compare --measure window=512 -o x",
+        "provenance": {"settings": settings},
+    }
+    assert complete(made) == (
+        "rap compare --measure window=512 -o x --windows 64 --window 512 --measure text=bundled "
+        "--measure num_windows=null"
+    )
+    settings = {"windows": 16, "window": 512, "evaluate": "bundled", "max_windows": 12}
+    made = {"command": "rap analyze loss --windows 16", "provenance": {"settings": settings}}
+    assert complete(made) == (
+        "rap analyze loss --windows 16 --window 512 --evaluate bundled --max-windows 12 "
+        "--evaluate-window 512"
+    )
+    assert complete({"command": "python experiments/x.py"}) == "python experiments/x.py"

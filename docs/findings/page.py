@@ -46,9 +46,11 @@ SmolLM2-135M-Instruct (`rap fetch smollm2`; 30 layers, 3 KV heads of 64 channels
 base 500,000, context 2,048; `docs/reference-model.md`) comes second: it is easy to cut, and
 misleads where the two differ.
 
-Figures are perplexity. Real: 8 windows of 2,048 tokens of WikiText-2 test (dense {real}), cut only,
-calibrated on 24 windows of 1,024 tokens of its validation text. Bundled: the bundled test novels
-(dense {bundled} over 48 windows; analyses read 12); "recovered" is the `fast` recovery there: a
+Figures are perplexity, without BOS; the default protocol (32 x 1,024 tokens to calibrate, 8 x 2,048
+to evaluate) differs. Real: 8 windows of 2,048 tokens of WikiText-2 test (dense {real}; analyses
+read 1 to 4 windows of 1,024), cut only, calibrated on 24 windows of 1,024 tokens of its validation
+text. Bundled: the bundled test novels (dense {bundled} over 48 windows of 512 tokens; analyses read
+12), calibrated on 64 windows of 512 (analyses 16); "recovered" is the `fast` recovery there: a
 refit, then 40 steps of distillation. All are from the tables in `docs/results/`.
 Built by `python docs/findings/page.py` from the result files.
 """

@@ -225,7 +225,10 @@ CASES = [
     (("evaluate", "recall", "bundled", "--facts", 0), "there cannot be 0 facts: ask for 1 to"),
     (("evaluate", "recall", "bundled", "--text", "short.txt"), "give a longer text or"),
     (("evaluate", "recall", "bundled", "--distance", 3), "give a distance of that many or more"),
-    (("bench", "bundled", "--device", "nowhere"), "no device 'nowhere' to work on here"),
+    (
+        ("bench", "bundled", "--device", "nowhere"),
+        "no device 'nowhere' on this machine; use auto",
+    ),
     *[
         ((*who, *how), message)
         for how in ((), ("--dry-run",))

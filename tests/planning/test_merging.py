@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rap.planning.layer_plan import LayerPlan
 
 import rap
 from cases.models import random_tokens, tiny_model

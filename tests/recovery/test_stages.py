@@ -296,7 +296,7 @@ def test_the_command_tells_how_near_the_dense_model_is(checkpoints, tokenizer, t
     given = ("recover", checkpoints / "pruned", "--teacher", checkpoints / "dense", "-o", out)
     result = run(*given, *FLAGS[:-1], str(text))
     assert result.code == 0, result.err
-    assert "Near the dense model" in result.out
+    assert "Compared with the dense model on held-out.txt" in result.out
     report = json.loads((out / "rap_report.json").read_text())
     dense, tokens = load_dense(checkpoints / "dense"), evaluation_tokens(str(text), tokenizer)
     for name, folder in (("before_recovery", checkpoints / "pruned"), ("pruned", out)):

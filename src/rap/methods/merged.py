@@ -87,7 +87,7 @@ class Merged:
         keys, values, free = self.moments(index, merge, statistics, dense)
         if slots is None:
             slots = self._slots(keys, dense.frequencies[index], budget.pairs)
-        fields: dict[str, Tensor] = merged_channels(free, budget.free, merge)
+        fields: dict[str, Any] = merged_channels(free, budget.free, merge)
         fields |= merged_latent(values, budget.values, merge, self.shrinkage)
         groups = len(values[0])
         empty = torch.zeros(groups, 0, dtype=torch.int32)
@@ -160,16 +160,20 @@ def layer_merges(merge: Merge, retain: float, dense: DenseLayers) -> list[int]:
             check_merge(merge, shape.num_kv_heads)
             merges.append(merge)
             continue
-        sizes = [n for n in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % n == 0]
-        if merge == "auto":
-            fits = [
-                n
-                for n in sizes
-                if n == 1 or (n * retain <= GROWTH and n * retain * shape.head_dim <= WIDEST)
-            ]
-            sizes = fits
-        merges.append(sizes[-1])
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        merges.append(heads if merge == "all" else most_merged(heads, dim, retain))
     return merges
+
+
+def most_merged(num_kv_heads: int, head_dim: int, retain: float) -> int:
+    """The most KV heads in one cached head that keep W_q and W_o, and the head, within bounds.
+
+    >>> most_merged(8, 128, 0.5), most_merged(3, 64, 0.5), most_merged(8, 64, 0.7)
+    (4, 3, 2)
+    """
+    sizes = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
+    fits = (n for n in sizes if n * retain <= GROWTH and n * retain * head_dim <= WIDEST)
+    return max(fits, default=1)
 
 
 def merged_budget(

@@ -293,7 +293,8 @@ class Rap(PairPruning):
             if layer is None:
                 cut.append(None)
                 continue
-            made = PairPlan(**{**layer.tensors(), **keys[index]})
+            fields: dict[str, Any] = {**layer.tensors(), **keys[index]}
+            made = PairPlan(**fields)
             if self.values == "subspace" and dense.mixes_values[index]:
                 values = layer_values(index, statistics, dense, self.metric)
                 made = in_subspace(made, values, self.shrinkage)

@@ -75,10 +75,9 @@ def verify(
     does not run, CheckpointError, or EngineError.
     """
     check_tolerance(tolerance)
-    if engine not in ENGINES:
-        raise RapError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
-    if dtype not in TOLERANCES:
-        raise RapError(f"unknown dtype {dtype!r}: use one of {', '.join(TOLERANCES)}")
+    for what, name, known in (("engine", engine, ENGINES), ("dtype", dtype, TOLERANCES)):
+        if name not in known:
+            raise RapError(f"unknown {what} {name!r}: use one of {', '.join(known)}")
     config, placed = load_config(source), placement(device)
     prompts = bundled_prompts(source, config)
     if engine == "vllm":

@@ -238,7 +238,7 @@ def test_texts_of_different_lengths_say_how_much_of_each_was_read():
 
 def test_a_text_is_not_measured_twice():
     with pytest.raises(RapError, match=r"names a text twice: bundled, a\.txt, bundled"):
-        Measures(other_texts="a.txt,bundled")
+        Measures(text="bundled", other_texts="a.txt,bundled")
 
 
 def test_the_dense_model_reads_the_text_once_for_all_cells(tiny, tmp_path, monkeypatch):

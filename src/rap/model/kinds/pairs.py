@@ -390,7 +390,9 @@ def _cut_keys(
     )
     geometry = shape.geometry
     rows = rows_HDE[:, geometry.canonical_order().to(tensor.device)].double()
-    if pair_mix is None:
+    if not layer.num_pairs:
+        slots = []
+    elif pair_mix is None:
         pairs = layer.frequency_GM.long().repeat_interleave(repeat, 0).to(tensor.device)
         slots = [_rows(rows, pairs), _rows(rows, pairs + geometry.num_pairs)]
     else:

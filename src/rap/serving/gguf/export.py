@@ -7,7 +7,7 @@ from typing import Any
 
 from ...calibration.progress import Progress
 from ...checkpoint.files import check_output_file, whole_file
-from ...checkpoint.gguf import FREQUENCY_FACTORS
+from ...checkpoint.gguf_header import FREQUENCY_FACTORS
 from ...checkpoint.load import load_config, load_tokenizer
 from ...model.errors import CheckpointError, RapError
 from ...model.layers import text_config

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...model.errors import RapError
+from .captions import caption
 
 PICTURES = {".svg": "image/svg+xml", ".png": "image/png"}
 SHORT = 12  # digits of a fingerprint that are shown
@@ -37,14 +38,23 @@ def read_results(sources: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tables of a result file, be it one or several, without columns that say nothing."""
+    """The tables of a result file, be it one or several, without columns that say nothing.
+
+    The note of each says by which protocol it was measured, where the file records that.
+    """
     tables = result["tables"] if "tables" in result else [result["table"]]
-    return [_filled(table) for table in tables]
+    return [_captioned(_filled(table), result) for table in tables]
 
 
 def title_of(result: dict[str, Any]) -> str:
     """What a result file is called: its title, else that of its first table."""
     return str(result.get("title") or tables_of(result)[0]["title"])
+
+
+def _captioned(table: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """A table with how it was measured behind its note."""
+    said = f"{table.get('note') or ''} {caption(result, table)}".strip()
+    return table | {"note": said} if said else table
 
 
 def _filled(table: dict[str, Any]) -> dict[str, Any]:
