@@ -23,7 +23,8 @@ from rap.model.errors import CalibrationError
 from rap.pipeline import compress, compress_streamed
 
 VOCABULARY = 4096
-SIZES = {"num_windows": 4, "window": 64}
+# So many that windows of all of the data would be in its tail.
+SIZES = {"num_windows": 40, "window": 64}
 
 
 @pytest.fixture
@@ -148,7 +149,9 @@ def test_compress_keeps_it_out_of_calibration_and_recovery(mine, tokenizer, tmp_
     assert _named(found.report, mine)
     assert _apart(read, mine)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "perplexity on held-out tail of mine.txt, 8 x" in card
+    scored = found.report["pruned"]["evaluation"]
+    windows = f"{scored['num_windows']} x {scored['window']:,} tokens"
+    assert f"perplexity on held-out tail of mine.txt, {windows}" in card
     assert "mine.txt without its held-out tail" in card
     other = compress(model, 0.5, **asked, evaluate="bundled")
     assert not _apart(read, mine), "windows are drawn from all of it, where it is not evaluated on"
@@ -184,7 +187,7 @@ def test_recover_too(mine, tokenizer, tmp_path, read):
 
 
 def test_plan_decides_as_compress_does(mine, tmp_path, read):
-    small = ("--calibration", mine, "--windows", 4, "--window", 64)
+    small = ("--calibration", mine, "--windows", 40, "--window", 64)
     assert run("plan", "bundled", "-o", tmp_path / "p.rap", *small).code == 0
     assert _apart(read, mine)
 
