@@ -11,7 +11,8 @@ from typing import Any
 
 from ..checkpoint.files import whole_file
 from ..model.errors import CalibrationError
-from .text import REPEATED, named_sources
+from .repeats import REPEATED
+from .text import named_sources
 
 NOTED, CONFIGS = "texts.sha256", "dense.configs"
 # Of a config, what changes no logit, or is part of a result's name by itself.

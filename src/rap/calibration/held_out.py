@@ -6,17 +6,10 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import assets
 from ..model.errors import RapError
-from .repeats import repeat_passages
-from .text import REPEATED, encode, read_text
+from .hub import HELD_OUT
+from .repeats import REPEATED, repeat_passages
+from .text import encode, read_text
 
-_WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1:test"
-# Names that stand for another split where a text is calibrated on.
-HELD_OUT = {
-    "wikitext2": _WIKITEXT,
-    "wikitext-2-raw-v1": _WIKITEXT,
-    "paper": _WIKITEXT,
-    "c4": "allenai/c4:en:validation",
-}
 STREAMED_CHARACTERS = 4_000_000  # about a million tokens, 450 windows of 2048
 
 

@@ -6,7 +6,6 @@ Shapes: N windows, T tokens of a window.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from .. import assets
 from ..model.errors import CalibrationError
 from .bos import Bos, bos_token, with_bos
-from .repeats import repeat_passages
+from .hub import ALIASES, read_dataset, text_of
+from .own import OWN, refuse_samples, with_samples
+from .repeats import REPEATED, repeat_passages
 
-# The paper calibrates on the first of these: 32 windows of 1024 tokens, which are the defaults.
-ALIASES = {
-    "paper": "Salesforce/wikitext:wikitext-2-raw-v1:train",
-    "wikitext-2-raw-v1": "Salesforce/wikitext:wikitext-2-raw-v1:train",
-    "c4": "allenai/c4:en:train",
-}
-STREAMED = ("allenai/c4",)
-REPEATED = "repeated:"  # before the name of any other source
+GENERAL = "general:"  # before a source: that one, it repeated, and the model's own samples
 FILE_TYPES = (".txt", ".jsonl")
-POSSIBLE = "'bundled', 'paper', 'c4', a .txt or .jsonl file, or the name of a dataset"
+POSSIBLE = (
+    "'bundled', 'wikitext2', 'paper', 'c4', 'own', a .txt or .jsonl file, or the name of a dataset"
+)
 
 # Characters that surely hold one token of running text; English has four to five.
 _CHARACTERS_PER_TOKEN = 16
@@ -42,12 +38,15 @@ def load_windows(
     window: int = 1024,
     seed: int = 0,
     bos: Bos = "auto",
+    model: Any = None,
+    progress: bool = False,
 ) -> Tensor:
     """Calibration windows, LongTensor [N, T], from sources as `named_sources` reads them.
 
     Each source gives an equal share of the windows, the first ones what is left over, and they come
     in turns: what reads the first windows alone sees every source. A window begins with BOS as
-    `bos.bos_token` decides; give it the token for a family's own default.
+    `bos.bos_token` decides; give it the token for a family's own default. The source `own` needs
+    the dense `model`, which draws the samples unless they are kept (`own.own_samples`).
 
     Raises CalibrationError as `check_sources` does, if a source cannot be read or is too short, or
     if there are fewer windows than sources.
@@ -59,6 +58,7 @@ def load_windows(
             f"{num_windows} windows cannot be shared by {len(names)} texts: take {len(names)} or "
             "more (--windows), or fewer texts"
         )
+    names, _ = with_samples(names, model, tokenizer, progress=progress)
     parts = []
     for index, name in enumerate(names):
         share = num_windows // len(names) + (index < num_windows % len(names))
@@ -70,16 +70,23 @@ def load_windows(
 
 
 def named_sources(source: str | Path) -> list[str]:
-    """The sources of a mixed text, a comma list of what `read_text` knows.
+    """The sources of a mixed text, a comma list of what `read_text` knows, or `own`.
 
-    A file whose name has a comma is one source. Raises CalibrationError for a text itself.
+    `general:NAME` is three of them: NAME, `repeated:NAME` and `own`, which is there only once. A
+    file whose name has a comma is one source. Raises CalibrationError for a text itself.
     """
+    given = str(source)
     try:
-        if Path(str(source).removeprefix(REPEATED)).is_file():
-            return [str(source)]
+        single = Path(given.removeprefix(GENERAL).removeprefix(REPEATED)).is_file()
     except OSError as error:  # too long for a name
-        raise CalibrationError(f"{str(source)[:40]!r}... names no text: give {POSSIBLE}") from error
-    return [name.strip() for name in str(source).split(",") if name.strip()]
+        raise CalibrationError(f"{given[:40]!r}... names no text: give {POSSIBLE}") from error
+    names = [given] if single else [name.strip() for name in given.split(",") if name.strip()]
+    found: list[str] = []
+    for name in names:
+        once = name.removeprefix(GENERAL).strip()
+        parts = [once, f"{REPEATED}{once}", OWN] if name.startswith(GENERAL) and once else [name]
+        found += [part for part in parts if part != OWN or OWN not in found]
+    return found
 
 
 def check_sources(*texts: str | Path | None) -> None:
@@ -91,9 +98,11 @@ def check_sources(*texts: str | Path | None) -> None:
     given = [text for text in texts if text is not None]
     for name in (name for text in given for name in named_sources(text) or [str(text)]):
         once = re.sub(f"^({REPEATED})+", "", name)
-        path, alias = Path(once), once == "bundled" or once in ALIASES
-        if not once.strip(", "):
+        path, alias = Path(once), once in ("bundled", OWN) or once in ALIASES
+        if not once.removeprefix(GENERAL).strip(", "):
             raise CalibrationError(f"{name!r} names no text: give {POSSIBLE}")
+        if once.startswith(GENERAL):
+            raise CalibrationError(f"{name!r} has 'general:' inside: write it once, and first")
         if path.is_dir() and not alias:
             raise CalibrationError(f"{once} is a directory: give {POSSIBLE}")
         if path.suffix in FILE_TYPES or (path.is_file() and not alias):
@@ -102,6 +111,8 @@ def check_sources(*texts: str | Path | None) -> None:
 
 def shown_name(source: str) -> str:
     """A source as reports name it: a file without its folder, for they are for others."""
+    if source == OWN:
+        return f"{OWN} (written by the dense model)"
     prefix = REPEATED if source.startswith(REPEATED) else ""
     path = Path(source.removeprefix(prefix))
     return f"{prefix}{path.name}" if path.is_file() else source
@@ -156,6 +167,13 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     that cannot be loaded.
     """
     check_sources(source)
+    names = named_sources(source)
+    if len(names) > 1:
+        raise CalibrationError(
+            f"{str(source)!r} is {len(names)} texts, and one is read here: give one of "
+            f"{', '.join(name for name in names if name != OWN)}"
+        )
+    refuse_samples(names)
     if str(source).startswith(REPEATED):
         once = str(source).removeprefix(REPEATED)
         return repeat_passages(read_text(once, max_characters=max_characters))
@@ -164,7 +182,7 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     path = Path(source)
     if path.suffix in FILE_TYPES or path.is_file():
         return _content(path) if path.suffix == ".txt" else "\n\n".join(read_entries(path))
-    return _read_dataset(ALIASES.get(str(source), str(source)), max_characters)
+    return read_dataset(ALIASES.get(str(source), str(source)), max_characters)
 
 
 def read_entries(path: str | Path) -> list[str]:
@@ -247,7 +265,7 @@ def _field_of(path: Path, number: int, line: str) -> str:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise CalibrationError(f"{path} line {number} is not JSON: {error}") from error
-    text = _text_of(entry)
+    text = text_of(entry)
     if text is None:
         raise CalibrationError(
             f"{path} line {number} has no text: every line must be an object with a string field"
@@ -258,38 +276,3 @@ def _field_of(path: Path, number: int, line: str) -> str:
         # JSON can write half of a pair that stands for one character; no tokenizer takes it.
         raise CalibrationError(f"{path} line {number} is no text: {error}") from error
     return text
-
-
-def _text_of(entry: object) -> str | None:
-    fields = entry if isinstance(entry, dict) else {}
-    candidates = (fields.get("text"), *fields.values())
-    return next((value for value in candidates if isinstance(value, str)), None)
-
-
-def _read_dataset(name: str, max_characters: int | None) -> str:
-    # Imported here: it takes a second, and only this source needs it.
-    import datasets
-
-    path, config, split, *_ = [*name.split(":"), "", ""]
-    streamed = path in STREAMED
-    try:
-        data = datasets.load_dataset(
-            path, config or None, split=split or "train", streaming=streamed
-        )
-        return "\n\n".join(_take(data, max_characters if streamed else None))
-    except Exception as error:  # hub, network, cache and builder each raise their own kinds
-        reason = str(error).strip().split("\n")[0]
-        raise CalibrationError(
-            f"cannot load the dataset {name!r} ({reason}): check the name, or the network; offline "
-            "give a .txt or .jsonl file, or 'bundled'"
-        ) from error
-
-
-def _take(entries: Iterable[Any], max_characters: int | None) -> Iterator[str]:
-    taken = 0
-    for entry in entries:
-        text = _text_of(entry) or ""
-        yield text
-        taken += len(text)
-        if max_characters is not None and taken >= max_characters:
-            return

@@ -43,7 +43,7 @@ class CalibrationText:
     bos: Bos = "auto"
 
     def describe(self, bos: int | None) -> str:
-        """For a report: sources as `text.shown_name` has them."""
+        """For a report: sources as `text.shown_name` has them, each of a mixture."""
         names = (shown_name(source) for source in named_sources(self.text))
         read = f"{self.num_windows} windows of {self.window} tokens from {' and '.join(names)}"
         return f"{read}, {describe_bos(bos)}"
@@ -131,6 +131,8 @@ class Workbench:
             window=read.window,
             seed=read.seed,
             bos=self.bos,
+            model=self.model,
+            progress=self.progress,
         )
         check_windows(self.model, windows)
         return windows

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..calibration.bos import Bos, check_bos
 from ..calibration.memory import describe_memory, estimate_layers
+from ..calibration.own import refuse_samples
 from ..calibration.sources import StoredLayers
 from ..calibration.statistics import Statistics
 from ..calibration.streamed import StreamedBench, refuse_gradients
-from ..calibration.text import check_sources
+from ..calibration.text import check_sources, named_sources
 from ..calibration.workbench import CalibrationText
 from ..checkpoint.card import unmeasured
 from ..checkpoint.files import check_output
@@ -81,6 +82,7 @@ def compress_streamed(
     check_bos(bos)
     check_device(device)
     check_sources(calibration, evaluate)
+    refuse_samples(named_sources(calibration), "which --stream does not hold")
     stored = StoredModel(resolve_source(source))
     given = _given(chosen, stored, statistics)
     reading = CalibrationText(calibration, num_windows, window, seed, bos)
