@@ -19,6 +19,7 @@ from rich.console import Console
 from ..checkpoint.files import read_json, write_json
 from ..checkpoint.home import home
 from ..checkpoint.provenance import provenance
+from ..checkpoint.tokenizer import fingerprint_tokenizer
 from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import trained_length
@@ -35,9 +36,9 @@ DIGITS = 16
 def own_samples(model: Any, tokenizer: Any, *, progress: bool = False) -> Path:
     """The file of a dense model's samples: the one that is kept, else drawn now.
 
-    They are named by the weights, the tokenizer's first token and vocabulary, and the settings of
-    the sampling, so that another model or another release's settings draw others. Raises RapError
-    for a tokenizer without a token to begin with.
+    They are named by the weights, the tokenizer and the settings of the sampling, so that another
+    model, or another release's settings, draws others. Raises RapError for a tokenizer without a
+    token to begin with.
     """
     longest = trained_length(model.config) or SAMPLES.tokens
     asked = replace(SAMPLES, tokens=min(SAMPLES.tokens, longest))
@@ -98,10 +99,9 @@ def _is_own(name: str) -> bool:
 
 def _place(model: Any, tokenizer: Any, asked: Corpus) -> tuple[Path, dict[str, Any]]:
     """The file of a model's samples, and what it is named by."""
-    words = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     drawn = {
         "model": fingerprint_model(model),
-        "vocabulary": hashlib.sha256(words).hexdigest(),
+        "tokenizer": fingerprint_tokenizer(tokenizer),
         "first": first_token(tokenizer),
         **asdict(asked),
     }

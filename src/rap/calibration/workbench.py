@@ -20,7 +20,7 @@ from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_spec, check_dense
 from .bos import Bos, bos_token, check_bos, describe_bos
-from .contents import settle_config
+from .contents import settle_config, settle_tokenizer
 from .held_out import evaluation_tokens
 from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
@@ -81,7 +81,7 @@ class Workbench:
 
         Raises a RapError, before weights are read, for a model that is pruned already or of no
         known family, a live model without a tokenizer, or a source that cannot be read; and for a
-        folder `kept_in` of the same weights under another config.
+        folder `kept_in` of the same weights under another config or with another tokenizer.
         """
         reading = reading or CalibrationText()
         check_bos(reading.bos)
@@ -102,6 +102,7 @@ class Workbench:
         bench = cls(model, tokenizer, name, reading, kept_in, progress)
         if kept_in is not None:
             settle_config(kept_in, bench.fingerprint, model.config)
+            settle_tokenizer(kept_in, bench.fingerprint, tokenizer)
         return bench
 
     def on(self, model: Any) -> "Workbench":

@@ -56,11 +56,11 @@ def compare(
 
     A cell is a method at one ratio of `retain` after one of `recover`, measured as `measures` says,
     of a `source` loaded in `dtype` onto `device_map`. A killed or repeated call continues where it
-    stopped; a text file or a config that changed since is refused. `settings` are the other fields
-    of `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery). `paper`
-    are published figures to show beside the cells of the same method, retain and recovery. A live
-    model as `source` needs its `tokenizer`. `title` tells this comparison from others in a report.
-    `keep` saves every model that is made in `output`/models, where a later call that measures it
+    stopped; a text file, config or tokenizer that changed since is refused. `settings` are the
+    other fields of `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery).
+    `paper` are published figures to show beside the cells of the same method, retain and recovery.
+    A live model as `source` needs its `tokenizer`. `title` tells this comparison from others in a
+    report. `keep` saves every model that is made in `output`/models, where a later call that measures it
     otherwise, or distils a fitted one, finds it. `say` is given a line for every cell.
 
     Returns what it writes to `output`/compare.json: tables, one record a cell, and the failures.
