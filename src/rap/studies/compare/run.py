@@ -60,8 +60,8 @@ def compare(
     other fields of `grid.Grid` (calibration, num_windows, window, align, seed, bos, recovery).
     `paper` are published figures to show beside the cells of the same method, retain and recovery.
     A live model as `source` needs its `tokenizer`. `title` tells this comparison from others in a
-    report. `keep` saves every model that is made in `output`/models, where a later call that measures it
-    otherwise, or distils a fitted one, finds it. `say` is given a line for every cell.
+    report. `keep` saves every model that is made in `output`/models, where a later call that
+    measures it otherwise, or distils a fitted one, finds it. `say` is given a line for every cell.
 
     Returns what it writes to `output`/compare.json: tables, one record a cell, and the failures.
     Raises a RapError for anything wrong with the request itself, before any work.
