@@ -4,6 +4,7 @@ Shapes: N windows, T tokens of a window, K tokens of a text.
 """
 
 import hashlib
+import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -163,6 +164,12 @@ class Workbench:
         """What a method decides for this model; what it can refuse at once it refuses first."""
         method.check_model(self.model)
         return method.plan(self.model, self.statistics_for([method]))
+
+    def key(self, **settings: Any) -> str:
+        """Eight digits that name what is made of the weights and the windows by such settings."""
+        made = {"weights": self.fingerprint, "windows": fingerprint_windows(self.windows)}
+        text = json.dumps(made | settings, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def _collect(self, needs: frozenset[str]) -> Statistics:
         collected = self._read(needs)
