@@ -165,6 +165,13 @@ class Workbench:
         method.check_model(self.model)
         return method.plan(self.model, self.statistics_for([method]))
 
+    def kept_needs(self) -> frozenset[str] | None:
+        """What statistics that an earlier bench left in `kept_in` cover; None if it left none."""
+        if self.kept_in is None or not any(self.kept_in.glob("statistics-*")):
+            return None
+        stored = self._stored()
+        return None if stored is None else stored.needs
+
     def key(self, **settings: Any) -> str:
         """Eight digits that name what is made of the weights and the windows by such settings."""
         made = {"weights": self.fingerprint, "windows": fingerprint_windows(self.windows)}

@@ -16,7 +16,7 @@ from ..checkpoint.source import check_apart, resolve_source
 from ..methods import Method, apply_plan, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
-from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
+from ..pipeline import compress, compress_streamed, forward_only, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
@@ -108,12 +108,13 @@ def _streamed(
     force: bool,
 ) -> dict[str, Any]:
     """Compress layer by layer; the report."""
-    defaults = {} if streamed.statistics is not None else WITHOUT_GRADIENTS
+    source = resolve_source(model)
     return compress_streamed(
         model,
         cut.retain,
         output,
-        method=cut.build(resolve_source(model), read.seed, **defaults),
+        method=cut.build(source, read.seed),
+        instead=forward_only(lambda **more: cut.build(source, read.seed, **more)),
         statistics=streamed.statistics,
         calibration=read.calibration,
         num_windows=read.windows,

@@ -5,15 +5,16 @@ Out: a smaller checkpoint, and a report of what was cut and what it costs.
 """
 
 from .loaded import Compression, compress
+from .objective import forward_only
 from .report import EVALUATION_WINDOWS, measure, measure_against, save
-from .streamed import WITHOUT_GRADIENTS, compress_streamed
+from .streamed import compress_streamed
 
 __all__ = [
     "EVALUATION_WINDOWS",
-    "WITHOUT_GRADIENTS",
     "Compression",
     "compress",
     "compress_streamed",
+    "forward_only",
     "measure",
     "measure_against",
     "save",

@@ -16,7 +16,7 @@ from ..calibration.memory import describe_memory, estimate_layers
 from ..calibration.own import refuse_samples
 from ..calibration.sources import StoredLayers
 from ..calibration.statistics import Statistics
-from ..calibration.streamed import StreamedBench, refuse_gradients
+from ..calibration.streamed import StreamedBench
 from ..calibration.text import check_sources, named_sources
 from ..calibration.workbench import CalibrationText
 from ..checkpoint.card import unmeasured
@@ -37,11 +37,8 @@ from ..recovery.stages import work_folder
 from ..recovery.streamed import StreamedStage
 from ..surgery.cut_model import CutModel
 from ..surgery.stream import apply_streamed
+from .objective import Objective, choose, forward_only, in_memory
 from .report import EVALUATION_WINDOWS, describe, held_out, made_with, quality
-
-# What --stream takes where nothing is said: the best that needs no gradient of the loss.
-WITHOUT_GRADIENTS = {"metric": "output"}
-_REMEDY = "leave metric and score out, say metric=output, or give --statistics"
 
 
 def compress_streamed(
@@ -50,6 +47,7 @@ def compress_streamed(
     output: str | Path,
     *,
     method: Method | str = "rap",
+    instead: Method | None = None,
     statistics: str | Path | None = None,
     calibration: str | Path = "bundled",
     num_windows: int = 32,
@@ -65,9 +63,10 @@ def compress_streamed(
 ) -> dict[str, Any]:
     """`pipeline.compress` of a checkpoint with one layer in memory at a time; its report.
 
-    Layers work in float32 on `device`. Statistics come from forward passes, so a method that needs
-    gradients of the loss takes a file of `statistics` instead; where the text of a method does not
-    set its metric, it is `output`. `recover` is `none` or `fit`, with the settings `fit`. A killed
+    Layers work in float32 on `device`. A method that needs gradients of the loss takes a file of
+    `statistics`, or reads them with the whole model in memory if it fits there (`objective`); else
+    the method `instead` prunes, of a text the same with the metric `output` unless it sets one, and
+    the report says which it was. `recover` is `none` or `fit`, with the settings `fit`. A killed
     run goes on, when it is repeated, after the statistics or after the last fitted layer. Raises a
     RapError for any input that cannot work, before the work it would waste.
     """
@@ -76,7 +75,7 @@ def compress_streamed(
     stage = StreamedStage(
         recover, work, calibration, config=fit, seed=seed, bos=bos, device=device, progress=progress
     )
-    chosen = _method(method, retain, statistics, seed)
+    asked, instead = _methods(method, instead, retain, seed)
     check_output(output, force=force)
     check_apart(output, source)
     check_bos(bos)
@@ -84,20 +83,25 @@ def compress_streamed(
     check_sources(calibration, evaluate)
     refuse_samples(named_sources(calibration), "which --stream does not hold")
     stored = StoredModel(resolve_source(source))
-    given = _given(chosen, stored, statistics)
+    asked.check_shapes([layer.shape for layer in attention_layers(stored.model)])
+    given = Statistics.load(statistics) if statistics is not None else None
     reading = CalibrationText(calibration, num_windows, window, seed, bos)
     bench = _bench(stored, str(source), reading, work / STATISTICS_FOLDER, device, progress)
+    objective = choose(asked, instead, bench, given=given is not None)
+    chosen = objective.method
+    if given is not None:
+        given.require(chosen.needs_for(stored.model), f"method {chosen.name}")
     tokens = held_out(evaluate, bench)
 
     if progress:
-        _say(bench, chosen, stage, tokens is not None)
+        _say(bench, objective, stage, tokens is not None)
     found = given or bench.statistics(chosen.needs_for(stored.model))
     plan = plan_stored(chosen, bench.layers, found)
     small, recovery = stage.run(stored, plan, bench.tokenizer)
     report = describe(bench, chosen, plan) | _sizes(stored, small, chosen)
     if tokens is not None:
         _measure(report, small, bench, str(evaluate), tokens)
-    report["recovery"] = recovery
+    report |= {"recovery": recovery, "objective": objective.record()}
     report |= _record(reading, evaluate, device, given, statistics)
     apply_streamed(
         stored, plan, output, changed=small.changed, report=report, force=force, progress=progress
@@ -106,14 +110,15 @@ def compress_streamed(
     return report
 
 
-def _method(
-    method: Method | str, retain: float, statistics: str | Path | None, seed: int
-) -> PairPruning:
-    """One that cuts weights; its text leaves the metric to `WITHOUT_GRADIENTS`."""
+def _methods(
+    method: Method | str, instead: Method | None, retain: float, seed: int
+) -> tuple[PairPruning, Method | None]:
+    """The method, which must cut weights, and what to do instead where it finds no gradients."""
     if isinstance(method, str):
-        shared: dict[str, Any] = {} if statistics is not None else WITHOUT_GRADIENTS
-        method = parse_method(method, retain, seed=seed, **shared)
-    return check_streams(method)
+        text = method
+        method = parse_method(text, retain, seed=seed)
+        instead = forward_only(lambda **more: parse_method(text, retain, seed=seed, **more))
+    return check_streams(method), instead
 
 
 def _bench(
@@ -125,22 +130,8 @@ def _bench(
     progress: bool,
 ) -> StreamedBench:
     tokenizer, layers = load_tokenizer(stored.folder), StoredLayers(stored, device)
-    return StreamedBench(stored.model, tokenizer, name, reading, kept_in, progress, layers=layers)
-
-
-def _given(method: PairPruning, stored: StoredModel, file: str | Path | None) -> Statistics | None:
-    """The statistics of the file; without one RapError for a method that needs gradients.
-
-    RapError too for a budget that the layers cannot keep.
-    """
-    method.check_shapes([layer.shape for layer in attention_layers(stored.model)])
-    needs, what = method.needs_for(stored.model), f"method {method.name}"
-    if file is None:
-        refuse_gradients(needs, what, _REMEDY)
-        return None
-    found = Statistics.load(file)
-    found.require(needs, what)
-    return found
+    about = stored.model, tokenizer, name, reading, kept_in, progress
+    return StreamedBench(*about, layers=layers, folder=stored.folder)
 
 
 def _record(
@@ -159,16 +150,14 @@ def _record(
     return {"calibration": text, "provenance": made}
 
 
-def _say(bench: StreamedBench, method: PairPruning, stage: StreamedStage, measured: bool) -> None:
-    """What is cut by, and how much memory it takes, weights included."""
+def _say(bench: StreamedBench, objective: Objective, stage: StreamedStage, measured: bool) -> None:
+    """What is kept small, and how much memory it takes, weights included."""
     console = Console(stderr=True, markup=False, soft_wrap=True)
-    if getattr(method, "metric", "") == "output":
-        console.print(
-            f"method {method.name} cuts by metric 'output' here, which needs no gradients of the "
-            "loss"
-        )
-    needs = method.needs_for(bench.model)
+    console.print(str(objective))
+    needs = objective.method.needs_for(bench.model)
     parts = {"calibrating": estimate_layers(bench.model, bench.windows, needs)["total"]}
+    if objective.statistics == "in memory":
+        parts["calibrating"] = in_memory(bench, needs)
     if stage.name == "fit":
         models = bench.model, bench.model
         parts["fitting"] = sum(estimate_fit(*models, stage.sizes, stage.settings).values())
@@ -177,7 +166,8 @@ def _say(bench: StreamedBench, method: PairPruning, stage: StreamedStage, measur
         windows = torch.empty(shape, dtype=torch.long, device="meta")
         parts["measuring"] = estimate_layers(bench.model, windows, (), kept=2)["total"]
     estimate = parts | {"total": max(parts.values())}
-    console.print(describe_memory(estimate, "layer by layer it takes at most about", "in all"))
+    how = "" if objective.statistics == "in memory" else "layer by layer "
+    console.print(describe_memory(estimate, f"{how}it takes at most about", "in all"))
 
 
 def _sizes(stored: StoredModel, small: CutModel, method: PairPruning) -> dict[str, Any]:
