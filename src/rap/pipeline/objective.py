@@ -12,6 +12,7 @@ import torch
 
 from ..calibration.memory import estimate_memory, free_memory
 from ..calibration.registry import backward_needs
+from ..calibration.statistics import Statistics
 from ..calibration.streamed import StreamedBench, refuse_gradients
 from ..methods import Method
 from ..methods.base import PairPruning
@@ -59,7 +60,7 @@ def forward_only(build: Callable[..., Method]) -> Method | None:
 
 
 def choose(
-    asked: PairPruning, instead: Method | None, bench: StreamedBench, *, given: bool
+    asked: PairPruning, instead: Method | None, bench: StreamedBench, given: Statistics | None
 ) -> Objective:
     """The method `asked` where its statistics are `given`, need no gradients, or fit in memory.
 
@@ -73,7 +74,8 @@ def choose(
             "'error'"
         )
     needs = asked.needs_for(bench.model)
-    if given:
+    if given is not None:
+        given.require(needs, f"method {asked.name}")
         return Objective(asked, "from a file", "given with --statistics")
     if not backward_needs(needs):
         return Objective(asked, "layer by layer", "it needs no gradients of the loss")

@@ -78,21 +78,14 @@ def compress_streamed(
     asked, instead = _methods(method, instead, retain, seed)
     check_output(output, force=force)
     check_apart(output, source)
-    check_bos(bos)
-    check_device(device)
-    check_sources(calibration, evaluate)
-    refuse_samples(named_sources(calibration), "which --stream does not hold")
+    _check_reading(calibration, evaluate, bos, device)
     stored = StoredModel(resolve_source(source))
     asked.check_shapes([layer.shape for layer in attention_layers(stored.model)])
     given = Statistics.load(statistics) if statistics is not None else None
     reading = CalibrationText(calibration, num_windows, window, seed, bos)
     bench = _bench(stored, str(source), reading, work / STATISTICS_FOLDER, device, progress)
-    objective = choose(asked, instead, bench, given=given is not None)
-    chosen = objective.method
-    if given is not None:
-        given.require(chosen.needs_for(stored.model), f"method {chosen.name}")
-    tokens = held_out(evaluate, bench)
-
+    objective = choose(asked, instead, bench, given)
+    chosen, tokens = objective.method, held_out(evaluate, bench)
     if progress:
         _say(bench, objective, stage, tokens is not None)
     found = given or bench.statistics(chosen.needs_for(stored.model))
@@ -108,6 +101,14 @@ def compress_streamed(
     )
     clear_work(work)
     return report
+
+
+def _check_reading(calibration: str, evaluate: str | None, bos: Bos, device: str) -> None:
+    """Raise RapError for what cannot be read so, or where the layers cannot work."""
+    check_bos(bos)
+    check_device(device)
+    check_sources(calibration, evaluate)
+    refuse_samples(named_sources(calibration), "which --stream does not hold")
 
 
 def _methods(
