@@ -1,15 +1,18 @@
-"""Steps per second of the two ways into vLLM, dense and pruned, beside vLLM's own dense class.
+"""Steps per second in vLLM's Transformers backend, dense and pruned, and in vLLM's dense class.
 
     python benchmarks/serving_paths.py [--layers 8] [--width 32] [--rounds 7]
-        [--modes eager compiled] [--output benchmarks/results/serving_paths-cpu.json]
+        [--model MODEL --retain 0.5] [--modes eager compiled]
+        [--output benchmarks/results/serving_paths-cpu.json]
 
-A random Llama with heads of 64 channels is cut to heads of `--width`, which CPU kernels take as
-they are. It runs dense in vLLM's own class and in vLLM's backend for models of transformers, and
-pruned in this package's native class and on the general path through that backend: four engines,
-each in a process of its own and with one thread, that take turns within a round. Decode counts
-engine steps once every request of the batch has its first token; prefill is one prompt in one
-chunk. Times are CPU seconds of the engine's process, which others on the machine hardly change; the
-table shows medians (and ranges) of the rounds' ratios to vLLM's own dense class in the same mode.
+A random Llama with heads of 64 channels is pruned to heads of `--width`, a head size that CPU
+kernels support; `--model` prunes a pretrained model for `--target cpu` instead. The model runs
+dense in vLLM's own class and in vLLM's Transformers backend, and pruned in that backend: three
+engines, each in a separate process with one thread. The engines are interleaved: within a round,
+all run one batch before any runs the next, in an order that is reversed every other round. Decode
+counts engine steps once every request of the batch has its first token; prefill is one prompt in
+one chunk. Times are CPU seconds of the engine's process, which other work on the machine hardly
+changes. The table shows medians (and ranges) of the per-round ratios to vLLM's own dense class in
+the same mode.
 """
 
 import argparse
@@ -30,27 +33,43 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rap.calibration.run import calibrate
 from rap.checkpoint.files import write_json
+from rap.checkpoint.load import load_config
 from rap.checkpoint.provenance import installed_version, provenance
+from rap.checkpoint.source import resolve_source
 from rap.methods import Rap
-from rap.model.modeling import configured_widths
+from rap.model.modeling import layer_entries
 from rap.serving.engine import engine_environment
 from rap.studies.report.report import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 HEAD_DIM, VOCABULARY = 64, 8192
 CONTEXT = 16  # tokens of a prompt behind which is decoded
-GENERAL = {"hf_overrides": {"architectures": ["RapForCausalLM"]}}
 # The model, and what is passed to vLLM beside it.
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, vLLM's own class": ("dense", {}),
     "dense, vLLM's transformers backend": ("dense", {"model_impl": "transformers"}),
-    "pruned, native class": ("pruned", {}),
-    "pruned, general path": ("pruned", GENERAL),
+    "pruned": ("pruned", {}),
 }
 BASE = next(iter(CONTENDERS))
 
 
 def make_models(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Save a dense and a pruned model in `folder`; the widths of the pruned one."""
+    if arguments.model is None:
+        return prune_random(arguments, folder)
+    (folder / "dense").symlink_to(Path(resolve_source(arguments.model)).resolve())
+    command = (
+        *(sys.executable, "-m", "rap", "compress", arguments.model, "-o", str(folder / "pruned")),
+        *("--retain", str(arguments.retain), "--target", "cpu", "--calibration", "bundled"),
+        *("--windows", "4", "--window", "256", "--evaluate", "none"),
+    )
+    subprocess.run(command, check=True)
+    config = load_config(folder / "pruned")
+    entries = layer_entries(config, config.num_hidden_layers)
+    return [entry.fields() for entry in entries if entry is not None]
+
+
+def prune_random(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Save a random Llama and what method rap makes of it; the widths that it kept."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -72,25 +91,25 @@ def make_models(arguments: argparse.Namespace, folder: Path) -> list[dict[str, A
     plan = method.plan(model, calibrate(model, windows, method.needs_for(model)))
     small = method.apply(model, plan)
     small.save_pretrained(folder / "pruned")
-    widths = configured_widths(small.config, arguments.layers)
+    entries = layer_entries(small.config, arguments.layers)
+    widths = [entry.fields() for entry in entries if entry is not None]
     kept = {"pairs": arguments.width // 2, "free": 0, "values": arguments.width}
-    assert all(layer is not None and kept.items() <= layer.items() for layer in widths), widths
-    return [dict(layer) for layer in widths if layer is not None]
+    assert widths == [kept] * arguments.layers, widths
+    return widths
 
 
 def serve_turns(job: dict[str, Any], reply: Any) -> None:
-    """One engine: a turn for every line of standard input. Runs in a worker process."""
+    """One engine: the turn that each line of standard input names. Runs in a worker process."""
     from vllm import LLM
 
     llm = LLM(**job["engine"])
-    turns = [(f"decode {batch}", batch, CONTEXT, job["steps"]) for batch in job["batches"]]
-    turns.append(("prefill", 1, job["prompt"], 0))
-    for turn in turns:
-        drive(llm, *turn[1:])
-    print("ready", file=reply, flush=True)
-    for _ in sys.stdin:
-        found = {name: drive(llm, *rest) for name, *rest in turns}
-        print(json.dumps(found), file=reply, flush=True)
+    turns = {f"decode {batch}": (batch, CONTEXT, job["steps"]) for batch in job["batches"]}
+    turns["prefill"] = (1, job["prompt"], 0)
+    for turn in turns.values():
+        drive(llm, *turn)
+    print(json.dumps(list(turns)), file=reply, flush=True)
+    for name in sys.stdin:
+        print(json.dumps(drive(llm, *turns[name.strip()])), file=reply, flush=True)
 
 
 def drive(llm: Any, batch: int, length: int, steps: int) -> dict[str, float]:
@@ -102,7 +121,8 @@ def drive(llm: Any, batch: int, length: int, steps: int) -> dict[str, float]:
 
     engine = llm.llm_engine
     settings = SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True)
-    ids = torch.randint(VOCABULARY, (batch, length)).tolist()
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    ids = torch.randint(vocabulary, (batch, length)).tolist()
     clocks = (time.process_time, time.perf_counter)
     started = [clock() for clock in clocks]
     for number, row in enumerate(ids):
@@ -122,7 +142,7 @@ def drive(llm: Any, batch: int, length: int, steps: int) -> dict[str, float]:
 
 @contextmanager
 def worker(job: dict[str, Any], folder: Path, number: int) -> Iterator[Any]:
-    """A function that lets an engine in its own process have a turn."""
+    """An engine in its own process: the names of its turns, and a function that runs one."""
     path, log = folder / f"{number}.json", folder / f"{number}.log"
     path.write_text(json.dumps(job), encoding="utf-8")
     quiet = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -149,14 +169,13 @@ def worker(job: dict[str, Any], folder: Path, number: int) -> Iterator[Any]:
                 sys.exit(log.read_text(encoding="utf-8")[-4000:])
             return line
 
-        def turn() -> dict[str, Any]:
-            print("go", file=orders, flush=True)
-            found: dict[str, Any] = json.loads(hear())
+        def turn(name: str) -> dict[str, float]:
+            print(name, file=orders, flush=True)
+            found: dict[str, float] = json.loads(hear())
             return found
 
-        hear()
         try:
-            yield turn
+            yield json.loads(hear()), turn
         finally:
             orders.close()
             process.wait()
@@ -175,16 +194,20 @@ def measure(mode: str, arguments: argparse.Namespace, folder: Path) -> list[dict
         "skip_tokenizer_init": True,
     }
     job = {name: getattr(arguments, name) for name in ("steps", "batches", "prompt")}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    runs: dict[str, list[dict[str, Any]]] = {
+        name: [{} for _ in range(arguments.rounds)] for name in CONTENDERS
+    }
     with ExitStack() as stack:
-        turns = {}
+        turns, figures = {}, []
         for number, (name, (model, settings)) in enumerate(CONTENDERS.items()):
             asked = job | {"engine": {"model": str(folder / model), **engine, **settings}}
-            turns[name] = stack.enter_context(worker(asked, folder, number))
+            figures, turns[name] = stack.enter_context(worker(asked, folder, number))
             print(f"{mode}: {name} is ready", flush=True)
         for number in range(arguments.rounds):
-            for name, turn in turns.items():
-                runs[name].append(turn())
+            order = list(turns.items())[:: -1 if number % 2 else 1]
+            for figure in figures:
+                for name, turn in order:
+                    runs[name][number][figure] = turn(figure)
             print(f"{mode}: round {number + 1} of {arguments.rounds}", flush=True)
     return [
         {"mode": mode, "contender": name, **summary(found, runs[BASE])}
@@ -196,33 +219,43 @@ def summary(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str,
     """Of every figure: all rounds, the median rate, and the ratios to `base` round by round."""
     result = {}
     for figure in runs[0]:
-        each = [a[figure]["cpu"] / b[figure]["cpu"] for a, b in zip(runs, base, strict=True)]
+        each = ratios([run[figure]["cpu"] for run in runs], [run[figure]["cpu"] for run in base])
         result[figure] = {
             "per_cpu_second": statistics.median(run[figure]["cpu"] for run in runs),
-            "ratio": statistics.median(each),
-            "lowest": min(each),
-            "highest": max(each),
+            **each,
             "rounds": [run[figure] for run in runs],
         }
     return result
+
+
+def ratios(over: list[float], under: list[float]) -> dict[str, float]:
+    """Median and range of the per-round ratios."""
+    each = [a / b for a, b in zip(over, under, strict=True)]
+    return {"ratio": statistics.median(each), "lowest": min(each), "highest": max(each)}
 
 
 def table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
     """A row a mode and contender, as `rap report` reads it."""
     figures = [f"decode {batch}" for batch in arguments.batches] + ["prefill"]
 
+    model = (
+        f"A random Llama of {arguments.layers} layers, {arguments.hidden} channels wide, heads of "
+        f"{HEAD_DIM}, pruned to heads of {arguments.width}"
+        if arguments.model is None
+        else f"{arguments.model}, pruned for --target cpu at retain {arguments.retain}"
+    )
+
     def shown(value: dict[str, Any]) -> str:
         ratio = f"{value['ratio']:.2f} ({value['lowest']:.2f} to {value['highest']:.2f})"
         return f"{value['per_cpu_second']:,.0f}, {ratio}"
 
     return {
-        "title": "The ways into vLLM, dense and pruned (CPU)",
+        "title": "vLLM integrations, dense and pruned (CPU)",
         "note": (
-            f"A random Llama of {arguments.layers} layers, {arguments.hidden} channels wide, heads "
-            f"of {HEAD_DIM}, pruned to heads of {arguments.width}; {arguments.dtype}, one thread. "
+            f"{model}; {arguments.dtype}, one thread. "
             "Decode: engine steps per CPU second at that many requests; prefill: tokens per CPU "
             f"second of a prompt of {arguments.prompt:,}. Behind each, the ratio to {BASE} "
-            f"in the same mode, median (and range) of {arguments.rounds} rounds in turns."
+            f"in the same mode, median (and range) of {arguments.rounds} interleaved rounds."
         ),
         "header": ["mode", "contender", *figures],
         "rows": [
@@ -235,6 +268,8 @@ def table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", help="pretrained model; default: a random Llama")
+    parser.add_argument("--retain", type=float, default=0.5, help="of --model")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--width", type=int, default=32)

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from rap.checkpoint.provenance import provenance
 from rap.checkpoint.shards import INDEX_FILE
 from rap.model.layers import attention_layers
-from rap.planning.plan import LayerPlan, Plan
+from rap.planning.plan import PairPlan, Plan
 from rap.studies.report.report import markdown_table
 from rap.surgery.apply import apply
-from rap.surgery.stream import apply_streamed
+from rap.surgery.write import apply_streamed
 
 MIB = 2**20
 # Of a Llama-3 shape, scaled down: GQA 4:1, head dim 64, 126 MB a layer, 131 MB an embedding.
@@ -86,7 +86,7 @@ def write_plan(folder: Path, path: Path) -> None:
     for _ in shapes:
         pairs = [sorted(torch.randperm(HEAD_DIM // 2)[:16].tolist()) for _ in range(KV_HEADS)]
         channels = [sorted(torch.randperm(HEAD_DIM)[:32].tolist()) for _ in range(KV_HEADS)]
-        layers.append(LayerPlan.of_indices(pairs, channels))
+        layers.append(PairPlan.of_indices(pairs, channels))
     Plan(tuple(layers), tuple(shapes), "llama", 0.5).save(path)
 
 

@@ -14,7 +14,6 @@ from .evaluation.cost.footprint import footprint
 from .evaluation.quality.fidelity import fidelity
 from .evaluation.quality.perplexity import perplexity
 from .methods import METHODS, Method, Rap, parse_method
-from .methods import apply_plan as apply
 from .model.errors import RapError
 from .model.fingerprint import fingerprint_model
 from .model.kernels.growing_cache import GrowingCache
@@ -22,11 +21,11 @@ from .model.kernels.interface import register_attention
 from .model.kinds import register_kinds
 from .model.modeling import register
 from .pipeline import compress
-from .planning.plan import LayerPlan, Plan
+from .planning.plan import LayerPlan, PairPlan, Plan
 from .recovery.config import RecoveryConfig
 from .recovery.stages import recover
 from .studies.compare.run import compare
-from .surgery.replace import load_plan
+from .surgery.apply import apply
 
 register()
 register_kinds()
@@ -37,6 +36,7 @@ __all__ = [
     "GrowingCache",
     "LayerPlan",
     "Method",
+    "PairPlan",
     "Plan",
     "Rap",
     "RapError",
@@ -51,7 +51,6 @@ __all__ = [
     "fingerprint_model",
     "footprint",
     "load",
-    "load_plan",
     "load_tokenizer",
     "load_windows",
     "parse_method",

@@ -8,7 +8,7 @@ from cases.command import run
 from cases.fits import SHORT, ShortFit
 from cases.models import tiny_model
 from rap import RapError, assets
-from rap.calibration import splits
+from rap.calibration import held_out, splits, text
 from rap.calibration.held_out import (
     HELD_OUT,
     check_enough,
@@ -20,7 +20,7 @@ from rap.calibration.splits import held_out_part, training_part
 from rap.calibration.text import read_text
 from rap.checkpoint.load import load
 from rap.model.errors import CalibrationError
-from rap.pipeline import compress, compress_streamed
+from rap.pipeline import compress
 
 VOCABULARY = 4096
 # So many that windows of all of the data would be in its tail.
@@ -70,7 +70,9 @@ def test_a_split_is_by_the_source(mine):
         assert split(data, asked) == (calibration or data, evaluate), (data, asked)
         assert split(*split(data, asked)) == split(data, asked), "known again"
     assert split("allenai/c4:de:train", None) == ("allenai/c4:de:train", None)
-    for none in ("allenai/c4:de:train", tail):
+    general = f"{rest},repeated:{rest},own"
+    assert split(f"general:{mine}", HELD_OUT) == (general, tail)
+    for none in ("allenai/c4:de:train", tail, "own", "wikitext2-test"):
         with pytest.raises(CalibrationError, match="has no held-out split; name an evaluation"):
             split(none, HELD_OUT)
 
@@ -163,7 +165,7 @@ def test_streamed_too(mine, tokenizer, tmp_path, read, monkeypatch):
     tiny_model(vocab_size=VOCABULARY).save_pretrained(dense)
     tokenizer.save_pretrained(dense)
     asked = {"calibration": mine, "recover": "fit", "fit": ShortFit(), **SIZES}
-    report = compress_streamed(dense, 0.5, tmp_path / "out", **asked)
+    report = compress(dense, 0.5, tmp_path / "out", stream=True, **asked).report
     assert _named(report, mine)
     assert _apart(read, mine)
 
@@ -197,3 +199,42 @@ def test_data_that_only_the_tail_would_complete_says_so(mine, tmp_path):
     refused = run(*words, "--windows", 12, "--window", 1024)
     assert refused.code == 2
     assert "mine.txt without its held-out tail; naming another --evaluate dataset" in refused.err
+
+
+WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1"
+
+
+@pytest.mark.parametrize(
+    ("name", "judged", "calibrated"),
+    [
+        ("c4", "allenai/c4:en:validation", "allenai/c4:en:train"),
+        ("paper", "Salesforce/wikitext:wikitext-2-raw-v1:test", None),
+        ("wikitext-2-raw-v1", "Salesforce/wikitext:wikitext-2-raw-v1:test", None),
+        ("wikitext2", f"{WIKITEXT}:test", f"{WIKITEXT}:validation"),
+        ("wikitext2-test", f"{WIKITEXT}:test", f"{WIKITEXT}:test"),
+        ("wikitext2-validation", f"{WIKITEXT}:validation", f"{WIKITEXT}:validation"),
+        ("some/data:a:b", "some/data:a:b", "some/data:a:b"),
+    ],
+)
+def test_a_text_to_judge_on_is_another_split(monkeypatch, tokenizer, name, judged, calibrated):
+    read = []
+
+    def dataset(source, most):
+        read.append(source)
+        return "some words"
+
+    monkeypatch.setattr(text, "read_dataset", dataset)
+    assert len(held_out.evaluation_tokens(name, tokenizer)) > 0
+    text.read_text(name)
+    assert read == [judged, calibrated or "Salesforce/wikitext:wikitext-2-raw-v1:train"]
+
+
+def test_a_repeated_text_to_judge_on_is_of_the_same_split(monkeypatch, tokenizer):
+    found = held_out.evaluation_tokens("repeated:bundled", tokenizer)
+    plain = held_out.evaluation_tokens("bundled", tokenizer)
+    assert len(found) > 1.9 * len(plain)
+    assert found[:100].tolist() == plain[:100].tolist()
+    read = []
+    monkeypatch.setattr(text, "read_dataset", lambda source, most: read.append(source) or "words")
+    held_out.evaluation_tokens("repeated:c4", tokenizer)
+    assert read == ["allenai/c4:en:validation"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = "rap"
 FORBIDDEN_STEMS = {"utils", "helpers", "common", "misc"}
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 KERNELS = "model.kernels."
@@ -135,7 +135,7 @@ def foreign_import_violations(sources: Sources, rooms: set[str], library: str) -
 
 
 def size_violations(sources: Sources) -> list[str]:
-    """Files over 300 lines and functions over 60 (in model/kernels/ 120)."""
+    """Files over 500 lines and functions over 60 (in model/kernels/ 120)."""
     found = []
     for name, source in sorted(sources.items()):
         lines = len(source.splitlines())

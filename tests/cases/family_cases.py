@@ -18,7 +18,7 @@ from cases.models import tiny_model
 from cases.plans import plan_of
 from cases.tower import CHANNELS, stand_in_for_timm
 from rap.model.layers import attention_layers
-from rap.planning.plan import LayerPlan, Plan
+from rap.planning.plan import PairPlan, Plan
 
 HEAD_DIM = 16
 WINDOW = {"sliding_window": 4}
@@ -637,7 +637,7 @@ CASES = [
 def random_case_plan(model: Any, case: Case, *, seed: int = 0) -> Plan:
     """About half of every layer's pairs, free channels and values; layer 0 stays dense."""
     generator = torch.Generator().manual_seed(seed)
-    layers: list[LayerPlan | None] = []
+    layers: list[PairPlan | None] = []
     for index, layer in enumerate(attention_layers(model)):
         if index in case.absent or (index == 0 and not case.absent):
             layers.append(None)
@@ -654,7 +654,7 @@ def random_case_plan(model: Any, case: Case, *, seed: int = 0) -> Plan:
                 (size - rotated, (size - rotated) // 2),
             )
         ]
-        layers.append(LayerPlan.of_indices(*kept))
+        layers.append(PairPlan.of_indices(*kept))
     return dataclasses.replace(plan_of(model, layers), qk_norm="exact")
 
 
@@ -716,7 +716,7 @@ def _multiply_heads(masks: tuple[Tensor, ...], layout: str) -> Callable[..., Ten
     return hook
 
 
-def _kept_keys(planned: LayerPlan, head: int, size: int, rotated: int, case: Case) -> list[bool]:
+def _kept_keys(planned: PairPlan, head: int, size: int, rotated: int, case: Case) -> list[bool]:
     kept = set()
     for pair in planned.frequency_GM[head].tolist():
         first = 2 * pair if case.interleaved else pair

@@ -12,7 +12,7 @@ import torch
 
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_layers, base_model_type
-from rap.planning.plan import LayerPlan, Plan
+from rap.planning.plan import PairPlan, Plan
 
 Widths = tuple[int, int] | None
 
@@ -24,7 +24,7 @@ def random_plan(model: Any, widths: Sequence[Widths], *, seed: int = 0) -> Plan:
     layer that reads the keys and values of another keeps what that one does.
     """
     generator = torch.Generator().manual_seed(seed)
-    layers: list[LayerPlan | None] = []
+    layers: list[PairPlan | None] = []
     shapes = [layer.shape for layer in attention_layers(model)]
     for shape, kept in zip(shapes, widths, strict=True):
         if shape.source is not None:
@@ -35,7 +35,7 @@ def random_plan(model: Any, widths: Sequence[Widths], *, seed: int = 0) -> Plan:
             continue
         heads, geometry = range(shape.num_kv_heads), shape.geometry
         layers.append(
-            LayerPlan.of_indices(
+            PairPlan.of_indices(
                 pairs=[_choose(geometry.num_pairs, kept[0], generator) for _ in heads],
                 channels=[_choose(geometry.head_dim, kept[1], generator) for _ in heads],
                 free=[list(range(geometry.num_free)) for _ in heads],
@@ -44,7 +44,7 @@ def random_plan(model: Any, widths: Sequence[Widths], *, seed: int = 0) -> Plan:
     return plan_of(model, layers)
 
 
-def plan_of(model: Any, layers: Sequence[LayerPlan | None]) -> Plan:
+def plan_of(model: Any, layers: Sequence[PairPlan | None]) -> Plan:
     """A plan of those layers for this very model."""
     return Plan(
         layers=tuple(layers),

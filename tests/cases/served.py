@@ -18,10 +18,10 @@ from rap.model.families import FAMILIES
 from rap.planning.plan import Plan
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineRun, Round, Transcript, run_vllm
-from rap.serving.paths import family_path
+from rap.serving.refusals import is_served
 from rap.surgery.apply import apply
 
-SERVED = [case for case in CASES if family_path(case.model_type) == "transformers"]
+SERVED = [case for case in CASES if is_served(case.model_type)]
 NORMALISED = [
     case for case in SERVED if case.norms and not FAMILIES[case.model_type].norm.one_module_per_head
 ]

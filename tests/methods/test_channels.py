@@ -13,7 +13,7 @@ import rap
 from cases.models import random_tokens, tiny_model
 from rap.methods import METHODS
 from rap.model.kinds.single_channels import partners
-from rap.serving.layout import head_layouts
+from rap.serving.layout import cache_layouts
 from rap.studies.analyses.channels import LayerChannels, index_aware, reindexed
 from rap.studies.analyses.orphans import pair_damage
 
@@ -61,13 +61,13 @@ def test_first_frequencies_are_those_of_the_dense_head() -> None:
     small = made(model, statistics, "kvpruner", retain=0.5, rotation="first")
     attention = small.model.layers[0].self_attn
     assert attention.frequency_index.tolist() == [[0, 1, 2, 3]] * 2
-    assert [layout.num_slots for layout in head_layouts(small.config)] == [4, 4]
+    assert [layout.key_width for layout in cache_layouts(small.config)] == [8, 8]
     narrow = made(model, statistics, "kvpruner", retain=0.5)
     ids = random_tokens(1, 20)
     with torch.no_grad():
         assert not torch.allclose(small(ids).logits, narrow(ids).logits, atol=0.1)
-    with pytest.raises(rap.RapError, match="kind 'reindexed'"):
-        head_layouts(narrow.config)
+    with pytest.raises(rap.RapError, match="kind 'reindexed': tokens rotate by their place"):
+        cache_layouts(narrow.config)
 
 
 @pytest.mark.parametrize("retain", [0.75, 0.5])
@@ -155,7 +155,7 @@ def test_paper_recipes_budget_by_fisher() -> None:
             make(retain=0.5).plan(model, statistics)
             for make in (METHODS[name], METHODS[name].paper)
         ]
-        widths = [{layer.cached for layer in plan.layers} for plan in plans]
+        widths = [{cache.elements for cache in plan.caches} for plan in plans]
         assert len(widths[0]) == 1 < len(widths[1])
         assert plans[1].kept_fraction == pytest.approx(0.5, abs=1 / 32)
 
@@ -175,7 +175,7 @@ def test_heads_leave_a_stock_model(tmp_path: Path, biased: bool) -> None:
         model.model.layers, plan.layers, statistics.layers, strict=True
     ):
         score = found["root_fisher_k"].sum(1) + found["root_fisher_v"].sum(1)
-        kept = planned.widths["kept_heads"]
+        kept = list(planned.kept_heads)
         assert kept == sorted(score.topk(2).indices.tolist())
         columns = layer.self_attn.o_proj.weight.data.view(48, 4, 2, 16)
         columns[:, [head for head in range(4) if head not in kept]] = 0

@@ -22,11 +22,11 @@ from rap.evaluation.quality.reconstruction import reconstructs
 from rap.methods import METHODS
 from rap.methods.base import traits
 from rap.model.errors import PlanError, UnsupportedModelError
-from rap.model.modeling import model_class
+from rap.model.kinds.base import WeightsPlan
+from rap.model.modeling import KINDS, model_class
 from rap.planning.plan import Plan
 from rap.recovery.adapters import add_adapters, merge
 from rap.recovery.closed_form import refit_outputs
-from rap.surgery.replace import Replacement
 
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 80, "layers": 2}
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -67,11 +67,12 @@ def test_a_checkpoint_ships_what_its_method_says(case: MethodCase, calibrated: t
     plan, pruned = small(case, calibrated)
     ships = METHODS[case.name].ships
     assert (ships == "stock") == (type(pruned) is type(model)) == case.stock
-    if not isinstance(plan, Replacement):
-        assert ships == "code"
-    elif case.settings.get("rotation") != "first":  # kvpruner's one way to a plain checkpoint
-        kinds = ["kind" in layer.widths for layer in plan.layers]
-        assert kinds == [ships == "package"] * len(kinds)
+    kinds = {layer.entry().kind for layer in plan.layers}
+    if case.settings.get("rotation") == "first":  # kvpruner's one way to a plain checkpoint
+        assert kinds == {"pairs"}
+    else:
+        expected = {("pairs",): "code", ("heads",): "stock"}
+        assert expected.get((*kinds,), "package") == ships
 
 
 @every_case
@@ -164,7 +165,7 @@ def test_saved_and_loaded_is_the_same(case: MethodCase, calibrated: tuple, tmp_p
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, pruned(ids).logits)
     plan.save(tmp_path / "plan")
-    again = rap.load_plan(tmp_path / "plan")
+    again = rap.Plan.load(tmp_path / "plan")
     assert again.kept_fraction == plan.kept_fraction
     assert rap.fingerprint_model(rap.apply(model, again)) == rap.fingerprint_model(pruned)
     assert len(describe_plan(again)["layers"]) == SIZES["layers"]
@@ -238,20 +239,28 @@ def test_a_plan_of_another_model_is_refused(calibrated: tuple, tmp_path: Path) -
     other = tiny_model("qwen2", dtype=torch.float64, seed=1, **SIZES)
     with pytest.raises(PlanError, match="other weights"):
         case.method(0.6).apply(other, plan)
-    plan.save(tmp_path / "plan")
-    with pytest.raises(PlanError):
-        Plan.load(tmp_path / "plan")
-    pair_plan, _ = small(CASES[0], calibrated)
-    pair_plan.save(tmp_path / "pairs")
-    with pytest.raises(PlanError, match="does not hold a plan of such a method"):
-        Replacement.load(tmp_path / "pairs")
 
 
-def test_a_plan_of_an_unknown_method_is_refused(calibrated: tuple) -> None:
+@pytest.mark.parametrize("gone", ["kind", "form"])
+def test_a_plan_of_an_unknown_kind_is_refused(
+    calibrated: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
     plan, _ = small(next(case for case in CASES if case.name == "svdllm"), calibrated)
-    for method in ({"name": "later"}, plan.method | {"later": 1}, {}):
-        with pytest.raises(PlanError, match="a method that this release does not know"):
-            rap.apply(calibrated[0], dataclasses.replace(plan, method=method))
+    if gone == "kind":
+        plan.save(tmp_path / "plan")
+        monkeypatch.delitem(KINDS, "latent")
+    else:
+        monkeypatch.setattr(WeightsPlan, "form", "later")
+        plan.save(tmp_path / "plan")
+        monkeypatch.undo()
+    with pytest.raises(PlanError, match="which this release does not know"):
+        Plan.load(tmp_path / "plan")
+
+
+def test_a_plan_needs_no_method_that_this_release_knows(calibrated: tuple) -> None:
+    plan, pruned = small(next(case for case in CASES if case.name == "svdllm"), calibrated)
+    again = rap.apply(calibrated[0], dataclasses.replace(plan, method={"name": "later"}))
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in pruned.state_dict().items())
 
 
 @pytest.mark.parametrize(

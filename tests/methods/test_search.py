@@ -11,13 +11,13 @@ import torch
 import rap
 from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
+from rap.calibration.sources import StoredLayers
 from rap.calibration.statistics import Statistics
+from rap.checkpoint.stored import StoredModel
 from rap.methods import Rap
-from rap.methods.dense import dense_layers
 from rap.methods.search import TRIED_WINDOWS, Search
 from rap.methods.trials import Trials
 from rap.model.errors import RapError
-from rap.surgery.replace import replaced_layers
 
 FAMILIES = ["phi3", "qwen3", "gpt_oss", "olmo2", "gemma3n_text", "qwen3_next"]
 
@@ -67,7 +67,9 @@ def test_what_is_tried_is_what_is_cut(family: str, qk_norm: str) -> None:
     plan = replace(method, budget="error").plan(model, statistics)
     trials = Trials(model, statistics, qk_norm)
     trials.windows_NT = trials.windows_NT[:TRIED_WINDOWS]
-    measured = trials.divergence(replaced_layers(model, plan))
+    measured = trials.divergence(
+        {index: layer for index, layer in enumerate(plan.layers) if layer is not None}
+    )
     assert measured == pytest.approx(divergence(model, statistics, plan), rel=1e-3)
     assert method.plan(model, statistics).kept_fraction == plan.kept_fraction
 
@@ -118,11 +120,12 @@ def test_what_another_text_measured_is_not_taken(home: Path) -> None:
     assert len(files | {halved}) == 3
 
 
-def test_layers_that_are_read_one_by_one_cannot_be_searched() -> None:
+def test_layers_that_are_read_one_by_one_cannot_be_searched(tmp_path: Path) -> None:
     method = Rap(retain=0.5, budget="search")
     model, statistics = calibrated(method)
-    with pytest.raises(RapError, match=r"leave --stream out, or use budget 'error'"):
-        method.plan_layers(dense_layers(model), statistics, "llama", "")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RapError, match=r"budget 'search'.* the whole model in memory; remove"):
+        method.plan_from(StoredLayers(StoredModel(tmp_path)), statistics)
 
 
 def test_equal_widths_cannot_be_searched() -> None:

@@ -60,8 +60,8 @@ def test_it_is_the_dense_model_of_truncated_weights(
     method = METHODS["starkv"](retain=retain, gap=gap)
     plan = method.plan(model, statistics)
     keys = torch.tensor(ranks["k"]).view(LAYERS, HEADS).sum(1).tolist()
-    assert [layer.widths["keys"] for layer in plan.layers] == keys
-    assert [layer.widths["values"] for layer in plan.layers] == ranks["v"]
+    assert [layer.entry().keys for layer in plan.layers] == keys
+    assert [layer.entry().values for layer in plan.layers] == ranks["v"]
     assert len(set(ranks["k"])) > 2, "every head has the same rank: the threshold decides nothing"
     ids = random_tokens(2, 40, seed=1)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_values_keep_more_while_there_is_room(
     plan = METHODS["starkv"](retain=retain).plan(*calibrated)
     size = HEADS * DIM * LAYERS
     for name, share in zip(("keys", "values"), kept, strict=True):
-        found = sum(layer.widths[name] for layer in plan.layers)
+        found = sum(getattr(layer.entry(), name) for layer in plan.layers)
         # At least one direction is kept of every head's keys.
         assert found == max(round(share * size), HEADS * LAYERS if name == "keys" else LAYERS)
 

@@ -108,14 +108,14 @@ def test_a_trial_that_fails_leaves_the_model_whole(calibrated: tuple) -> None:
     modules = [*model.modules()]
     _, found = cuts(calibrated, "matryoshka", retain=0.5)
     trials = Trials(model, statistics)
-    broken = dict(found[0].tensors)
+    broken = found[0].tensors()
     broken["q_proj.weight"] = broken["q_proj.weight"] * torch.nan
     for measure in (trials.perplexity, trials.change):
         with pytest.raises(CalibrationError, match="trial cut of layers 0, 2 gives nan"):
-            measure({0: replace(found[0], tensors=broken), 2: found[2]})
+            measure({0: replace(found[0], weights=broken), 2: found[2]})
         assert [*model.modules()] == modules
     with pytest.raises(RuntimeError, match="size mismatch"):
-        trials.change({0: replace(found[0], widths=found[0].widths | {"keys": 3})})
+        trials.change({0: replace(found[0], layer_entry=replace(found[0].entry(), keys=3))})
     assert [*model.modules()] == modules
     assert trials.change({}) == 0
 
@@ -150,9 +150,9 @@ def test_sensitivity_shares_by_what_each_layer_alone_adds(calibrated: tuple, nam
     assert added[1] < 1e-6 < max(added)
     kept = allocate(added, 0.5, [DIM // 2] * LAYERS)
     plan = method.plan(model, statistics)
-    assert [layer.cached for layer in plan.layers] == [2 * 2 * GROUPS * pairs for pairs in kept]
+    assert [cache.elements for cache in plan.caches] == [2 * 2 * GROUPS * pairs for pairs in kept]
     assert plan.kept_fraction == 0.5
-    assert plan.layers[1].cached == min(layer.cached for layer in plan.layers)
+    assert plan.caches[1].elements == min(cache.elements for cache in plan.caches)
 
 
 def test_layers_that_add_nothing_are_cut_alike(calibrated: tuple) -> None:
@@ -215,8 +215,8 @@ def test_adaptive_widths_move_the_output_less(calibrated: tuple, retain: float) 
     _, alike = cuts(calibrated, "matryoshka", retain=retain)
     assert trials.change(found) < 0.95 * trials.change(alike)
     # What nothing reads goes first.
-    assert found[1].widths["keys"] == min(layer.widths["keys"] for layer in found.values())
-    assert found[1].widths["values"] == min(layer.widths["values"] for layer in found.values())
+    assert found[1].entry().keys == min(layer.entry().keys for layer in found.values())
+    assert found[1].entry().values == min(layer.entry().values for layer in found.values())
     full, _ = cuts(calibrated, "matryoshka", retain=1.0, widths="adaptive")
     assert full.kept_fraction == 1
 
@@ -235,7 +235,7 @@ def test_the_sweep_takes_the_best_number_of_pairs(calibrated: tuple, retain: flo
             figures[pairs] = perplexity(small, statistics.windows)
     plan = best.plan(model, statistics)
     assert len(figures) == {0.7: 8, 0.5: 7}[retain]
-    assert {layer.widths["elite"] for layer in plan.layers} == {min(figures, key=figures.get)}
+    assert {layer.entry().elite for layer in plan.layers} == {min(figures, key=figures.get)}
     assert plan.kept_fraction == pytest.approx(retain, abs=1 / 64)
 
 

@@ -20,7 +20,7 @@ from rap.model import modeling
 from rap.model.families import FAMILIES, INNER, WRAPPERS
 from rap.model.layers import attention_layers
 from rap.model.specs import NORM_MODES
-from rap.planning.plan import LayerPlan
+from rap.planning.plan import PairPlan
 from rap.surgery.apply import apply
 
 TOKENS = 11
@@ -172,7 +172,7 @@ def test_every_scaling_of_rope_is_read_off_the_model(rope: str):
 def test_everything_kept_in_another_order_is_the_dense_model(case: Case):
     model = case.model()
     generator = torch.Generator().manual_seed(1)
-    layers: list[LayerPlan | None] = []
+    layers: list[PairPlan | None] = []
     for index, layer in enumerate(attention_layers(model)):
         if index in case.absent:
             layers.append(None)
@@ -186,9 +186,9 @@ def test_everything_kept_in_another_order_is_the_dense_model(case: Case):
             [torch.randperm(count, generator=generator).tolist() for _ in heads]
             for count in (rotated // 2, size, size - rotated)
         ]
-        layers.append(LayerPlan.of_indices(*orders))
+        layers.append(PairPlan.of_indices(*orders))
     # a plan keeps its indices in ascending order
-    with mock.patch("rap.planning.layer_plan._check_index"):
+    with mock.patch("rap.model.kinds.pairs._check_index"):
         plan = plan_of(model, layers)
         modes = NORM_MODES if case.norms and case.name != "stablelm:norm" else ("exact",)
         models = [apply(model, dataclasses.replace(plan, qk_norm=mode)) for mode in modes]

@@ -1,5 +1,6 @@
 """Saved in any type and loaded in any way, a QK-norm model is the one that was saved."""
 
+import copy
 import importlib
 import importlib.util
 import sys
@@ -21,7 +22,7 @@ from rap.methods import Rap
 from rap.model import modeling
 from rap.model.specs import NORM_MODES
 from rap.surgery.apply import apply
-from rap.surgery.stream import apply_streamed
+from rap.surgery.write import apply_streamed
 
 TOKENS = random_tokens(2, 9)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -130,36 +131,38 @@ def test_energy_ratios_stay_float32_in_every_type(saved, dtype, cast):
 
 
 @pytest.fixture
-def engine_norm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The engine's norm; where vLLM is not installed, in front of stand-ins for what it imports."""
-    layers = ("attention", "layernorm", "linear", "rotary_embedding")
-    names = ["distributed", "model_executor.models.utils", "v1.attention.selector", "config"]
-    names += ["config.model_arch", "transformers_utils.model_arch_config_convertor"]
-    names += [f"model_executor.layers.{name}" for name in layers]
+def projections(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What places tensors in vLLM; where that is missing, above stand-ins for its imports."""
+    name = "rap.serving.vllm.projections"
     if importlib.util.find_spec("vllm") is not None:
-        return importlib.import_module("rap.serving.vllm.norm").KeptRMSNorm
-    for name in ["vllm", *(f"vllm.{name}" for name in names)]:
-        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
-    made = importlib.import_module("rap.serving.vllm.norm")
+        return importlib.import_module(name)
+    engine = ("distributed", "distributed.utils", "model_executor.layers.linear")
+    engine += ("model_executor.models.transformers.utils",)
+    for part in ("vllm", *(f"vllm.{part}" for part in engine)):
+        monkeypatch.setitem(sys.modules, part, mock.MagicMock())
+    made = importlib.import_module(name)
     # Made of stand-ins: no other test may find them.
-    for name in ("norm", "attention", "rows", "widths"):
-        del sys.modules[f"rap.serving.vllm.{name}"]
-    return made.KeptRMSNorm
+    for part in ("projections", "head_norms"):
+        del sys.modules[f"rap.serving.vllm.{part}"]
+    return made
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_engine_divides_by_the_same_ratios(saved, engine_norm, dtype):
+def test_the_engine_divides_by_the_same_ratios(saved, projections, dtype):
+    """The second of two ranks has the second half of the heads, with their float32 ratios."""
     attention = saved(dtype, "constant").small.model.layers[1].self_attn
+    placed, query, key = copy.deepcopy(attention), slice(3, 6), slice(1, 2)
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        norm = engine_norm(6, attention.key_width, attention.dense_shape.head_dim, 1e-6)
+        for path, tensor, part in list(projections._by_heads(placed, query, key)):
+            projections._place(placed, path, tensor, part, path)
     finally:
         torch.set_default_dtype(usual)
-    expected = attention.q_norm
+    norm, expected = placed.q_norm, attention.q_norm
     for name, stored in expected.state_dict().items():
-        getattr(norm, name).data.copy_(stored)
+        own = getattr(norm, name)
+        own.weight_loader(own, stored)
     x_BHTW = torch.randn(1, 6, 5, attention.key_width).to(dtype)
-    assert norm.eps == expected.eps
     assert (norm.weight.dtype, norm.ratio.dtype) == (dtype, torch.float32)
-    assert torch.equal(norm(x_BHTW[0].transpose(0, 1)), expected(x_BHTW)[0].transpose(0, 1))
+    assert torch.equal(norm(x_BHTW[:, query]), expected(x_BHTW)[:, query])

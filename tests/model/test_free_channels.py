@@ -14,7 +14,7 @@ from rap.calibration.run import calibrate
 from rap.methods import Rap
 from rap.model.errors import PlanError
 from rap.model.layers import attention_layers
-from rap.planning.plan import LayerPlan, Plan
+from rap.planning.plan import PairPlan, Plan
 from rap.surgery.apply import apply
 
 # A layer without positions; partial rotation: interleaved, fused head by head, with biases.
@@ -27,14 +27,14 @@ def _model(name: str) -> Any:
     return case.model(use_qk_norm=False) if name == "llama4_text" else case.model()
 
 
-def _rotating(model: Any, *, seed: int) -> LayerPlan:
+def _rotating(model: Any, *, seed: int) -> PairPlan:
     """Everything kept, the free channels in another basis for keys and its dual for queries."""
     shape = attention_layers(model)[LAYER].shape
     heads, pairs, free = shape.num_kv_heads, shape.geometry.num_pairs, shape.geometry.num_free
     generator = torch.Generator().manual_seed(seed)
     basis = torch.randn(heads, free, free, generator=generator, dtype=torch.float64)
     basis = basis + 3 * torch.eye(free)
-    plain = LayerPlan.of_indices(*([list(range(size))] * heads for size in (pairs, HEAD_DIM, free)))
+    plain = PairPlan.of_indices(*([list(range(size))] * heads for size in (pairs, HEAD_DIM, free)))
     return dataclasses.replace(
         plain, key_free_mix_GNF=basis, query_free_mix_GNF=torch.linalg.inv(basis).mT
     )
@@ -44,7 +44,7 @@ def _rotating(model: Any, *, seed: int) -> LayerPlan:
 @torch.no_grad()
 def test_another_basis_is_the_same_model(name: str):
     model = _model(name)
-    layers: list[LayerPlan | None] = [None] * 3
+    layers: list[PairPlan | None] = [None] * 3
     layers[LAYER] = _rotating(model, seed=3)
     tokens = random_tokens(2, 11)
     expected = model(tokens).logits
@@ -57,7 +57,7 @@ def test_another_basis_is_the_same_model(name: str):
     assert (found - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
-def _lost(layer: LayerPlan, found: dict[str, Tensor]) -> float:
+def _lost(layer: PairPlan, found: dict[str, Tensor]) -> float:
     """Expected squared error of free logits: tr(C_q (I - P) C_k (I - P)^T) over the heads."""
     key, query = (found[f"{side}_free_moment"].double() for side in ("key", "query"))
     whole = torch.eye(key.shape[-1], dtype=torch.float64)

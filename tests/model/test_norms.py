@@ -21,7 +21,7 @@ from rap.model.norms import normalise_dense
 from rap.model.rope import AttentionShape, HeadGeometry
 from rap.model.specs import QKNorm
 from rap.planning.norms import row_sizes, with_denominators
-from rap.planning.plan import LayerPlan, Plan
+from rap.planning.plan import PairPlan, Plan
 from rap.planning.scores import score_layers
 from rap.surgery.apply import apply
 
@@ -133,7 +133,7 @@ def _whole(model: Any) -> Plan:
         shape = layer.shape
         kept = shape and (shape.geometry.num_pairs, shape.head_dim, shape.geometry.num_free)
         layers.append(
-            kept and LayerPlan.of_indices(*([list(range(n))] * shape.num_kv_heads for n in kept))
+            kept and PairPlan.of_indices(*([list(range(n))] * shape.num_kv_heads for n in kept))
         )
     return dataclasses.replace(plan_of(model, layers), qk_norm="constant")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from cases.family_cases import CASES, Case, masked_by_hooks, random_case_plan
 from cases.models import random_tokens
 from rap.methods import Rap
+from rap.methods.replacing import check_plain
 from rap.model.attention import RapAttention
 from rap.model.errors import UnsupportedModelError
 from rap.model.families import FAMILIES
@@ -20,7 +21,6 @@ from rap.model.rope import pair_tables
 from rap.model.specs import AttentionSpec
 from rap.planning.mixing import key_limit
 from rap.surgery.apply import apply
-from rap.surgery.replace import check_plain
 
 TOKENS, PROMPT = 11, 6
 # The families' rotation and norms round to float32, as in the comparison of families.

@@ -17,7 +17,7 @@ from rap.planning.budgets import (
     split_steps,
     uniform,
 )
-from rap.planning.plan import LayerPlan
+from rap.planning.plan import PairPlan
 from rap.planning.scores import LayerScores
 
 scores = st.floats(0, 1e6, allow_subnormal=False)
@@ -285,7 +285,7 @@ def test_selections_of_a_larger_retain_contain_those_of_a_smaller_one():
 def test_a_selection_is_what_a_layer_plan_takes():
     found = [make_scores(pairs=12, free=8)]
     [kept] = kv_budgets(found, 0.5)
-    plan = LayerPlan.of_indices(*select(found, [kept])[0])
+    plan = PairPlan.of_indices(*select(found, [kept])[0])
     assert (plan.num_pairs, plan.num_free, plan.value_width) == (kept.pairs, kept.free, kept.values)
 
 

@@ -140,3 +140,13 @@ def test_a_retain_below_one_unit_in_every_layer_is_refused_with_the_least_possib
 def test_an_error_that_cannot_be_compared_is_refused(error):
     with pytest.raises(RapError, match="curve 2 has an error of"):
         allocate_by_error([[1.0, 0.0], [error, 0.0]], 1.0, [1, 1])
+
+
+def test_a_share_of_more_than_may_be_kept():
+    """Half of sixteen is all of eight, and as much as is offered; more cannot be kept."""
+    convex = [float(20 - n) ** 2 for n in range(9)]
+    assert allocate_by_error([convex, convex], 0.5, [8, 8], dense=[16, 16]) == [8, 8]
+    assert allocate_by_error([convex, convex], 0.25, [8, 8], dense=[16, 16]) == [4, 4]
+    assert sum(allocate_by_error([convex, convex], 0.4, [8, 8], dense=[16, 8])) == 10
+    with pytest.raises(RapError, match=r"retain 0\.6 is more than the 0\.5 that layers may keep"):
+        allocate_by_error([convex, convex], 0.6, [8, 8], dense=[16, 16])

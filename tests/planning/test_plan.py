@@ -16,20 +16,20 @@ from cases.plans import plan_of, random_plan
 from rap.checkpoint import tensor_file
 from rap.model.errors import CheckpointError, PlanError
 from rap.model.rope import AttentionShape, HeadGeometry
-from rap.planning.plan import LayerPlan, Plan
+from rap.planning.plan import PairPlan, Plan
 from rap.surgery.apply import apply
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, hidden_size=8, geometry=HeadGeometry(8, 6))
 PAIRS = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32)
 FREE = torch.tensor([[1], [0]], dtype=torch.int32)
 CHANNELS = torch.tensor([[0, 3, 7], [1, 2, 5]], dtype=torch.int32)
-LAYER = LayerPlan(PAIRS, FREE, CHANNELS)
+LAYER = PairPlan(PAIRS, FREE, CHANNELS)
 MIX = torch.randn(2, 2, 3, 2, generator=torch.Generator().manual_seed(0))
 DOWN, UP = torch.randn(2, 3, 8), torch.randn(2, 8, 3)
-MIXED = LayerPlan(PAIRS, FREE, None, MIX, MIX, DOWN, UP)
+MIXED = PairPlan(PAIRS, FREE, None, MIX, MIX, DOWN, UP)
 
 
-def _plan(*layers: LayerPlan | None) -> Plan:
+def _plan(*layers: PairPlan | None) -> Plan:
     return Plan(
         layers=layers,
         shapes=(SHAPE,) * len(layers),
@@ -43,7 +43,7 @@ def _plan(*layers: LayerPlan | None) -> Plan:
 def test_widths_of_a_layer():
     assert (LAYER.num_pairs, LAYER.num_free, LAYER.key_width, LAYER.value_width) == (2, 1, 5, 3)
     assert MIXED.value_width == 3
-    assert LayerPlan.of_indices(PAIRS.tolist(), CHANNELS.tolist(), FREE.tolist()) == LAYER
+    assert PairPlan.of_indices(PAIRS.tolist(), CHANNELS.tolist(), FREE.tolist()) == LAYER
 
 
 def test_kept_channels_are_those_of_the_dense_head():
@@ -187,7 +187,7 @@ def test_mixed_slots_may_repeat_a_frequency():
 )
 def test_ragged_heads_are_refused(pairs, channels, message):
     with pytest.raises(PlanError, match=message):
-        LayerPlan.of_indices(pairs, channels)
+        PairPlan.of_indices(pairs, channels)
 
 
 def test_layers_and_shapes_must_agree():
@@ -217,8 +217,8 @@ def test_files_that_are_no_plan_are_refused(tmp_path):
         _write(path, about, format="rap-plan")
         with pytest.raises(PlanError, match="is damaged"):
             Plan.load(path)
-    _write(path, json.dumps({"version": 2}), format="rap-plan")
-    with pytest.raises(PlanError, match="has plan version 2, this release reads up to 1: upgrade"):
+    _write(path, json.dumps({"version": 3}), format="rap-plan")
+    with pytest.raises(PlanError, match="has plan version 3, this release reads up to 2: upgrade"):
         Plan.load(path)
 
 

@@ -16,7 +16,7 @@ from rap.methods.dense import dense_layers
 from rap.model.layers import attention_layers
 from rap.planning.knapsack import allocate_by_error
 from rap.planning.losses import free_moments, key_moments, value_moments
-from rap.planning.plan import LayerPlan
+from rap.planning.plan import PairPlan
 from rap.planning.subspace import weighted_subspace
 
 NEEDS = {"fisher", "energy", "pairs", "values", "gradients"}
@@ -49,7 +49,7 @@ def dropped(moments: tuple[Tensor, Tensor], kept_GN: Tensor) -> Tensor:
     return lost / 2 if moment.is_complex() else lost
 
 
-def projected(moments: tuple[Tensor, Tensor], layer: LayerPlan) -> Tensor:
+def projected(moments: tuple[Tensor, Tensor], layer: PairPlan) -> Tensor:
     """What values lose, tr(O (I - P) C (I - P)^T), by the directions or channels of a plan."""
     if layer.channels_GC is not None:
         return dropped(moments, layer.channels_GC)

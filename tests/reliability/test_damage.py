@@ -15,7 +15,7 @@ from cases.ending import contents, ended
 from rap.calibration.statistics import Statistics
 from rap.checkpoint.load import load
 from rap.model.errors import RapError
-from rap.surgery.replace import load_plan
+from rap.planning.plan import Plan
 
 STREAM: Command = ("apply", "dense", "plan.rap", "-o", "out", "--stream")
 APPLY = STREAM[:-1]
@@ -81,7 +81,7 @@ def test_a_damaged_file_is_refused_or_does_no_harm(
     writes = "-o" in command and "--dry-run" not in command
     how = judged(end, before, *(["out"] if writes else []))
     if how == "whole" and file in ("plan.rap", "small/plan.rap"):
-        assert load_plan(place / file) == load_plan(origin / file)
+        assert Plan.load(place / file) == Plan.load(origin / file)
     if how == "whole" and file == "small/model.safetensors":
         load(place / "small")  # by its fingerprint
     record("damaged file", command, f"{file}: {damage.__name__}", how)
@@ -100,11 +100,11 @@ def test_no_bit_of_a_sealed_file_changes_unseen(origin, tmp_path, record, name, 
     """Read here, without a command for each: what is read is what was written, or nothing is."""
     path = tmp_path / name
     if name == "plan":
-        load_plan(origin / "plan.rap").save(path)
+        Plan.load(origin / "plan.rap").save(path)
     else:
         windows = torch.arange(64).view(2, 32)
         rap.calibrate(load(origin / "dense"), windows, {"energy"}).save(path)
-    read = load_plan if name == "plan" else Statistics.load
+    read = Plan.load if name == "plan" else Statistics.load
     wanted, whole, refused = _said(read(path)), path.read_bytes(), 0
     draw = random.Random(bits)
     for position in (draw.randrange(len(whole)) for _ in range(bits)):

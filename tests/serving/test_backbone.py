@@ -1,4 +1,4 @@
-"""Every family that vLLM's transformers backend runs, pruned, in the real engine.
+"""Every served family, pruned, in the real engine.
 
 On two ranks: test_division.
 """
@@ -22,7 +22,7 @@ from rap.serving.engine import EngineError, Round
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]
 
 # One for each thing that the path does for a family: `make test-families` runs all.
-FEW = ("gemma3_text", "gpt_oss", "granite", "olmo2", "phi3", "qwen3_moe")
+FEW = ("gemma3_text", "gpt_oss", "granite", "mistral", "olmo2", "phi3", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")

@@ -223,7 +223,7 @@ def test_a_running_server_is_not_said_to_have_died(monkeypatch, answering, ends,
     seconds = 0 if ends else 60
     script = f"print('last words', flush=True); import time; time.sleep({seconds})"
     monkeypatch.setattr(Server, "command", property(lambda server: [sys.executable, "-c", script]))
-    monkeypatch.setattr(serving, "routed", lambda server: server)
+    monkeypatch.setattr(serving, "runs_in", lambda source: "")
 
     def use():
         with serving.running(answering):

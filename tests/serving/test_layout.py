@@ -5,13 +5,13 @@ import pytest
 from cases.family_cases import CASES, random_case_plan
 from cases.models import tiny_model
 from cases.plans import random_plan
+from rap.model.cache_layout import CacheLayout, PairEntry
 from rap.model.errors import CheckpointError
 from rap.model.layers import attention_layers
 from rap.serving.layout import (
-    HeadLayout,
+    cache_layouts,
     cached_heads,
     dense_head_dims,
-    head_layouts,
     padded_width,
 )
 from rap.serving.verify import kept_fraction
@@ -27,11 +27,10 @@ def config():
 
 
 def test_layouts_of_every_layer(config):
-    assert head_layouts(config) == [HeadLayout(num_slots=3, value_width=10), None]
-    assert head_layouts(config)[0].key_width == 6
-    assert head_layouts(config)[0].width == 10
-    assert HeadLayout(num_slots=3, value_width=7, num_free=2).key_width == 8
-    assert HeadLayout(num_slots=3, value_width=7, num_free=2).width == 8
+    assert cache_layouts(config) == [CacheLayout(2, 6, 10), None]
+    assert cache_layouts(config)[0].width == 10
+    assert cache_layouts(config)[0].elements == 32
+    assert PairEntry(pairs=3, free=2, values=7).key_width == 8
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_wrong_sections_are_refused(config, edit, sentence):
     edit(section)
     changed = type(config)(**{**config.to_dict(), "rap": section})
     with pytest.raises(CheckpointError, match=sentence):
-        head_layouts(changed)
+        cache_layouts(changed)
 
 
 @pytest.mark.parametrize(("family", "heads"), [("llama", 2), ("gpt_neox", 4), ("persimmon", 4)])
@@ -80,7 +79,7 @@ def test_layers_differ_in_what_they_cache(name, sizes, heads):
     assert (dense_head_dims(config), cached_heads(config)) == (sizes, heads)
     assert kept_fraction(config) == pytest.approx(plan.kept_fraction)
     assert kept_fraction(model.config) == 1.0
-    assert head_layouts(config)[0] is None
+    assert cache_layouts(config)[0] is None
 
 
 @pytest.mark.parametrize(("width", "padded"), [(8, 32), (32, 32), (44, 64), (90, 96), (512, 512)])

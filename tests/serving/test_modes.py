@@ -21,22 +21,9 @@ def run(path, prompts, **engine):
     return run_vllm(path, rounds, max_model_len=512, **engine).rounds[0]
 
 
-# What a user passes to serve a family that has a native class through vLLM's backend.
-GENERAL = {"hf_overrides": {"architectures": ["RapForCausalLM"]}}
-both_ways = pytest.mark.parametrize("way", [{}, GENERAL], ids=["native", "general"])
-
-
-@both_ways
-def test_compiled(aligned, prompts, way):
-    found = agreement(aligned.reference, run(aligned.path, prompts, enforce_eager=False, **way))
+def test_compiled(aligned, prompts):
+    found = agreement(aligned.reference, run(aligned.path, prompts, enforce_eager=False))
     print(f"compiled: max |delta logprob| {found.max_logprob_error:.2e}")
-    assert found.mismatched_tokens == 0
-    assert found.max_logprob_error <= 5e-5
-
-
-def test_a_native_family_on_the_general_path(mixed, prompts):
-    found = agreement(mixed.reference, run(mixed.path, prompts, **GENERAL))
-    print(f"general: max |delta logprob| {found.max_logprob_error:.2e}")
     assert found.mismatched_tokens == 0
     assert found.max_logprob_error <= 5e-5
 

@@ -12,7 +12,7 @@ from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of, random_plan
 from rap.model.errors import CheckpointError, RapError, UnsupportedModelError
 from rap.model.layers import attention_layers
-from rap.planning.plan import LayerPlan
+from rap.planning.plan import PairPlan
 from rap.planning.shared import shared_pairs
 from rap.serving.stock import export_stock, longrope_factors, slots_of_all_heads, stock_model
 from rap.surgery.apply import apply
@@ -32,7 +32,7 @@ def stock_profile(model, pairs=PAIRS, values=None):
     channels = torch.Generator().manual_seed(3)
     width = values or 2 * len(pairs)
     layers = [
-        LayerPlan.of_indices(
+        PairPlan.of_indices(
             [pairs] * layer.shape.num_kv_heads,
             [
                 sorted(torch.randperm(layer.shape.head_dim, generator=channels)[:width].tolist())
@@ -70,7 +70,7 @@ def test_folded_slots_repeat_a_frequency():
         return torch.randn(*shape, generator=generator)
 
     layers = [
-        LayerPlan(
+        PairPlan(
             frequency_GM=slots,
             free_GN=torch.empty(2, 0, dtype=torch.int32),
             query_mix_GMP2=random(2, 5, 8, 2) / 3,

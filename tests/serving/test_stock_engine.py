@@ -11,7 +11,7 @@ import torch
 
 from cases.plans import plan_of, zeroed
 from rap.model.layers import attention_layers
-from rap.planning.plan import LayerPlan
+from rap.planning.plan import PairPlan
 from rap.serving.agreement import agreement
 from rap.serving.engine import Transcript, engine_environment
 from rap.serving.stock import export_stock
@@ -46,7 +46,7 @@ def test_stock_export_in_unmodified_vllm(reference_model, tokenizer, prompts, tm
     generator = torch.Generator().manual_seed(5)
     pairs = sorted(torch.randperm(32, generator=generator)[:16].tolist())
     layers = [
-        LayerPlan.of_indices(
+        PairPlan.of_indices(
             [pairs, pairs],
             [sorted(torch.randperm(64, generator=generator)[:32].tolist()) for _ in range(2)],
         )

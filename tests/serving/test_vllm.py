@@ -82,7 +82,7 @@ def test_one_kv_head_replicated_over_two_ranks(prune, tiny, tiny_prompts, family
     assert_agrees(checkpoint.reference, found)
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("exact", 1), ("constant", 2)])
+@pytest.mark.parametrize(("mode", "ranks"), [("exact", 1), ("rows", 1), ("constant", 2)])
 def test_qk_norm(tiny, tiny_prompts, tmp_path, mode, ranks):
     """Against the pruned model in transformers, itself compared with the dense one elsewhere."""
     model = tiny("qwen3")
@@ -90,6 +90,15 @@ def test_qk_norm(tiny, tiny_prompts, tmp_path, mode, ranks):
     small = apply(model, in_mode(plan, mode))
     small.save_pretrained(tmp_path)
     assert_agrees(small, _run_tiny(tmp_path, tiny_prompts, ranks=ranks))
+
+
+def test_longrope_up_to_its_short_table(prune, tiny, tiny_prompts):
+    """Frequencies that depend on the length of the text, as GGUF files with llama3 scaling have."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 256}
+    rope |= {"short_factor": [1.0 + i / 8 for i in range(32)], "long_factor": [8.0] * 32}
+    model = tiny("llama", rope_parameters=rope | {"factor": 1.0})
+    checkpoint = prune(model, [(16, 32), (20, 40), None, (12, 64)])
+    assert_agrees(checkpoint.reference, _run_tiny(checkpoint.path, tiny_prompts, ranks=1))
 
 
 def _run_tiny(path, prompts, *, ranks):
@@ -111,20 +120,8 @@ def test_swapped_indices_are_noticed(mixed, damaged, prompts):
     assert found.max_logprob_error > 1000 * TOLERANCE
 
 
-def _out_of_range(tensors):
-    tensors["model.layers.0.self_attn.frequency_index"][0, -1] = 32
-
-
-# Every way a `rap` section can be wrong is tried without an engine in tests/test_layout.py.
-@pytest.mark.parametrize(
-    ("tensors", "section", "sentence"),
-    [
-        (None, lambda rap: rap["layers"].pop(), "lists widths for 5 layers, the model has 6"),
-        (_out_of_range, None, "names pairs 0 to 32, a head has pairs 0 to 31"),
-    ],
-    ids=["short list", "index out of range"],
-)
-def test_wrong_checkpoint_is_refused_in_a_sentence(mixed, damaged, tensors, section, sentence):
-    path = damaged(mixed.path, tensors, section)
-    with pytest.raises(EngineError, match=sentence):
+def test_a_short_list_of_widths_is_refused_in_a_sentence(mixed, damaged):
+    """test_layout tries every wrong `rap` section, without an engine."""
+    path = damaged(mixed.path, section=lambda rap: rap["layers"].pop())
+    with pytest.raises(EngineError, match="lists widths for 5 layers, the model has 6"):
         run_vllm(path, [], max_model_len=512)

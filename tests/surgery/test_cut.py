@@ -10,15 +10,15 @@ from cases.layouts import llama_layout
 from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of, random_plan
 from rap.model.errors import PlanError
+from rap.model.kinds.pairs import cut
 from rap.model.rope import AttentionShape, HeadGeometry
 from rap.model.specs import QKNorm
-from rap.planning.plan import LayerPlan
+from rap.planning.plan import PairPlan
 from rap.surgery.apply import apply
-from rap.surgery.cut import cut
 
 # Two KV heads with three query heads each; heads of eight channels of which six rotate.
 SHAPE = AttentionShape(6, 2, 5, HeadGeometry(8, 6))
-LAYER = LayerPlan.of_indices([[0, 2], [1, 2]], [[0, 3, 7], [1, 2, 5]], [[1], [0]])
+LAYER = PairPlan.of_indices([[0, 2], [1, 2]], [[0, 3, 7], [1, 2, 5]], [[1], [0]])
 HEADS = {"q": 6, "k": 2, "v": 2, "o": 6}
 
 
@@ -56,7 +56,7 @@ def test_plain_cut_keeps_the_named_rows(role, dtype, pairing):
 def test_cut_shares_no_memory_with_the_dense_tensor(role):
     size = (5, 48) if role == "o" else (HEADS[role] * 8, 5)
     dense = torch.randn(size)
-    everything = LayerPlan.of_indices([[0, 1, 2]] * 2, [list(range(8))] * 2, [[0, 1]] * 2)
+    everything = PairPlan.of_indices([[0, 1, 2]] * 2, [list(range(8))] * 2, [[0, 1]] * 2)
     for layer in (LAYER, everything):
         cut(role, dense, layer, SHAPE).zero_()
     assert (dense != 0).all()
@@ -157,7 +157,7 @@ def test_turning_a_pair_of_q_and_k_alike_changes_nothing(model_type):
 def test_two_slots_at_one_frequency_add_up_to_the_pair():
     """k.q of a pair split over two slots of its frequency, weights a and 1 - a on the key side."""
     model = tiny_model(kv_heads=1, layers=1, dtype=torch.float64)
-    plain = LayerPlan.of_indices([[1, 5]], [list(range(16))])
+    plain = PairPlan.of_indices([[1, 5]], [list(range(16))])
     split = dataclasses.replace(
         plain,
         frequency_GM=torch.tensor([[1, 1, 5]], dtype=torch.int32),
@@ -184,7 +184,7 @@ def test_value_subspace_of_full_rank_is_the_dense_model(model_type):
         basis = torch.linalg.qr(torch.randn(2, 16, 16, generator=generator).double()).Q
         every_pair = torch.arange(8, dtype=torch.int32).expand(2, -1)
         layers.append(
-            LayerPlan(
+            PairPlan(
                 every_pair,
                 torch.empty(2, 0, dtype=torch.int32),
                 value_down_GCD=basis.transpose(1, 2),

@@ -8,7 +8,7 @@ import torch
 from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of
 from rap.calibration.precision import in_precision
-from rap.planning.plan import LayerPlan
+from rap.planning.plan import PairPlan
 from rap.surgery.apply import apply
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
@@ -18,7 +18,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 def whole(model: Any) -> Any:
     """A plan that keeps everything."""
-    layer = LayerPlan.of_indices([list(range(8))] * 2, [list(range(16))] * 2)
+    layer = PairPlan.of_indices([list(range(8))] * 2, [list(range(16))] * 2)
     return plan_of(model, [layer] * 2)
 
 

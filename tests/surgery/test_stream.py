@@ -17,7 +17,7 @@ from rap.model import modeling
 from rap.model.errors import CheckpointError, PlanError, UnsupportedModelError
 from rap.planning.plan import Plan
 from rap.surgery.apply import apply
-from rap.surgery.stream import apply_streamed
+from rap.surgery.write import apply_streamed
 
 WIDTHS = [(3, 5), None, (5, 9)]
 # The hidden size is odd where a head count allows it: tensors then end at odd addresses.
@@ -244,7 +244,7 @@ def test_another_number_of_layers_is_refused_before_they_are_built(dense, tmp_pa
     source, plan = dense
     config = _config(source) | {"num_hidden_layers": 1000}
     (source / "config.json").write_text(json.dumps(config))
-    monkeypatch.delattr("rap.surgery.stream.without_weights")
+    monkeypatch.delattr("rap.surgery.weights.without_weights")
     _refused(source, plan, tmp_path / "small", PlanError, "plan has 3 layers, the model 1000")
 
 

@@ -13,7 +13,7 @@ from rap.checkpoint.load import load
 from rap.model.errors import CheckpointError, PlanError
 from rap.planning.plan import Plan
 from rap.surgery.apply import apply
-from rap.surgery.stream import apply_streamed
+from rap.surgery.write import apply_streamed
 
 # Fused linears, norms, shared weights, older names, experts stored one by one, multimodal models.
 NAMES = ["phi3", "persimmon:norm", "gemma3_text", "olmo2", "smollm3", "qwen3_5_text"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.stored import Weights
+from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_spec, decoder_layers, text_decoder
 
@@ -32,8 +33,16 @@ class LayerSource(Protocol):
         """A float32 copy of a layer, in evaluation mode and without gradients."""
         ...
 
+    def attention(self, index: int) -> nn.Module | None:
+        """The attention of a layer, if it has one, with its weights as they are stored."""
+        ...
+
     def outside(self, *, head: bool = True) -> Any:
         """The model with all weights that work outside the layers, those of the head if asked."""
+        ...
+
+    def whole(self, what: str) -> Any:
+        """The model with all its weights; RapError, saying `what` needs it, if there is none."""
         ...
 
     def keep(self, index: int, layer: nn.Module) -> None:
@@ -57,7 +66,16 @@ class LoadedLayers:
         layer: nn.Module = copy.deepcopy(text_decoder(self.model).layers[index]).float().eval()
         return layer.requires_grad_(False)
 
+    def attention(self, index: int) -> nn.Module | None:
+        """The model's own module."""
+        spec = attention_spec(self.model.config)
+        return getattr(text_decoder(self.model).layers[index], spec.attention, None)
+
     def outside(self, *, head: bool = True) -> Any:
+        """The model itself."""
+        return self.model
+
+    def whole(self, what: str) -> Any:
         """The model itself."""
         return self.model
 
@@ -117,6 +135,10 @@ class StoredLayers:
         state = {name: self.weights.tensor(f"{path}.{name}") for name in module.state_dict()}
         module.load_state_dict(state, assign=True)
         return module.requires_grad_(False)
+
+    def whole(self, what: str) -> Any:
+        """Raise RapError: there is no such model."""
+        raise RapError(f"{what} needs the whole model in memory; remove --stream")
 
     def outside(self, *, head: bool = True) -> Any:
         """A copy of the model with the weights of its decoder outside the layers, and the head."""

@@ -1,6 +1,7 @@
 """`rap compress`, and its stages alone: `rap plan` and `rap apply`."""
 
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +19,18 @@ from ..checkpoint.files import check_output, check_output_file
 from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart, resolve_source
-from ..methods import Method, apply_plan, traits_of
+from ..methods import Method, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
-from ..pipeline import WITHOUT_GRADIENTS, compress, compress_streamed, save
+from ..pipeline import compress, forward_only, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
 from ..serving.layout import dense_head_dims
-from ..surgery.replace import Replacement, load_plan
-from ..surgery.stream import apply_streamed, check_config
+from ..serving.stock import export_stock
+from ..surgery.apply import apply
+from ..surgery.weights import check_config
+from ..surgery.write import apply_streamed
 from . import dry_run as dry
 from . import options
 from .groups import Cut, Reading, Streaming, grouped
@@ -65,19 +68,25 @@ def compress_command(
     shown = None if evaluate == "none" else evaluate
     about: dict[str, Any] = {"recover": recover, "evaluate": evaluate, "target": cut.target}
     made = Made(model=model, output=output, read=read, **about)
-    if streamed.stream:
-        report = _streamed(model, output, cut, read, streamed, recover, shown, force)
-        return _say_report(report, made, cut, load_config(output), as_json)
-    method = cut.build(resolve_source(model), read.seed)
+    source = resolve_source(model)
+    method = cut.build(source, read.seed)
+    instead = forward_only(lambda **more: cut.build(source, read.seed, **more))
     if dry_run:
         check_recovery(recover, method.name)
         check_output(output, force=force)
         check_apart(output, model)
         return _tell(model, output, method, read, recover, evaluate, as_json)
+    # A plain checkpoint is exported from the pruned one, which nobody asked for.
+    plain, written = cut.target == "plain", output
+    if plain:
+        check_output(output, force=force)
+        check_apart(output, model)
+        written = output.with_name(f".{output.name}.pruned")
     result = compress(
         model,
-        output=output,
+        output=written,
         method=method,
+        instead=instead if streamed.stream else None,
         calibration=read.calibration,
         num_windows=read.windows,
         window=read.window,
@@ -85,13 +94,20 @@ def compress_command(
         dtype=read.dtype,
         device=read.device,
         device_map=read.device_map,
+        stream=streamed.stream,
+        statistics=streamed.statistics,
         recover=recover,
         bos=read.bos,
         seed=read.seed,
-        force=force,
+        force=force or plain,
         progress=True,
     )
-    _say_report(result.report, made, cut, result.model.config, as_json)
+    config = load_config(written) if result.model is None else result.model.config
+    if plain:
+        export_stock(written, output, force=force)
+        shutil.rmtree(written)
+        config = load_config(output)
+    _say_report(result.report, made, cut, config, as_json)
 
 
 def _check_placing(read: Reading, streamed: Streaming) -> None:
@@ -103,37 +119,6 @@ def _check_placing(read: Reading, streamed: Streaming) -> None:
         )
     if not streamed.stream and streamed.statistics is not None:
         raise RapError("--statistics requires --stream; add it, or leave --statistics out")
-
-
-def _streamed(
-    model: str,
-    output: Path,
-    cut: Cut,
-    read: Reading,
-    streamed: Streaming,
-    recover: str,
-    evaluate: str | None,
-    force: bool,
-) -> dict[str, Any]:
-    """Compress layer by layer; the report."""
-    defaults = {} if streamed.statistics is not None else WITHOUT_GRADIENTS
-    return compress_streamed(
-        model,
-        cut.retain,
-        output,
-        method=cut.build(resolve_source(model), read.seed, **defaults),
-        statistics=streamed.statistics,
-        calibration=read.calibration,
-        num_windows=read.windows,
-        window=read.window,
-        evaluate=evaluate,
-        device=read.device,
-        recover=recover,
-        bos=read.bos,
-        seed=read.seed,
-        force=force,
-        progress=True,
-    )
 
 
 def _say_report(report: dict[str, Any], made: Made, cut: Cut, config: Any, as_json: bool) -> None:
@@ -259,19 +244,17 @@ def apply_command(
     if stream and (dtype != "auto" or device_map is not None):
         raise RapError("--stream keeps the stored data types; leave --dtype and --device-map out")
     placed = placement(device, device_map)
-    decision = load_plan(plan)
+    decision = Plan.load(plan)
     source = resolve_source(model)
     if not stream:
         check_config(load_config(source), decision)
         dense = load_dense(source, dtype=dtype, **placed)
         say_device(dense)
-        small = apply_plan(dense, decision)
+        small = apply(dense, decision)
         save(small, decision, output, source=source, dense=dense, force=force)
-    elif isinstance(decision, Plan):
+    else:
         about = traits_of(decision)
         apply_streamed(source, decision, output, traits=about, force=force, progress=True)
-    else:
-        raise RapError("this plan holds weights of its own and cannot stream: leave --stream out")
     # Whole heads leave a stock checkpoint, which has no such section.
     fingerprint = (getattr(load_config(output), "rap", None) or {}).get("fingerprint", "")
     settings: dict[str, Any] = {"plan_file": str(plan), "stream": stream, "dtype": dtype}
@@ -280,7 +263,7 @@ def apply_command(
 
 
 def _say_plan(
-    plan: Plan | Replacement, output: Path, as_json: bool, fingerprint: str = "", **settings: Any
+    plan: Plan, output: Path, as_json: bool, fingerprint: str = "", **settings: Any
 ) -> None:
     data: dict[str, Any] = {
         "output": str(output),

@@ -14,6 +14,7 @@ from ..calibration.workbench import CalibrationText
 from ..checkpoint.device import AUTO
 from ..checkpoint.load import load_config
 from ..methods import METHODS, Method, parse_method
+from ..methods.merged import most_merged
 from ..methods.naming import read_method
 from ..methods.settings import read_value
 from ..model.errors import RapError
@@ -24,7 +25,11 @@ from ..serving.targets import check_target
 from . import options
 
 # What a method lacks that has no such setting of a target.
-NEEDS = {"align": "widths to align (align)", "profile": "one width for all heads (profile)"}
+NEEDS = {
+    "align": "widths to align (align)",
+    "profile": "one width for all heads (profile)",
+    "merge": "heads to merge (merge)",
+}
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -124,6 +129,9 @@ class Cut:
                     f"--target {target} decides {name}: leave --{name} out, or the target"
                 )
         if wanted.get("profile") == "stock" and self.retain < 1:
+            if "merge" in wanted:
+                heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+                dim *= most_merged(heads, dim, self.retain)
             width = nearest_width(self.retain * dim, dim, wanted["align"])
             if width in (0, dim):
                 raise RapError(

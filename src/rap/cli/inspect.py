@@ -22,9 +22,8 @@ from ..model.layers import (
 from ..model.rope import AttentionShape
 from ..planning.budgets import kv_budgets
 from ..planning.mixing import key_limit, value_limit
-from ..planning.plan import Plan
+from ..planning.plan import PairPlan, Plan
 from ..planning.scores import LayerScores
-from ..surgery.replace import Replacement, load_plan
 from . import options
 from .options import print_json, print_table
 
@@ -52,7 +51,7 @@ def inspect_command(
     if target == "plan":
         if path is None:
             raise RapError("name the plan file: rap inspect plan FILE")
-        report = describe_plan(load_plan(path))
+        report = describe_plan(Plan.load(path))
     elif path is not None:
         raise RapError(f"one target at a time: what is {path}? (plans: rap inspect plan FILE)")
     else:
@@ -137,7 +136,7 @@ def _projected_bytes(shapes: list[AttentionShape], retain: float, element: int) 
     return sum(count * width for count, width in zip(heads, widths, strict=True)) * element
 
 
-def describe_plan(plan: Plan | Replacement) -> dict[str, Any]:
+def describe_plan(plan: Plan) -> dict[str, Any]:
     """What a plan keeps, layer by layer, with the kept pairs of every head as ranges."""
     return {
         "title": (
@@ -149,18 +148,22 @@ def describe_plan(plan: Plan | Replacement) -> dict[str, Any]:
         "retain": plan.retain,
         "kept_fraction": plan.kept_fraction,
         "method": plan.method,
-        "layers": _kept_rows(plan) if isinstance(plan, Plan) else _replaced_rows(plan),
+        "layers": _kept_rows(plan) if _is_of_pairs(plan) else _sizes_by_layer(plan),
     }
 
 
-def _replaced_rows(plan: Replacement) -> list[dict[str, Any]]:
+def _is_of_pairs(plan: Plan) -> bool:
+    return all(layer is None or isinstance(layer, PairPlan) for layer in plan.layers)
+
+
+def _sizes_by_layer(plan: Plan) -> list[dict[str, Any]]:
     """The sizes of every layer's new attention, and what its cache holds of a token."""
     rows = []
-    for index, layer in enumerate(plan.layers):
-        sizes = {} if layer is None else dict(layer.widths)
-        kind = sizes.pop("kind", "dense" if layer is None else "narrow heads")
-        shown = ", ".join(f"{k} {v}" for k, v in sizes.items() if k != "frequencies")
-        cached = "-" if layer is None else layer.cached
+    for index, (layer, cache) in enumerate(zip(plan.layers, plan.caches, strict=True)):
+        fields = {} if layer is None else layer.entry(plan.qk_norm).fields()
+        kind = fields.pop("kind", "dense" if layer is None else "narrow heads")
+        shown = ", ".join(f"{k} {v}" for k, v in fields.items() if k != "frequencies")
+        cached = "-" if layer is None or cache is None else cache.elements
         rows.append({"layer": index, "attention": kind, "sizes": shown, "cached_elements": cached})
     return rows
 
@@ -168,7 +171,7 @@ def _replaced_rows(plan: Replacement) -> list[dict[str, Any]]:
 def _kept_rows(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for index, (layer, shape) in enumerate(zip(plan.layers, plan.shapes, strict=True)):
-        if layer is None or shape is None:
+        if not isinstance(layer, PairPlan) or shape is None:
             rows.append({"layer": index, "keys": "dense", "values": "dense", "kept_pairs": ""})
             continue
         heads = [ranges(head) for head in layer.frequency_GM.tolist()]

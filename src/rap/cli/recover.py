@@ -34,7 +34,7 @@ from ..recovery.config import PRESETS, RecoveryConfig
 from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import clear_work, processes
 from ..recovery.stages import recover_stage, work_folder
-from ..surgery.replace import Replacement, check_teacher, load_plan
+from ..surgery.weights import check_teacher
 from . import dry_run as dry
 from . import options
 from .groups import grouped
@@ -210,9 +210,7 @@ def _placement(device: str, device_map: str | None) -> dict[str, Any]:
     return placement(device, device_map)
 
 
-def _read(
-    pruned: Path, teacher: str, teacher_dtype: str
-) -> tuple[Plan | Replacement, dict[str, Any]]:
+def _read(pruned: Path, teacher: str, teacher_dtype: str) -> tuple[Plan, dict[str, Any]]:
     """The plan and report beside a checkpoint that was cut from such a teacher.
 
     The report may be missing. RapError for what is no pruned checkpoint, or another teacher.
@@ -223,7 +221,7 @@ def _read(
         raise RapError(f"{pruned} is not a pruned checkpoint: run `rap compress` first")
     report = pruned / REPORT_FILE
     stored = read_json(report, "remove it, or compress again") if report.is_file() else {}
-    plan = load_plan(pruned / PLAN_FILE)
+    plan = Plan.load(pruned / PLAN_FILE)
     check_teacher(plan, teacher)
     return plan, stored
 
@@ -235,7 +233,7 @@ def _fitted(report: dict[str, Any], recipe: str, texts: list[str]) -> dict[str, 
     return recovery if last and recovery["texts"] == texts and recipe in PRESETS else None
 
 
-def _described(plan: Plan | Replacement, teacher: str) -> dict[str, Any]:
+def _described(plan: Plan, teacher: str) -> dict[str, Any]:
     """What `rap compress` would have written of a checkpoint that `rap apply` made."""
     name = plan.method.get("name")
     return {

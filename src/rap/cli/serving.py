@@ -12,7 +12,7 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..model.errors import RapError
 from ..serving.llamacpp.verify import verify_llamacpp
-from ..serving.serve import Server, complete, free_port, routed, running, serve, way
+from ..serving.serve import Server, complete, free_port, running, runs_in, serve
 from ..serving.verify import ENGINES, TOLERANCES, Verification, check_tolerance, verify
 from . import options
 from .options import console, print_json, print_table
@@ -103,8 +103,8 @@ def serve_command(
     extra = list(arguments or [])
     if tensor_parallel_size > 1:
         extra += ["--tensor-parallel-size", str(tensor_parallel_size)]
-    server = routed(Server(resolve_source(model), host, port, api_key, tuple(extra)))
-    found = way(server.source)
+    server = Server(resolve_source(model), host, port, api_key, tuple(extra))
+    found = runs_in(server.source)
     if check:
         server = replace(server, host="127.0.0.1", port=free_port())
     console.print(shlex.join(server.command), soft_wrap=True, markup=False)

@@ -3,6 +3,6 @@
 from .base import Method, PairPruning
 from .naming import parse_method
 from .rap import Rap
-from .registry import METHODS, apply_plan, traits_of
+from .registry import METHODS, traits_of
 
-__all__ = ["METHODS", "Method", "PairPruning", "Rap", "apply_plan", "parse_method", "traits_of"]
+__all__ = ["METHODS", "Method", "PairPruning", "Rap", "parse_method", "traits_of"]

@@ -12,7 +12,7 @@ from typing import ClassVar
 from ..calibration.statistics import Statistics
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, LayerBudget
-from ..planning.plan import LayerPlan
+from ..planning.plan import PairPlan
 from ..planning.scores import LayerScores, Named, score_layers
 from .base import PairPruning
 from .dense import DenseLayers
@@ -48,7 +48,7 @@ class A3(PairPruning):
         budgets: Sequence[LayerBudget | None],
         statistics: Statistics,
         dense: DenseLayers,
-    ) -> list[LayerPlan | None]:
+    ) -> list[PairPlan | None]:
         """Plain pairs, and values in a subspace unless a gate works on single channels."""
         return [
             in_subspace(layer, layer_values(index, statistics, dense, "output"))

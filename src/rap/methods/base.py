@@ -7,16 +7,16 @@ from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource, LoadedLayers
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
-from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, base_model_type, check_dense
 from ..model.norms import NORM_PER_HEAD
 from ..model.rope import AttentionShape
 from ..model.specs import NORM_MODES
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
 from ..planning.norms import NORM_ROWS, with_denominators
-from ..planning.plan import LayerPlan, Plan
+from ..planning.plan import PairPlan, Plan
 from ..planning.scores import LayerScores, Named, equal_scores, score_layers
 from ..planning.sharing import divide
 from ..surgery.apply import apply
@@ -68,13 +68,13 @@ class Method(ABC):
         normalised = any(layer.norm is not None for layer in attention_layers(model))
         return self.needs | ({"energy"} if normalised else frozenset())
 
-    @abstractmethod
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Any:
-        """Decide what every layer of the dense `model` keeps; the model is not changed.
+    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
+        """Decide what every layer of the dense `model` keeps; the model is not changed."""
+        return self.plan_from(LoadedLayers(model), statistics)
 
-        A Plan, or another record with its `retain`, `kept_fraction`, `shapes`, `model_type`,
-        `dense_fingerprint`, `method` and `save`, which this method's `apply` takes.
-        """
+    @abstractmethod
+    def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
+        """As `plan`, for a model whose weights need not be in memory."""
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:  # noqa: B027 - optional
         """Raise RapError for a budget that layers of these shapes cannot keep, if that shows.
@@ -86,18 +86,15 @@ class Method(ABC):
         """As `check_shapes`, which it asks: RapError for what a dense model's config rules out."""
         self.check_shapes([layer.shape for layer in attention_layers(model)])
 
-    def apply(self, model: PreTrainedModel, plan: Any) -> Any:
+    def apply(self, model: PreTrainedModel, plan: Plan) -> Any:
         """The smaller model, new; `model` is left untouched."""
         return apply(model, plan)
 
-    def check(self, model: PreTrainedModel, statistics: Statistics) -> str:
+    def check(self, source: LayerSource, statistics: Statistics) -> str:
         """The dense model's fingerprint; RapError unless the statistics are whole and of it."""
-        check_dense(model)
-        return self.check_statistics(statistics, fingerprint_model(model))
-
-    def check_statistics(self, statistics: Statistics, fingerprint: str) -> str:
-        """The fingerprint of the dense weights; RapError as `check`."""
+        check_dense(source.model)
         statistics.require(self.needs, self.name)
+        fingerprint = source.fingerprint
         if statistics.fingerprint != fingerprint:
             raise RapError(
                 f"the statistics are of other weights ({statistics.fingerprint[:12] or 'unknown'}) "
@@ -179,24 +176,17 @@ class PairPruning(Method):
         alike = [None if shape is None else equal_scores(shape) for shape in shapes]
         self._spend(alike, shapes)
 
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
-        """Score, budget, select (the paper's Budget-Alloc). The model is not changed."""
-        fingerprint = self.check(model, statistics)
-        family = base_model_type(model.config)
-        return self.plan_layers(dense_layers(model), statistics, family, fingerprint)
-
-    def plan_layers(
-        self, dense: DenseLayers, statistics: Statistics, model_type: str, fingerprint: str
-    ) -> Plan:
-        """As `plan`, for layers whose weights need not all be in memory."""
+    def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
+        """Score, budget, select (the paper's Budget-Alloc)."""
+        fingerprint, dense = self.check(source, statistics), dense_layers(source.model, source)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
         budgets = self.budgets(scores, statistics, dense)
         layers = self.divided(scores, budgets, statistics, dense)
-        return self.plan_of(layers, dense, model_type, fingerprint)
+        return self.plan_of(layers, dense, base_model_type(source.model.config), fingerprint)
 
     def plan_of(
         self,
-        layers: tuple[LayerPlan | None, ...],
+        layers: tuple[PairPlan | None, ...],
         dense: DenseLayers,
         model_type: str,
         fingerprint: str,
@@ -218,7 +208,7 @@ class PairPruning(Method):
         budgets: Sequence[LayerBudget | None],
         statistics: Statistics,
         dense: DenseLayers,
-    ) -> tuple[LayerPlan | None, ...]:
+    ) -> tuple[PairPlan | None, ...]:
         """The plan of every decoder layer at given budgets (None: left dense), as `Plan` has it."""
         rows = self.norm_rows if self.qk_norm == "rows" else 0
         cut = [
@@ -257,10 +247,10 @@ class PairPruning(Method):
         budgets: Sequence[LayerBudget | None],
         statistics: Statistics,
         dense: DenseLayers,
-    ) -> list[LayerPlan | None]:
+    ) -> list[PairPlan | None]:
         """The plan of every layer: the best pairs and channels within its budget."""
         chosen = select(scores, budgets)
-        return [LayerPlan.of_indices(*kept) if kept is not None else None for kept in chosen]
+        return [PairPlan.of_indices(*kept) if kept is not None else None for kept in chosen]
 
     def alignment(self, shapes: Sequence[AttentionShape | None]) -> int:
         """The channel count that widths are multiples of, `align` or its default."""

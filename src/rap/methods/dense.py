@@ -1,11 +1,13 @@
 """What a method may look at of the dense model itself, beside statistics."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource, LoadedLayers
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -18,7 +20,7 @@ from ..model.layers import (
 from ..model.rope import AttentionShape
 from ..model.specs import AttentionSpec
 from ..planning.budgets import LayerBudget, layer_budget
-from ..planning.mixing import key_limit, value_limit
+from ..planning.mixing import key_limit, merge_limit, value_limit
 from ..planning.norms import row_sizes
 from ..planning.scores import Named
 from ..planning.sharing import joined
@@ -35,6 +37,7 @@ class DenseLayers:
     a layer's own: local and global layers may rotate differently.
     Layers that read the keys and values of another are part of that one (calibration.sharing);
     `every_shape` has them by themselves.
+    `merge_limits` say why the KV heads of a layer cannot be merged ("": they can).
     `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing).
     """
 
@@ -45,24 +48,47 @@ class DenseLayers:
     context: int
     mixes_values: Sequence[bool]
     every_shape: Sequence[AttentionShape | None] = ()
+    merge_limits: Sequence[str] = ()
 
     def normalises_keys(self, index: int) -> bool:
         """Whether something divides a layer's keys by their size."""
         return "key_sizes" in (self.weights[index] or {})
 
 
-def dense_layers(
-    model: PreTrainedModel, weights: Sequence[Named | None] | None = None
-) -> DenseLayers:
-    """Shapes, weights and frequencies of a dense model; nothing is copied but the frequencies.
+class AttentionWeights(Sequence[Named | None]):
+    """The weights of every layer's attention by role; those asked for last are kept."""
 
-    `weights` are those of a model that has none in memory.
+    def __init__(self, source: LayerSource):
+        self._source, self._layers = source, attention_layers(source.model)
+        self._kept: tuple[int, Named | None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._kept is None or self._kept[0] != index:
+            self._kept = index, self._read(index)
+        return self._kept[1]
+
+    def __iter__(self) -> Iterator[Named | None]:
+        return (self[index] for index in range(len(self)))
+
+    def _read(self, index: int) -> Named | None:
+        layer = self._layers[index]
+        if layer.shape is None:
+            return None
+        live = replace(layer, module=self._source.attention(index))
+        return layer_weights(live, attention_spec(self._source.model.config))
+
+
+def dense_layers(model: PreTrainedModel, source: LayerSource | None = None) -> DenseLayers:
+    """Shapes, weights and frequencies of a dense model; weights are read when they are asked for.
+
+    With a `source` they are read from it, and those of `model` may be on the meta device.
     """
-    spec, layers = attention_spec(model.config), attention_layers(model)
-    if weights is None:
-        weights = [layer_weights(x, spec) if x.shape is not None else None for x in layers]
+    layers = attention_layers(model)
     every_shape = [layer.shape for layer in layers]
-    shapes, weights = joined(every_shape, weights)
+    shapes, weights = joined(every_shape, AttentionWeights(source or LoadedLayers(model)))
     return DenseLayers(
         shapes=shapes,
         weights=weights,
@@ -74,6 +100,7 @@ def dense_layers(
         context=trained_length(model.config) or UNKNOWN_CONTEXT,
         mixes_values=[not value_limit(model.config) for _ in layers],
         every_shape=every_shape,
+        merge_limits=[merge_limit(layer, layers, model.config) for layer in layers],
     )
 
 

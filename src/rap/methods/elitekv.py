@@ -13,15 +13,15 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
-from ..model.kinds.elite import EliteAttention
+from ..model.kinds.base import LayerPlan, WeightsPlan
+from ..model.kinds.elite import EliteEntry
 from ..model.rope import AttentionShape
 from ..planning.subspace import whitened_factors
-from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, as_stored, linear
 from .trials import Trials
 
@@ -75,12 +75,12 @@ class EliteKv(Replacing):
         return frozenset({"logits"} | ({"inputs"} if self.whiten else set()) | swept)
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
-    ) -> Iterator[ReplacedLayer]:
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
+    ) -> Iterator[LayerPlan]:
         """Elite pairs by greedy search, then the best latent that the rest of the budget holds."""
         count = self.pairs
         if isinstance(count, str):
-            count = self._swept(layers, Trials(model, statistics))
+            count = self._swept(layers, Trials(source.whole("a sweep of pairs"), statistics))
         return (self._layer(layer, count) for layer in layers)
 
     def _swept(self, layers: Sequence[DenseLayer], trials: Trials) -> int:
@@ -111,7 +111,7 @@ class EliteKv(Replacing):
             )
         return elite, rank
 
-    def _layer(self, layer: DenseLayer, count: int | None) -> ReplacedLayer:
+    def _layer(self, layer: DenseLayer, count: int | None) -> WeightsPlan:
         elite, rank = self._sizes(layer, count)
         chosen_GR = elite_pairs(layer, elite)
         order_GD = _order(chosen_GR, layer.shape)
@@ -125,8 +125,7 @@ class EliteKv(Replacing):
         tensors |= layer.linear("v", down) | linear("v_up", value_up, layer.bias("v"))
         if len(key_up):
             tensors |= linear("k_up", key_up, rest[1])
-        widths = {"kind": EliteAttention.kind, "elite": elite, "latent": rank}
-        return ReplacedLayer(widths, tensors, cached=2 * chosen_GR.numel() + rank)
+        return WeightsPlan(EliteEntry(elite, rank), tensors)
 
     def _joint(self, layer: DenseLayer, rest: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """Upper factors of the other keys and of values, and the lower one they share."""

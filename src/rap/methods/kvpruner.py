@@ -14,14 +14,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
+from ..model.cache_layout import Entry, PairEntry
 from ..model.errors import RapError, UnsupportedModelError
-from ..model.kinds.single_channels import IndexedAttention, ReindexedAttention
+from ..model.kinds.base import LayerPlan, WeightsPlan
+from ..model.kinds.single_channels import IndexedEntry, ReindexedEntry
 from ..model.layers import rotary_module, text_config
 from ..model.rope import HeadGeometry, read_frequencies
 from ..planning.budgets import KeyShare, LayerBudget, check_settings, kv_budgets
 from ..planning.scores import score_layers
-from ..surgery.replace import ReplacedLayer
 from .base import aligned
 from .replacing import DenseLayer, Replacing
 from .trials import Trials
@@ -60,8 +62,8 @@ class _Channels(Replacing):
         return frozenset({"fisher"} | ({WINDOWS} if self.budget == "sensitivity" else set()))
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
-    ) -> Iterator[ReplacedLayer]:
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
+    ) -> Iterator[WeightsPlan]:
         """As many channels as RAP's budget has, the best by root-Fisher."""
         by_layer = [layer.statistics for layer in layers]
         shapes = [layer.shape for layer in layers]
@@ -74,17 +76,18 @@ class _Channels(Replacing):
             budgets = kv_budgets(scores, self.retain, budget=self.budget, **settings)
         else:
             alike = kv_budgets(scores, self.retain, budget="uniform", **settings)
-            cuts = zip(layers, self._cuts(layers, model, alike), strict=True)
-            ranks = sensitivities(Trials(model, statistics), ((i.index, cut) for i, cut in cuts))
+            trials = Trials(source.whole("budget 'sensitivity'"), statistics)
+            cuts = zip(layers, self._cuts(layers, source.model, alike), strict=True)
+            ranks = sensitivities(trials, ((i.index, cut) for i, cut in cuts))
             budgets = kv_budgets(scores, self.retain, ranks=ranks, **settings)
-        return self._cuts(layers, model, budgets)
+        return self._cuts(layers, source.model, budgets)
 
     def _cuts(
         self,
         layers: Sequence[DenseLayer],
         model: PreTrainedModel,
         budgets: Sequence[LayerBudget | None],
-    ) -> Iterator[ReplacedLayer]:
+    ) -> Iterator[WeightsPlan]:
         for layer, budget in zip(layers, budgets, strict=True):
             assert budget is not None
             keys = _best(layer.statistics["root_fisher_k"], 2 * budget.pairs + budget.free)
@@ -93,7 +96,7 @@ class _Channels(Replacing):
 
     def _layer(
         self, layer: DenseLayer, model: PreTrainedModel, keys_GW: Tensor, values_GC: Tensor
-    ) -> ReplacedLayer:
+    ) -> WeightsPlan:
         raise NotImplementedError
 
 
@@ -112,7 +115,7 @@ class KvPruner(_Channels):
 
     def _layer(
         self, layer: DenseLayer, model: PreTrainedModel, keys_GW: Tensor, values_GC: Tensor
-    ) -> ReplacedLayer:
+    ) -> WeightsPlan:
         geometry, width = layer.shape.geometry, keys_GW.shape[1]
         if geometry.num_free or not geometry.num_pairs or width % 2:
             raise UnsupportedModelError(
@@ -127,10 +130,11 @@ class KvPruner(_Channels):
         pairs = torch.arange(width // 2, dtype=torch.int32)
         tensors = {"frequency_index": pairs.expand(len(keys_GW), -1).clone()}
         tensors |= _cut(layer, canonical, values_GC)
-        widths: dict[str, Any] = {"pairs": width // 2, "free": 0, "values": values_GC.shape[1]}
+        sizes = (width // 2, 0, values_GC.shape[1])
+        entry: Entry = PairEntry(*sizes)
         if self.rotation == "narrow":
-            widths |= {"kind": ReindexedAttention.kind, **narrow_rotation(model, width)}
-        return ReplacedLayer(widths, tensors, _cached(keys_GW, values_GC))
+            entry = ReindexedEntry(*sizes, **narrow_rotation(model, width))
+        return WeightsPlan(entry, tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +146,7 @@ class IndexedKvPruner(_Channels):
 
     def _layer(
         self, layer: DenseLayer, model: PreTrainedModel, keys_GW: Tensor, values_GC: Tensor
-    ) -> ReplacedLayer:
+    ) -> WeightsPlan:
         pairs = layer.shape.geometry.num_pairs
         rotating = keys_GW < 2 * pairs
         tensors = {
@@ -150,15 +154,10 @@ class IndexedKvPruner(_Channels):
             "frequency_index": (keys_GW % max(1, pairs) * rotating).to(torch.int32),
         }
         tensors |= _cut(layer, keys_GW, values_GC)
-        widths = {
-            "kind": IndexedAttention.kind,
-            "keys": keys_GW.shape[1],
-            "values": values_GC.shape[1],
-        }
-        return ReplacedLayer(widths, tensors, _cached(keys_GW, values_GC))
+        return WeightsPlan(IndexedEntry(keys_GW.shape[1], values_GC.shape[1]), tensors)
 
 
-def sensitivities(trials: Trials, cuts: Iterable[tuple[int, ReplacedLayer]]) -> list[float]:
+def sensitivities(trials: Trials, cuts: Iterable[tuple[int, LayerPlan]]) -> list[float]:
     """What each of these cuts, alone, adds to the perplexity: 0 where it adds nothing.
 
     All alike, were they all 0.
@@ -190,10 +189,6 @@ def _best(score_GD: Tensor, count: int) -> Tensor:
     """Indices [G, count] of the largest scores of every head, ascending, lower ones on a tie."""
     order = score_GD.argsort(dim=1, descending=True, stable=True)
     return order[:, :count].sort(dim=1).values
-
-
-def _cached(keys_GW: Tensor, values_GC: Tensor) -> int:
-    return keys_GW.numel() + values_GC.numel()
 
 
 def _cut(layer: DenseLayer, keys_GW: Tensor, values_GC: Tensor) -> dict[str, Tensor]:

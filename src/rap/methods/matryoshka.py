@@ -13,12 +13,12 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
-from ..model.kinds.projected import ProjectedAttention, projected_tensors
-from ..surgery.replace import ReplacedLayer
+from ..model.kinds.base import LayerPlan, WeightsPlan
+from ..model.kinds.projected import ProjectedEntry, projected_tensors
 from .replacing import DenseLayer, Replacing, as_stored, every_pair, nearest_rank
 from .trials import Trials
 
@@ -49,13 +49,13 @@ class Matryoshka(Replacing):
         return frozenset({"rotated"} | ({WINDOWS} if self.widths == "adaptive" else set()))
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
-    ) -> Iterator[ReplacedLayer]:
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
+    ) -> Iterator[LayerPlan]:
         """The leading eigenvectors of every head."""
         if self.widths == "uniform":
             nearest = (nearest_rank(self.retain, layer.shape.head_dim) for layer in layers)
             return (_layer(layer, w, w) for layer, w in zip(layers, nearest, strict=True))
-        widths = self._searched(layers, Trials(model, statistics))
+        widths = self._searched(layers, Trials(source.whole("a search of widths"), statistics))
         keys, values = widths[: len(layers)], widths[len(layers) :]
         return (_layer(*item) for item in zip(layers, keys, values, strict=True))
 
@@ -66,7 +66,7 @@ class Matryoshka(Replacing):
 
         # Room for the layers as they are, and for as many that are only tried.
         @lru_cache(maxsize=len(dims))
-        def cut(place: int, key: int, value: int) -> ReplacedLayer:
+        def cut(place: int, key: int, value: int) -> LayerPlan:
             return as_stored(layers[place], _layer(layers[place], key, value))
 
         def change(widths: Sequence[int]) -> float:
@@ -113,7 +113,7 @@ def searched_widths(
             excess -= lowered * heads[i]
 
 
-def _layer(layer: DenseLayer, key_width: int, value_width: int) -> ReplacedLayer:
+def _layer(layer: DenseLayer, key_width: int, value_width: int) -> WeightsPlan:
     shape, statistics = layer.shape, layer.statistics
     tensors: dict[str, Tensor] = {"frequency_index": every_pair(shape)}
     tensors |= layer.dense("q", "k", "v")
@@ -125,8 +125,7 @@ def _layer(layer: DenseLayer, key_width: int, value_width: int) -> ReplacedLayer
         layer.bias("o"),
         layer.names["o"],
     )
-    widths = {"kind": ProjectedAttention.kind, "keys": key_width, "values": value_width}
-    return ReplacedLayer(widths, tensors, cached=shape.num_kv_heads * (key_width + value_width))
+    return WeightsPlan(ProjectedEntry(key_width, value_width), tensors)
 
 
 def _leading(covariance_GDD: Tensor, width: int) -> Tensor:

@@ -12,15 +12,15 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
-from ..model.kinds.latent import LatentAttention
+from ..model.kinds.base import WeightsPlan
+from ..model.kinds.latent import LatentEntry
 from ..model.rope import AttentionShape
 from ..planning.budgets import allocate
 from ..planning.subspace import WeightFactors, whitened_factors
-from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
 
 
@@ -65,8 +65,8 @@ class Palu(Replacing):
         return frozenset({"inputs"} | ({"fisher"} if self.ranks == "fisher" else set()))
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
-    ) -> Iterator[ReplacedLayer]:
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
+    ) -> Iterator[WeightsPlan]:
         """A latent of every group for keys, and one for values that the output reads."""
         ranks = self._ranks(layers)
         return (self._layer(layer, *ranks[i]) for i, layer in enumerate(layers))
@@ -94,7 +94,7 @@ class Palu(Replacing):
             )
         return size
 
-    def _layer(self, layer: DenseLayer, key_rank: int, value_rank: int) -> ReplacedLayer:
+    def _layer(self, layer: DenseLayer, key_rank: int, value_rank: int) -> WeightsPlan:
         size = self._heads(layer)
         groups = layer.shape.num_kv_heads // size
         ranks = {"k": key_rank, "v": value_rank}
@@ -114,9 +114,8 @@ class Palu(Replacing):
         for group, part in enumerate(factors["k"]):
             tensors |= linear(f"k_up.{group}", part.up, biases[group])
         tensors |= layer.linear("o", *_folded(layer, factors["v"]))
-        widths = {"kind": LatentAttention.kind, "groups": groups, "fold": True}
-        widths |= {"keys": key_rank, "values": value_rank}
-        return ReplacedLayer(widths, tensors, cached=groups * (key_rank + value_rank))
+        entry = LatentEntry(groups=groups, fold=True, keys=key_rank, values=value_rank)
+        return WeightsPlan(entry, tensors)
 
 
 def _folded(layer: DenseLayer, factors: Sequence[WeightFactors]) -> tuple[Tensor, Tensor | None]:

@@ -1,35 +1,33 @@
 """RoPE-Aligned Pruning: whole RoPE pairs of K (or folded slots), channels or a subspace of V."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.layers import base_model_type
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, LayerBudget
 from ..planning.knapsack import above_floor, allocate_by_error, offered_widths
-from ..planning.losses import (
-    DIRECTIONS,
-    Metric,
-    Orders,
-    free_moments,
-    key_moments,
-    one_width,
-)
-from ..planning.plan import LayerPlan, Plan
+from ..planning.losses import DIRECTIONS, Metric, Orders, one_width
+from ..planning.merging import Readers, merge_needs
+from ..planning.plan import PairPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
 from .base import PairPruning
 from .dense import DenseLayers, dense_layers, kept_budgets
-from .keys import folded_alike, folded_apart, free_subspace, shared_dense
+from .keys import folded_keys, shared_dense
+from .merged import Merge, Merged, check_merging, layer_merges, merged_budget, noted
 from .search import Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
+
+FAR = 1024  # tokens, for models that are to find what stands far back (docs/fit.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,12 @@ class Rap(PairPruning):
     context: distance in tokens over which folded pairs may drift; None is all the model was made
         for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
     reach: distance in tokens up to which a way of folding is held against what it replaces; None
-        is the root of the context. A longer one looks at what stands far back (docs/log.md).
+        is the root of the context, `far` FAR where keys are folded. A longer one looks at what
+        stands far back (docs/log.md).
     shrinkage: how far a subspace looks beyond the calibration text (losses.value_subspace).
+    merge: KV heads that become one cached head: a number that divides them, `all`, or `auto`, the
+        most that keep W_q and W_o within twice the dense size and a head within 256 channels.
+        Needs keys `fold` and values `subspace`; layers that cannot be merged stay as they are.
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
         width and one list of slot frequencies, which `rap export stock` needs.
     """
@@ -72,14 +74,17 @@ class Rap(PairPruning):
     keys: Literal["pairs", "fold"] = "fold"
     values: Literal["channels", "subspace"] = "subspace"
     context: int | None = None
-    reach: int | None = None
+    reach: int | Literal["far"] | None = None
     shrinkage: float = 0.0
     profile: Literal["per-head", "stock"] = "per-head"
+    merge: Merge = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.budget == "auto":
-            spent = "error" if self.profile != "stock" and self._spends_by_error() else "uniform"
+            # Merged and recovered, equal widths end better than widths by loss (docs/log.md).
+            alike = self.profile == "stock" or self.merge != 1
+            spent = "error" if not alike and self._spends_by_error() else "uniform"
             object.__setattr__(self, "budget", spent)
         if self.score not in SCORES:
             raise RapError(f"unknown score {self.score!r}: use one of {', '.join(sorted(SCORES))}")
@@ -90,13 +95,16 @@ class Rap(PairPruning):
                 f"budget {self.budget!r} gives K and V one width (key_share 0.5), or lets them "
                 f"compete by metric 'loss' (pooled): key_share cannot be {self.key_share} here"
             )
-        for name, distance in (("context", self.context), ("reach", self.reach)):
+        if self.metric != "loss" and not self._reads_metric:
+            raise RapError(f"nothing reads metric {self.metric!r} with these settings: omit it")
+        for name, distance in (("context", self.context), ("reach", self._reach)):
             if distance is not None and distance < 1:
                 raise RapError(f"{name} is a distance in tokens, 1 or more: not {distance}")
         if self.keys != "fold" and self._says_how_to_fold:
             raise RapError("context and reach are of folded keys: they need keys 'fold'")
         if self.shrinkage and (self.values != "subspace" or self.shrinkage < 0):
             raise RapError("shrinkage is 0 or more, and of a value subspace: values 'subspace'")
+        check_merging(self)
         if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):
             raise RapError(
                 "profile 'stock' needs one width for all: budget 'uniform', key_share 0.5"
@@ -107,14 +115,28 @@ class Rap(PairPruning):
         """The paper's recipe: root-Fisher scores, adaptive budgets, dense pairs and channels."""
         return cls(**{"budget": "adaptive", "keys": "pairs", "values": "channels"} | settings)
 
+    @classmethod
+    def general(cls, **settings: Any) -> "Rap":
+        """For a model that is to read all kinds of text, with `general:` calibration data."""
+        return cls(**{"shrinkage": 1, "reach": "far"} | settings)
+
     def describe(self) -> dict[str, Any]:
         """As of every method, but no reach or shrinkage unless set: older records have neither."""
-        unset = {"reach": None, "shrinkage": 0.0}
+        unset = {"reach": None, "shrinkage": 0.0, "merge": 1}
         return {key: x for key, x in super().describe().items() if (key, x) not in unset.items()}
 
     def _spends_by_error(self) -> bool:
         """Whether budget `error` knows this share: only losses of K and V compare."""
         return self.key_share == 0.5 or (self.key_share == "pooled" and self.metric == "loss")
+
+    @property
+    def _reads_metric(self) -> bool:
+        by_error = self.budget in ("error", "search")
+        return by_error or self.keys == "fold" or self.values == "subspace"
+
+    @property
+    def _reach(self) -> int | None:
+        return FAR if self.reach == "far" else self.reach
 
     @property
     def needs(self) -> frozenset[str]:
@@ -127,7 +149,22 @@ class Rap(PairPruning):
             needs |= {"gradients"}
         if self.budget == "search":
             needs |= {WINDOWS}
+        if self.merge != 1:
+            needs |= {"pairs", "values"} | merge_needs(self.metric, self._readers)
+            needs |= {"gradients"} if self.metric == "loss" else set()
         return needs | ({"energy"} if by_error else frozenset())
+
+    @property
+    def _readers(self) -> Readers:
+        """What reads merged heads: gradients across heads where there are gradients."""
+        return "joint" if self.metric == "loss" else "apart"
+
+    def _merged(self, dense: DenseLayers) -> Merged:
+        context = self.context or dense.context
+        return Merged(self.metric, self._readers, context, self._reach, self.shrinkage)
+
+    def _merges(self, dense: DenseLayers) -> list[int]:
+        return layer_merges(self.merge, self.retain, dense)
 
     @property
     def _ranking(self) -> str:
@@ -164,29 +201,42 @@ class Rap(PairPruning):
     def budgets(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
     ) -> list[LayerBudget | None]:
-        """By score or alike (base), or by the error of every width.
+        """By score or alike (base), or by the error of every width."""
+        if self.budget == "error":
+            kept = self.widths(scores, statistics, dense).by_layer()
+            return self._budgets_of(kept, dense)
+        budgets = super().budgets(scores, statistics, dense)
+        unit = max(1, self.alignment(dense.shapes) // 2)
+        return [
+            merged_budget(self.retain, merge, shape, unit) if merge > 1 else budget
+            for budget, merge, shape in zip(budgets, self._merges(dense), dense.shapes, strict=True)
+        ]
 
-        Raises RapError for budget `search`, which tries cuts on a model, as `plan` does.
-        """
-        if self.budget == "search":
-            raise RapError(
-                "budget 'search' tries cuts on the whole model: leave --stream out, or use budget "
-                "'error'"
+    def _budgets_of(
+        self, kept: Mapping[int, tuple[int, ...]], dense: DenseLayers
+    ) -> list[LayerBudget | None]:
+        """What layers keep at these numbers of steps; None of all others."""
+        plain = kept_budgets(kept, dense)
+        return [
+            merged_budget(self.retain, merge, shape, 1, kept[index][0])
+            if merge > 1 and index in kept
+            else plain[index]
+            for index, (merge, shape) in enumerate(
+                zip(self._merges(dense), dense.shapes, strict=True)
             )
-        if self.budget != "error":
-            return super().budgets(scores, statistics, dense)
-        return kept_budgets(self.widths(scores, statistics, dense).by_layer(), dense)
+        ]
 
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Plan:
+    def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
         """As of every pair method; budget `search` tries its widths on the model."""
         if self.budget != "search":
-            return super().plan(model, statistics)
-        fingerprint, family = self.check(model, statistics), base_model_type(model.config)
-        dense = dense_layers(model)
+            return super().plan_from(source, statistics)
+        model = source.whole("budget 'search', which tries pruned layers,")
+        fingerprint, family = self.check(source, statistics), base_model_type(model.config)
+        dense = dense_layers(source.model, source)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
 
         def planned(kept: dict[int, tuple[int, ...]]) -> Plan:
-            layers = self.divided(scores, kept_budgets(kept, dense), statistics, dense)
+            layers = self.divided(scores, self._budgets_of(kept, dense), statistics, dense)
             return self.plan_of(layers, dense, family, fingerprint)
 
         search = Search(self, model, statistics)
@@ -202,11 +252,17 @@ class Rap(PairPruning):
         flat = [curve for both in curves for curve in both]
         unit = max(1, self.alignment(dense.shapes) // 2)
         sizes = [len(curve) - 1 for curve in flat]
-        shapes = [shape for shape in dense.shapes if shape is not None]
-        heads = [s.num_kv_heads for s, both in zip(shapes, curves, strict=True) for _ in both]
+        places = [index for index, both in zip(present, curves, strict=True) for _ in both]
+        merges, heads, whole = self._merges(dense), [], []
+        for index in places:
+            shape = dense.shapes[index]
+            assert shape is not None
+            heads.append(shape.num_kv_heads // merges[index])
+            whole.append(merges[index] * shape.head_dim // 2)
+        spent = allocate_by_error(flat, self.retain, sizes, heads=heads, unit=unit, dense=whole)
         return Widths(
-            places=[index for index, both in zip(present, curves, strict=True) for _ in both],
-            widths=allocate_by_error(flat, self.retain, sizes, heads=heads, unit=unit),
+            places=places,
+            widths=spent,
             offered=offered_widths(sizes, unit),
             heads=heads,
         )
@@ -224,7 +280,9 @@ class Rap(PairPruning):
         self, index: int, statistics: Statistics, dense: DenseLayers, orders: Orders
     ) -> list[list[float]]:
         """What every width of a layer costs, in units of `metric`: one curve, or of K and of V."""
-        context = self.context or dense.context
+        context, merge = self.context or dense.context, self._merges(dense)[index]
+        if merge > 1:
+            return [self._merged(dense).curve(index, merge, statistics, dense)]
         if self.metric == "output":
             return [layer_errors(index, statistics, dense, context, orders)]
         parts = layer_losses(index, statistics, dense, context, orders)
@@ -236,49 +294,64 @@ class Rap(PairPruning):
         budgets: Sequence[LayerBudget | None],
         statistics: Statistics,
         dense: DenseLayers,
-    ) -> list[LayerPlan | None]:
-        """Plain selection, with keys folded and values in a subspace where asked."""
+    ) -> list[PairPlan | None]:
+        """Plain selection, with keys folded, values in a subspace and heads merged where asked."""
+        if self.merge != 1:
+            return self._merged_layers(scores, budgets, statistics, dense)
         plain = super().cut_layers(scores, budgets, statistics, dense)
         keys = self._keys(plain, scores, statistics, dense)
-        cut: list[LayerPlan | None] = []
+        cut: list[PairPlan | None] = []
         for index, layer in enumerate(plain):
             if layer is None:
                 cut.append(None)
                 continue
-            made = LayerPlan(**{**layer.tensors(), **keys[index]})
+            fields: dict[str, Any] = {**layer.tensors(), **keys[index]}
+            made = PairPlan(**fields)
             if self.values == "subspace" and dense.mixes_values[index]:
                 values = layer_values(index, statistics, dense, self.metric)
                 made = in_subspace(made, values, self.shrinkage)
             cut.append(made)
         return cut
 
+    def _merged_layers(
+        self,
+        scores: Sequence[LayerScores | None],
+        budgets: Sequence[LayerBudget | None],
+        statistics: Statistics,
+        dense: DenseLayers,
+    ) -> list[PairPlan | None]:
+        """Layers whose heads are merged, and the others as they are without, with the reason."""
+        merges = self._merges(dense)
+        apart = [b if merge == 1 else None for b, merge in zip(budgets, merges, strict=True)]
+        alone = replace(self, merge=1, budget=self.budget)
+        made = [
+            layer and noted(layer, dense.merge_limits[index])
+            for index, layer in enumerate(alone.cut_layers(scores, apart, statistics, dense))
+        ]
+        how, slots = self._merged(dense), None
+        if self.profile == "stock" and max(merges) > 1:
+            widths = [0 if budget is None else budget.pairs for budget in budgets]
+            slots = how.shared(merges, widths, statistics, dense)
+        for index, (budget, merge) in enumerate(zip(budgets, merges, strict=True)):
+            if budget is not None and merge > 1:
+                given = None if slots is None else slots[index]
+                made[index] = how.layer(index, merge, budget, statistics, dense, given)
+        return made
+
     def _keys(
         self,
-        plain: Sequence[LayerPlan | None],
+        plain: Sequence[PairPlan | None],
         scores: Sequence[LayerScores | None],
         statistics: Statistics,
         dense: DenseLayers,
     ) -> list[dict[str, Tensor]]:
-        """What replaces the plainly chosen pairs of every layer, as fields of its LayerPlan."""
+        """What replaces the plainly chosen pairs of every layer, as fields of its PairPlan."""
         if self.profile == "stock":
             shared_frequencies(dense.frequencies)
         if self._folds(dense):
-            moments = [
-                key_moments(statistics.layers[index] or {}, self.metric)
-                if layer is not None and layer.num_pairs and dense.mixes_keys[index]
-                else None
-                for index, layer in enumerate(plain)
-            ]
-            widths = [layer.num_pairs if layer is not None else 0 for layer in plain]
-            context = self.context or dense.context
-            if self.profile == "stock":
-                return folded_alike(moments, widths, dense, context, self.metric, self.reach)
-            folded = folded_apart(moments, widths, dense, context, self.metric, self.reach)
-            for index, layer in enumerate(plain):
-                if layer is not None and layer.num_free and dense.mixes_keys[index]:
-                    free = free_moments(statistics.layers[index] or {}, self.metric)
-                    folded[index] |= free_subspace(free, layer.num_free)
-            return folded
+            found = [layer or {} for layer in statistics.layers]
+            how = self.context or dense.context, self.metric, self._reach
+            return folded_keys(plain, found, dense, *how, alike=self.profile == "stock")
         return shared_dense(plain, scores) if self.profile == "stock" else [{} for _ in plain]
 
     def _folds(self, dense: DenseLayers) -> bool:
@@ -297,4 +370,4 @@ class Rap(PairPruning):
 
     @property
     def _says_how_to_fold(self) -> bool:
-        return self.context is not None or self.reach is not None
+        return self.context is not None or self.reach not in (None, "far")

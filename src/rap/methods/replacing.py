@@ -1,19 +1,22 @@
-"""Methods that give every layer another attention, instead of cutting the one it has."""
+"""Methods that give every layer another kind of attention, instead of pairs of the one it has."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from dataclasses import replace as changed
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
-from ..model.errors import RapError
-from ..model.kinds.latent import LatentAttention
+from ..model.errors import RapError, UnsupportedModelError
+from ..model.kinds.base import LayerPlan, WeightsPlan
+from ..model.kinds.latent import LatentEntry
 from ..model.layers import (
+    AttentionLayer,
     attention_layers,
     attention_spec,
     base_model_type,
@@ -21,9 +24,10 @@ from ..model.layers import (
     rotary_module,
 )
 from ..model.rope import AttentionShape
+from ..model.specs import AttentionSpec
+from ..planning.plan import Plan
 from ..planning.scores import Named
 from ..planning.subspace import WeightFactors
-from ..surgery.replace import ReplacedLayer, Replacement, check_plain, replace
 from .base import Method, Ships
 from .dense import dense_layers
 
@@ -32,17 +36,23 @@ from .dense import dense_layers
 class DenseLayer:
     """One layer as such a method sees it: its sizes, and names and linears by role.
 
-    Rows of q and k are in canonical order. `statistics` are those of the layer, `frequencies` [P],
-    `rotary_factor` is what the family multiplies cos and sin by (YaRN's attention factor).
+    Rows of q and k are in canonical order. `read` gives its linears by role. `statistics` are those
+    of the layer, `frequencies` [P], `rotary_factor` is what the family multiplies cos and sin by
+    (YaRN's attention factor).
     """
 
     index: int
     shape: AttentionShape
     names: dict[str, str]
-    linears: dict[str, Any]
+    read: Callable[[], dict[str, Any]]
     statistics: Named
     frequencies: Tensor
     rotary_factor: float = 1.0
+
+    @property
+    def linears(self) -> dict[str, Any]:
+        """Linears by role, read when they are asked for."""
+        return self.read()
 
     def weight(self, role: str) -> Tensor:
         """A projection [out, in], float64 on the CPU."""
@@ -83,7 +93,7 @@ def every_pair(shape: AttentionShape) -> Tensor:
     return pairs.expand(shape.num_kv_heads, -1).clone()
 
 
-def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) -> ReplacedLayer:
+def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) -> WeightsPlan:
     """A latent of all heads for keys and one for values, by these factors of W_k and of W_v."""
     tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
     tensors |= layer.dense("q", "o")
@@ -91,8 +101,7 @@ def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) 
         tensors |= layer.linear(role, factors.down)
         tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
     ranks = {"keys": len(keys.down), "values": len(values.down)}
-    widths = {"kind": LatentAttention.kind, "groups": 1, "fold": False, **ranks}
-    return ReplacedLayer(widths, tensors, cached=sum(ranks.values()))
+    return WeightsPlan(LatentEntry(groups=1, fold=False, **ranks), tensors)
 
 
 def nearest_rank(retain: float, size: int, multiple: int = 1) -> int:
@@ -114,8 +123,8 @@ class Replacing(Method):
 
     @abstractmethod
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
-    ) -> Iterable[ReplacedLayer]:
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
+    ) -> Iterable[LayerPlan]:
         """The new attention of each of these layers, best one at a time: they come in float64.
 
         `statistics` say what was calibrated on; each layer has its own part of them.
@@ -126,17 +135,17 @@ class Replacing(Method):
         super().check_model(model)
         check_plain(model, attention_layers(model), self.name)
 
-    def plan(self, model: PreTrainedModel, statistics: Statistics) -> Replacement:
-        """Replace every layer with attention. The model is not changed."""
-        fingerprint = self.check(model, statistics)
+    def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
+        """Replace every layer with attention."""
+        fingerprint, model = self.check(source, statistics), source.model
         check_plain(model, attention_layers(model), self.name)
-        layers = _layers(model, statistics)
+        layers = _layers(source, statistics)
         made = {
             layer.index: as_stored(layer, new)
-            for layer, new in zip(layers, self.replaced(layers, model, statistics), strict=True)
+            for layer, new in zip(layers, self.replaced(layers, source, statistics), strict=True)
         }
         shapes = tuple(layer.shape for layer in attention_layers(model))
-        return Replacement(
+        return Plan(
             layers=tuple(made.get(index) for index in range(len(shapes))),
             shapes=shapes,
             model_type=base_model_type(model.config),
@@ -145,28 +154,64 @@ class Replacing(Method):
             method=self.describe(),
         )
 
-    def apply(self, model: PreTrainedModel, plan: Replacement) -> Any:
-        """The model with its new attention; `model` is left untouched."""
-        return replace(model, plan)
 
-
-def as_stored(layer: DenseLayer, new: ReplacedLayer) -> ReplacedLayer:
+def as_stored(layer: DenseLayer, new: LayerPlan) -> LayerPlan:
     """The new attention in the precision of the dense weights."""
+    if not isinstance(new, WeightsPlan):
+        return new
     dtype = layer.linears["k"].weight.dtype
-    tensors = {n: x.to(dtype) if x.is_floating_point() else x for n, x in new.tensors.items()}
-    return changed(new, tensors=tensors)
+    weights = {n: x.to(dtype) if x.is_floating_point() else x for n, x in new.weights.items()}
+    return replace(new, weights=weights)
 
 
-def _layers(model: PreTrainedModel, statistics: Statistics) -> list[DenseLayer]:
-    dense, spec = dense_layers(model), attention_spec(model.config)
-    names, layers = spec.projection_names(), []
-    factor = float(cast(Any, rotary_module(model)).attention_scaling)
+def check_plain(model: PreTrainedModel, layers: Sequence[AttentionLayer], what: str) -> None:
+    """Raise UnsupportedModelError unless attention is what the baselines were written for.
+
+    That is separate q, k, v and o, without norms of queries and keys, gates, sinks, clipped
+    states, or layers that rotate at frequencies of their own.
+    """
+    spec = attention_spec(model.config)
+    missing = [
+        (spec.fused is not None, "one linear for q, k and v"),
+        (spec.gate is not None, "a gate on its output"),
+        (any(layer.norm is not None for layer in layers), "norms of queries and keys"),
+        (any(name == "s_aux" for name, _ in spec.arguments), "attention sinks"),
+        (getattr(model.config, "clip_qkv", None) is not None, "clipped queries and keys"),
+        (not hasattr(rotary_module(model), "inv_freq"), "several sets of rotary frequencies"),
+        (spec.by_axis, "positions of several axes"),
+    ]
+    reasons = [reason for present, reason in missing if present]
+    if reasons:
+        raise UnsupportedModelError(
+            f"method {what} is not made for attention with {' and '.join(reasons)}: use method rap"
+        )
+
+
+def _layers(source: LayerSource, statistics: Statistics) -> list[DenseLayer]:
+    model: Any = source.model
+    dense, spec = dense_layers(model, source), attention_spec(model.config)
+    names, reader = spec.projection_names(), _Reader(source, spec)
+    factor, layers = float(rotary_module(model).attention_scaling), []  # type: ignore[arg-type]
     for layer, frequencies in zip(attention_layers(model), dense.frequencies, strict=True):
         if layer.shape is None:
             continue
         assert frequencies is not None
-        linears = projections(layer, spec)
         statistic = statistics.layers[layer.index] or {}
+        read = partial(reader.linears, layer)
         sizes = (layer.index, layer.shape, names)
-        layers.append(DenseLayer(*sizes, linears, statistic, frequencies, factor))
+        layers.append(DenseLayer(*sizes, read, statistic, frequencies, factor))
     return layers
+
+
+class _Reader:
+    """Hands out the linears of a layer's attention; those of the layer asked for last are kept."""
+
+    def __init__(self, source: LayerSource, spec: AttentionSpec):
+        self.source, self.spec = source, spec
+        self.kept: tuple[int, dict[str, Any]] | None = None
+
+    def linears(self, layer: AttentionLayer) -> dict[str, Any]:
+        if self.kept is None or self.kept[0] != layer.index:
+            live = replace(layer, module=self.source.attention(layer.index))
+            self.kept = layer.index, projections(live, self.spec)
+        return self.kept[1]

@@ -21,9 +21,8 @@ from ..checkpoint.files import write_json
 from ..checkpoint.home import home
 from ..checkpoint.version import __version__
 from ..model.fingerprint import fingerprint_tensors
-from ..planning.plan import Plan
+from ..planning.plan import LayerPlan, Plan
 from ..planning.trading import most_measures, trade
-from ..surgery.replace import ReplacedLayer, replaced_layers
 from .trials import Trials
 
 Planned = Callable[[dict[int, tuple[int, ...]]], Plan]
@@ -76,11 +75,12 @@ class Search:
         """The numbers of every layer. `planned` cuts the layers that it is given numbers of."""
 
         @lru_cache(maxsize=4 * len(start.places))
-        def cut(index: int, numbers: tuple[int, ...]) -> dict[int, ReplacedLayer]:
-            return replaced_layers(self.model, planned({index: numbers}))
+        def cut(index: int, numbers: tuple[int, ...]) -> dict[int, LayerPlan]:
+            layers = enumerate(planned({index: numbers}).layers)
+            return {place: layer for place, layer in layers if layer is not None}
 
         def divergence(widths: Sequence[int]) -> float:
-            cuts: dict[int, ReplacedLayer] = {}
+            cuts: dict[int, LayerPlan] = {}
             for index, numbers in start.by_layer(widths).items():
                 cuts |= cut(index, numbers)
             return self.trials.divergence(cuts)

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
+from ..model.kinds.base import WeightsPlan
 from ..planning.subspace import WeightFactors, whitened_factors
-from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, latent_layer
 
 
@@ -57,8 +57,8 @@ class StarKv(Replacing):
         return frozenset({"inputs"} if self.whiten else set())
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
-    ) -> Iterator[ReplacedLayer]:
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
+    ) -> Iterator[WeightsPlan]:
         """A latent of every head for keys, and one of all heads for values, nothing folded."""
         keys, values = self.ranks(layers)
         return (self._layer(layer, keys[i], values[i][0]) for i, layer in enumerate(layers))
@@ -83,7 +83,7 @@ class StarKv(Replacing):
     def _moment(self, layer: DenseLayer) -> Tensor | None:
         return layer.statistics["input_moment"] if self.whiten else None
 
-    def _layer(self, layer: DenseLayer, key_ranks: list[int], value_rank: int) -> ReplacedLayer:
+    def _layer(self, layer: DenseLayer, key_ranks: list[int], value_rank: int) -> WeightsPlan:
         moment = self._moment(layer)
         heads = [
             whitened_factors(block, moment, rank)

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from transformers import PreTrainedModel
-
+from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
+from ..model.kinds.base import WeightsPlan
 from ..planning.subspace import whitened_factors
-from ..surgery.replace import ReplacedLayer
 from .replacing import DenseLayer, Replacing, latent_layer, nearest_rank
 
 
@@ -43,8 +42,8 @@ class SvdLlm(Replacing):
         return frozenset({"inputs"})
 
     def replaced(
-        self, layers: Sequence[DenseLayer], model: PreTrainedModel, statistics: Statistics
-    ) -> Iterator[ReplacedLayer]:
+        self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
+    ) -> Iterator[WeightsPlan]:
         """A latent of all KV heads for keys and one for values, nothing folded."""
         ranks = self.ranks(layers, statistics)
         return (_layer(layer, *kept) for layer, kept in zip(layers, ranks, strict=True))
@@ -62,7 +61,7 @@ def joint_rows(layer: DenseLayer) -> int:
     return layer.shape.num_kv_heads * layer.shape.head_dim
 
 
-def _layer(layer: DenseLayer, key_rank: int, value_rank: int) -> ReplacedLayer:
+def _layer(layer: DenseLayer, key_rank: int, value_rank: int) -> WeightsPlan:
     keys, values = (
         whitened_factors(layer.weight(role), layer.statistics["input_moment"], rank)
         for role, rank in (("k", key_rank), ("v", value_rank))

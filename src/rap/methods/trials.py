@@ -9,8 +9,8 @@ Shapes: N windows, T tokens, E model dim.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, cast
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,11 @@ from ..calibration.loss import next_token_loss
 from ..calibration.state import restored
 from ..calibration.statistics import Statistics
 from ..model.errors import CalibrationError
+from ..model.kinds.base import DenseAttention, LayerPlan
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 from ..model.modeling import build_attention
-from ..surgery.replace import ReplacedLayer
 
-Cuts = Mapping[int, ReplacedLayer]
+Cuts = Mapping[int, LayerPlan]
 
 
 class Trials:
@@ -42,7 +42,7 @@ class Trials:
         self.model, self.windows_NT, self.norm_mode = model, statistics.windows, norm_mode
         self._dense: list[Tensor] | None = None
         # A search tries one layer again and again beside others that stay: each is built once.
-        self._built: WeakKeyDictionary[ReplacedLayer, nn.Module] = WeakKeyDictionary()
+        self._built: dict[int, nn.Module] = {}  # by the identity of the plan, as long as it lives
 
     def perplexity(self, cuts: Cuts) -> float:
         """Of the windows, with these layers' attention replaced."""
@@ -97,12 +97,13 @@ class Trials:
         layers = [layer for layer in attention_layers(self.model) if layer.index in cuts]
         for layer in layers:
             new = cuts[layer.index]
-            if new not in self._built:
-                self._built[new] = _built(self.model, layer, new, self.norm_mode)
+            if id(new) not in self._built:
+                self._built[id(new)] = _built(self.model, layer, new, self.norm_mode)
+                finalize(new, self._built.pop, id(new), None)
         with restored(self.model, [], False), torch.no_grad():
             try:
                 for layer in layers:
-                    _put(self.model, layer, self._built[cuts[layer.index]])
+                    _put(self.model, layer, self._built[id(cuts[layer.index])])
                 yield
             finally:
                 for layer in layers:
@@ -128,20 +129,17 @@ def _put(model: PreTrainedModel, layer: AttentionLayer, module: Any) -> None:
 
 
 def _built(
-    model: PreTrainedModel, layer: AttentionLayer, new: ReplacedLayer, norm_mode: str
+    model: PreTrainedModel, layer: AttentionLayer, new: LayerPlan, norm_mode: str
 ) -> nn.Module:
-    """The attention that a ReplacedLayer describes, on the device and in the dtype of the dense."""
-    spec = attention_spec(model.config)
-    like = projections(layer, spec)["q"].weight
-    norm = () if "kind" in new.widths else (layer.norm, norm_mode)
+    """The attention of a layer's plan, on the device and in the dtype of the dense one."""
+    spec, dense = attention_spec(model.config), cast(nn.Module, layer.module)
+    tensors = new.convert(DenseAttention(layer, spec, dense.state_dict(), norm_mode))
+    device = projections(layer, spec)["q"].weight.device
     # Linears are made with random weights, which come from no one's seed.
-    with torch.random.fork_rng([like.device] if like.is_cuda else []):
-        built: nn.Module = build_attention(model, layer, spec, new.widths, *norm)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        entry = new.entry(norm_mode)
+        built: nn.Module = build_attention(model, layer, spec, entry, layer.norm, norm_mode)
     # Hooks that move inputs between devices hang on the dense module as a `forward` of its own.
     vars(built).pop("forward", None)
-    tensors = {
-        name: tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in new.tensors.items()
-    }
     built.load_state_dict(tensors, assign=True)
     return built.eval()

@@ -16,7 +16,7 @@ from ..planning.losses import (
     value_subspace,
     width_errors,
 )
-from ..planning.plan import LayerPlan
+from ..planning.plan import PairPlan
 from .dense import DenseLayers
 
 
@@ -70,7 +70,7 @@ def layer_errors(
     )
 
 
-def in_subspace(layer: LayerPlan, values: Moments, shrinkage: float = 0.0) -> LayerPlan:
+def in_subspace(layer: PairPlan, values: Moments, shrinkage: float = 0.0) -> PairPlan:
     """A layer's plan with as many directions of the values as it had channels: `value_subspace`."""
     factors = value_subspace(values, layer.value_width, shrinkage)
     return replace(

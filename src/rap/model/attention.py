@@ -7,6 +7,7 @@ width, P dense pairs.
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .layers import sliding_window
+from .cache_layout import PairEntry
+from .layers import AttentionLayer, sliding_window
 from .norms import norm_names, normalise_dense, pruned_norms, select_channels
-from .roles import PairWidths as PairWidths
 from .rope import AttentionShape, Tables, gather_pairs, pair_tables, rotate_pairs, rotate_step
 from .specs import AttentionSpec, QKNorm
 
@@ -39,9 +40,11 @@ class RapAttention(nn.Module):
     sliding window, biases, sinks) it keeps. `frequency_index` [G, M] says which dense pair's
     frequency each slot rotates at. Cache and attention see W = 2M + N channels of K and C of V.
 
-    Other kinds of attention override `prepare`, `project`, `position` or `rotate`. `fusable` says
-    that a kernel may rotate, cache and attend at once, which takes whole pairs cached as they are.
-    `places_by_slot` says that tokens rotate by their slot, whatever position the model gives them.
+    Other kinds of attention override `prepare`, `project`, `position` or `rotate`. What they say of
+    themselves: `fusable`, that a kernel may rotate, cache and attend at once, which takes whole
+    pairs cached as they are; `places_by_slot`, that tokens rotate by their slot, whatever position
+    the model gives them; `factors`, the linears that a role has beside its projection;
+    `reconstruction`, those of them that every step applies to the whole cache.
     """
 
     config: PreTrainedConfig
@@ -50,13 +53,15 @@ class RapAttention(nn.Module):
     kept_channels: Tensor
     fusable = True
     places_by_slot = False
+    factors: Mapping[str, tuple[str, ...]] = {}
+    reconstruction: tuple[str, ...] = ()
 
     def __init__(
         self,
         dense: nn.Module,
         spec: AttentionSpec,
         dense_shape: AttentionShape,
-        widths: PairWidths,
+        entry: PairEntry,
         norm: QKNorm | None = None,
         norm_mode: str = "constant",
     ):
@@ -74,15 +79,21 @@ class RapAttention(nn.Module):
         self.eager_attention = sys.modules[type(dense).__module__].eager_attention_forward
         dropout = getattr(dense, "attention_dropout", 0.0)
         self.attention_dropout = dropout.p if isinstance(dropout, nn.Dropout) else dropout
-        self.num_slots, self.value_width = widths["pairs"], widths["values"]
-        self.key_width = 2 * widths["pairs"] + widths["free"]
+        self.num_slots, self.key_width = entry.pairs, entry.key_width
+        self.value_width, self.num_kept_heads = entry.values, entry.num_heads(dense_shape)
+        # What attention functions of transformers repeat keys and values by.
+        self.num_key_value_groups = dense_shape.num_heads // self.num_kept_heads
         self.exact_norm = norm is not None and norm_mode == "exact"
-        self.norm_rows = widths.get("norm_rows", 0)
+        self.norm_rows = entry.norm_rows
         self.fusable &= norm is None and spec.query_scale is None and self.num_slots > 0
         projected = dense_shape.head_dim if self.exact_norm else self.key_width + self.norm_rows
         self.role_widths = {
             **dict.fromkeys("qk", projected),
             **dict.fromkeys(("v", "o", "gate"), self.value_width),
+        }
+        self.role_heads = {
+            **dict.fromkeys(("q", "o", "gate"), dense_shape.num_heads),
+            **dict.fromkeys("kv", self.num_kept_heads),
         }
         if spec.value_norm is not None:  # which sees all rows: `sharing` says why
             self.role_widths["v"] = dense_shape.head_dim
@@ -98,10 +109,10 @@ class RapAttention(nn.Module):
         device = getattr(dense, spec.projections[3]).weight.device
         slots = torch.arange(self.num_slots, dtype=torch.int32, device=device)
         # Persistent: from_pretrained refills non-persistent buffers with uninitialised memory.
-        self.register_buffer("frequency_index", slots.expand(dense_shape.num_kv_heads, -1).clone())
+        self.register_buffer("frequency_index", slots.expand(self.num_kept_heads, -1).clone())
         if self.exact_norm:
             kept = torch.arange(self.key_width, dtype=torch.int32, device=device)
-            self.register_buffer("kept_channels", kept.expand(dense_shape.num_kv_heads, -1).clone())
+            self.register_buffer("kept_channels", kept.expand(self.num_kept_heads, -1).clone())
 
     def forward(
         self,
@@ -287,10 +298,13 @@ class RapAttention(nn.Module):
         return x if self.clip_bound is None else x.clamp(-self.clip_bound, self.clip_bound)
 
 
+def pruned_attention(layer: AttentionLayer) -> RapAttention | None:
+    """The attention of a layer, if it is one of this package's."""
+    return layer.module if isinstance(layer.module, RapAttention) else None
+
+
 def _num_rows(attention: RapAttention, role: str) -> int:
-    shape = attention.dense_shape
-    heads = shape.num_kv_heads if role in "kv" else shape.num_heads
-    return heads * attention.role_widths[role]
+    return attention.role_heads[role] * attention.role_widths[role]
 
 
 def _narrowed(attention: RapAttention, old: nn.Linear, roles: tuple[str, ...]) -> nn.Linear:

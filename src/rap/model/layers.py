@@ -33,6 +33,22 @@ class AttentionLayer:
     reason: str = ""
     norm: QKNorm | None = None
 
+    @property
+    def pruned(self) -> bool:
+        """Whether the module is one of this package's, and not the family's own."""
+        return hasattr(self.module, "role_widths")
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Heads of every role (q, k, v, o, gate) and the rows, or columns, of one of them."""
+        assert self.shape is not None
+        if self.pruned:
+            module: Any = self.module
+            return {role: (module.role_heads[role], x) for role, x in module.role_widths.items()}
+        queries, cached = (self.shape.num_heads, self.shape.num_kv_heads)
+        heads = {**dict.fromkeys(("q", "o", "gate"), queries), **dict.fromkeys("kv", cached)}
+        return {role: (count, self.shape.head_dim) for role, count in heads.items()}
+
 
 def base_model_type(config: PreTrainedConfig) -> str:
     """The dense family of a config, with this package's own prefix removed."""
@@ -127,9 +143,9 @@ def _describe(
     attention = getattr(layer, spec.attention, None)
     if attention is None:
         return AttentionLayer(index, path, None, None, "no attention in this layer")
-    pruned = getattr(attention, "dense_shape", None)
-    if pruned is not None:
-        return AttentionLayer(index, path, attention, pruned, norm=attention.norm)
+    dense_shape = getattr(attention, "dense_shape", None)
+    if dense_shape is not None:
+        return AttentionLayer(index, path, attention, dense_shape, norm=attention.norm)
     head_dim = getattr(attention, "head_dim", None) or attention.head_size
     output = getattr(attention, spec.projections[3])
     num_heads = output.in_features // head_dim
@@ -238,10 +254,8 @@ def projections(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Any]:
     by_role: dict[str, Any] = {}
     for name, roles in spec.linears().items():
         linear = getattr(layer.module, name)
-        widths = getattr(layer.module, "role_widths", dict.fromkeys(roles, layer.shape.head_dim))
-        pruned = hasattr(layer.module, "role_widths")
-        rows = role_rows(roles, widths, layer.shape, per_head=spec.per_head and not pruned)
-        whole = len(roles) == 1 or (spec.ties_values and not pruned)
+        rows = role_rows(roles, layer.sizes, per_head=spec.per_head and not layer.pruned)
+        whole = len(roles) == 1 or (spec.ties_values and not layer.pruned)
         for role in set(roles) & set(ROLES):
             by_role[role] = linear if whole else ProjectionPart(linear, rows[role])
     return {role: by_role[role] for role in ROLES if role in by_role}

@@ -8,9 +8,9 @@ its siblings, is copied into checkpoints: they may import torch, transformers an
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .attention import RapAttention
+from .cache_layout import Entry, PairEntry
 from .errors import CheckpointError, UnsupportedModelError
 from .families import FAMILIES, WRAPPERS
 from .fingerprint import fingerprint_saved
@@ -46,9 +47,22 @@ from .specs import NORM_MODES, AttentionSpec, QKNorm
 # Version 1 stored the weight of a cut norm with the family's offset added, and so rounded.
 CONFIG_VERSION = 2
 
-# Attention of methods that need another than RapAttention, by the `kind` in a layer's widths: what
-# `kinds.register_kinds` puts here. Checkpoints of such methods need the package itself.
-KINDS: dict[str, type[RapAttention]] = {}
+
+@dataclass(frozen=True)
+class KindOfAttention:
+    """What building a model needs of one kind: the type of its entry, and its module.
+
+    `attention` is None for pairs, whose module depends on the family, and for a kind that leaves
+    the family's own module. `unsupported` says, by engine, why that engine does not run it.
+    """
+
+    entry: type[Entry]
+    attention: type[RapAttention] | None = None
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+
+
+# By name. What a checkpoint ships knows pairs alone: `kinds.register_kinds` adds the package's.
+KINDS: dict[str, KindOfAttention] = {PairEntry.kind: KindOfAttention(PairEntry)}
 
 
 if TYPE_CHECKING:
@@ -64,15 +78,16 @@ class RapModelMixin(_Model):
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         spec, layers = attention_spec(config), attention_layers(self)
-        entries = configured_widths(config, len(layers), KINDS)
-        for layer, widths in zip(layers, entries, strict=True):
-            if widths is None:
+        for layer, entry in zip(layers, layer_entries(config, len(layers)), strict=True):
+            if entry is None:
                 continue
-            if "kind" not in widths:
-                _check_fits(layer, widths)
-            # Methods with a kind of their own refuse models that normalise queries and keys.
-            norm = () if "kind" in widths else (_norm_as_stored(layer, config), norm_mode(config))
-            pruned = build_attention(self, layer, spec, widths, *norm)
+            if layer.shape is None or not entry.fits(layer.shape):
+                raise CheckpointError(
+                    f"layer {layer.index} has impossible widths in the `rap` section: "
+                    f"{entry.fields()} of a dense {layer.shape}"
+                )
+            norm = _norm_as_stored(layer, config)
+            pruned = build_attention(self, layer, spec, entry, norm, norm_mode(config))
             if pruned.frequency_index.device.type != "meta":
                 pruned.apply(self._init_weights)
             parent, _, name = layer.path.rpartition(".")
@@ -100,20 +115,24 @@ def build_attention(
     model: nn.Module,
     layer: AttentionLayer,
     spec: AttentionSpec,
-    widths: Mapping[str, Any],
-    *norm: QKNorm | str | None,
+    entry: Entry,
+    norm: QKNorm | None = None,
+    mode: str = "constant",
 ) -> RapAttention:
-    """The attention of these `widths` for a dense layer of the model, its weights not yet set.
+    """The attention with this entry for a dense layer of the model, its weights not yet set.
 
-    `norm` are a QKNorm and its mode, where queries and keys are normalised.
+    `norm` and its `mode` say how queries and keys are normalised. Kinds beside pairs support no
+    such model, and methods refuse it before.
     """
-    dense_class: Any = type(layer.module)
-    kind: Any = KINDS[widths["kind"]] if "kind" in widths else plain_attention(spec)
-    build: Any = attention_class(dense_class, kind)
-    built: RapAttention = build(layer.module, spec, layer.shape, widths, *norm)
-    if "kind" in widths:
-        # Not a submodule: the model has it already.
-        vars(built)["rotary"] = rotary_module(model)
+    kind, dense_class = KINDS[entry.kind].attention, cast(Any, type(layer.module))
+    module: Any = kind or plain_attention(spec)
+    build: Any = attention_class(dense_class, module)
+    if kind is None:
+        pairs: RapAttention = build(layer.module, spec, layer.shape, entry, norm, mode)
+        return pairs
+    built: RapAttention = build(layer.module, spec, layer.shape, entry)
+    # Not a submodule: the model has it already.
+    vars(built)["rotary"] = rotary_module(model)
     return built
 
 
@@ -207,7 +226,8 @@ def __getattr__(name: str) -> type:
         if name == f"Rap{model_name}":
             return model_class(base_type)
     # Pickling and unpickling a model ask for the class of its attention by name.
-    kinds: dict[str, Any] = {x.__name__.removesuffix("Attention"): x for x in KINDS.values()}
+    classes: list[Any] = [kind.attention for kind in KINDS.values() if kind.attention]
+    kinds: dict[str, Any] = {x.__name__.removesuffix("Attention"): x for x in classes}
     for prefix, kind in ({"Rap": None} | kinds).items() if name.endswith("Attention") else ():
         for base_type in _model_names() if name.startswith(prefix) else ():
             family = sys.modules[model_class(base_type).__mro__[2].__module__]
@@ -227,12 +247,13 @@ def _registering_init(base_type: str) -> Callable[..., None]:
     return init
 
 
-def configured_widths(
-    config: PreTrainedConfig, num_layers: int, kinds: Collection[str] = ()
-) -> list[Mapping[str, Any] | None]:
-    """Widths of every layer in the `rap` section (None: dense); CheckpointError if it is wrong.
+def layer_entries(
+    config: PreTrainedConfig, num_layers: int, engine: str | None = None
+) -> list[Entry | None]:
+    """The entry of every layer in the `rap` section (None: dense).
 
-    Layers of a `kind` of attention that is not in `kinds` are refused.
+    Raises CheckpointError if the section is missing, wrong, or of a newer version, or names a kind
+    that is not in KINDS; UnsupportedModelError for a kind that the `engine` does not run.
     """
     section = getattr(config, "rap", None)
     if not isinstance(section, dict) or "layers" not in section:
@@ -246,28 +267,35 @@ def configured_widths(
             f"the checkpoint has format version {version}, this release reads up to "
             f"{CONFIG_VERSION}: upgrade the package"
         )
-    widths = section["layers"]
-    if len(widths) != num_layers:
+    entries = section["layers"]
+    if len(entries) != num_layers:
         raise CheckpointError(
-            f"the `rap` section lists widths for {len(widths)} layers, the model has {num_layers}"
+            f"the `rap` section lists widths for {len(entries)} layers, the model has {num_layers}"
         )
-    for index, entry in enumerate(widths):
-        if entry is not None and "kind" in entry:
-            if entry["kind"] not in kinds:
-                raise CheckpointError(
-                    f"layer {index} has attention of kind {entry['kind']!r}, which only "
-                    "transformers with the rap package runs: import rap first, or take a "
-                    "checkpoint of method rap"
-                )
-        elif entry is not None and (
-            not {"pairs", "free", "values"} <= entry.keys()
-            or 2 * entry["pairs"] + entry["free"] < 1
-            or entry["values"] < 1
-        ):
-            raise CheckpointError(
-                f"layer {index} has impossible widths in the `rap` section: {entry}"
+    read = [None if fields is None else _read_entry(i, fields) for i, fields in enumerate(entries)]
+    for index, entry in enumerate(read):
+        reason = KINDS[entry.kind].unsupported.get(engine or "") if entry is not None else None
+        if entry is not None and reason is not None:
+            raise UnsupportedModelError(
+                f"layer {index} has attention of kind {entry.kind!r}: {reason}; serve it with "
+                "transformers, or prune with method rap"
             )
-    return widths
+    return read
+
+
+def _read_entry(index: int, fields: Any) -> Entry:
+    kind = fields.get("kind", PairEntry.kind)
+    if kind not in KINDS:
+        raise CheckpointError(
+            f"layer {index} has attention of kind {kind!r}, which only transformers with the rap "
+            "package runs: import rap first, or take a checkpoint of method rap"
+        )
+    try:
+        return KINDS[kind].entry.read(fields)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"layer {index} has impossible widths in the `rap` section: {fields}"
+        ) from error
 
 
 def norm_mode(config: PreTrainedConfig) -> str:
@@ -284,17 +312,3 @@ def norm_mode(config: PreTrainedConfig) -> str:
 def _norm_as_stored(layer: AttentionLayer, config: PreTrainedConfig) -> QKNorm | None:
     old = config.rap.get("version", 0) < 2 and norm_mode(config) != "exact"
     return replace(layer.norm, weight_offset=0.0) if layer.norm and old else layer.norm
-
-
-def _check_fits(layer: AttentionLayer, widths: Mapping[str, Any]) -> None:
-    shape = layer.shape
-    if (
-        shape is None
-        or widths["pairs"] > shape.geometry.num_pairs
-        or widths["free"] > shape.geometry.num_free
-        or widths["values"] > shape.head_dim
-    ):
-        raise CheckpointError(
-            f"layer {layer.index} has impossible widths in the `rap` section: {dict(widths)} of a "
-            f"dense {shape}"
-        )

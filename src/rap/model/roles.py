@@ -5,23 +5,11 @@ Copied into checkpoints as remote code with `modeling`.
 Shapes: B batch, T tokens, H query heads, G KV heads, D head dim.
 """
 
-from collections.abc import Callable
-from typing import NotRequired, TypedDict
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-
-from .rope import AttentionShape
-
-
-class PairWidths(TypedDict):
-    """A layer's entry in the `rap` section: pairs M, free channels N and values C of every head."""
-
-    pairs: int
-    free: int
-    values: int
-    norm_rows: NotRequired[int]
 
 
 class ProjectionPart:
@@ -49,13 +37,14 @@ class ProjectionPart:
 
 
 def role_rows(
-    roles: tuple[str, ...], widths: dict[str, int], shape: AttentionShape, *, per_head: bool
+    roles: tuple[str, ...], sizes: Mapping[str, tuple[int, int]], *, per_head: bool
 ) -> dict[str, Tensor]:
     """Which rows of a linear shared by `roles` each has: head by head, or one role after another.
 
-    `widths` are the rows of one head of each role.
+    `sizes` are the heads of each role, and the rows of one of them.
     """
-    heads = {role: shape.num_kv_heads if role in "kv" else shape.num_heads for role in roles}
+    heads = {role: sizes[role][0] for role in roles}
+    widths = {role: sizes[role][1] for role in roles}
     by_role, start = {}, 0
     for role in roles:
         rows = torch.arange(heads[role] * widths[role])

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..calibration.bos import Bos, bos_token
 from ..calibration.held_out import check_enough, dataset_name, evaluation_tokens
+from ..calibration.own import with_samples
 from ..calibration.protocol import EVALUATION_WINDOWS
+from ..calibration.text import named_sources
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
@@ -26,7 +28,6 @@ from ..model.families import WRAPPERS
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import base_model_type
 from ..planning.plan import Plan
-from ..surgery.replace import Replacement
 
 
 def measure(
@@ -96,7 +97,7 @@ def quality(text: str, scored: Perplexity) -> dict[str, Any]:
 
 def save(
     small: Any,
-    plan: Plan | Replacement,
+    plan: Plan,
     output: str | Path,
     tokenizer: Any = None,
     *,
@@ -133,12 +134,15 @@ def save(
     small.name_or_path = str(output)  # as if it had been loaded from there
 
 
-def describe(bench: Workbench, method: Method, plan: Plan | Replacement) -> dict[str, Any]:
+def describe(bench: Workbench, method: Method, plan: Plan) -> dict[str, Any]:
     """What was cut and how, as JSON-able data."""
+    names = named_sources(bench.reading.text)
+    _, drawn = with_samples(names, bench.model, bench.tokenizer)
     return {
         "source": bench.name,
         "model_type": plan.model_type,
         "calibration": bench.reading.describe(bench.bos),
+        **drawn,
         "retain": method.retain,
         "kept_fraction": plan.kept_fraction,
         "method": method.describe(),

@@ -31,7 +31,7 @@ class LayerBudget:
 
 
 class Selection(NamedTuple):
-    """Kept dense indices, ascending, a list per KV head: what LayerPlan.of_indices takes."""
+    """Kept dense indices, ascending, a list per KV head: what PairPlan.of_indices takes."""
 
     pairs: list[list[int]]
     channels: list[list[int]]

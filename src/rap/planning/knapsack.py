@@ -26,6 +26,7 @@ def allocate_by_error(
     *,
     heads: Sequence[int] | None = None,
     unit: int = 1,
+    dense: Sequence[int] | None = None,
 ) -> list[int]:
     """How much of `sizes` every layer keeps, for the smallest total of the layers' own errors.
 
@@ -33,13 +34,14 @@ def allocate_by_error(
     of its size, n = 0 ... size. Layers keep whole units, at least one, with a last partial unit
     where `unit` does not divide a size. The budget is the possible total nearest to
     retain * sum(heads * sizes), the larger of two that are as near. Of the splits within it that
-    have the least error this is one that keeps most, in lower layers first.
+    have the least error this is one that keeps most, in lower layers first. `dense` are the sizes
+    that `retain` is a share of, where layers may not keep all of it.
 
     The total error never rises with `retain`. Where layers are alike and errors convex in n, no
     layer keeps less at a larger ratio either; elsewhere the optimum may move what it spent.
 
-    Raises RapError if retain is outside (0, 1] or below one unit in every layer, or an error is not
-    finite.
+    Raises RapError if retain is outside (0, 1], below one unit in every layer or above all that
+    layers may keep, or an error is not finite.
     """
     check_retain(retain)
     for number, curve in enumerate(errors, 1):
@@ -48,7 +50,7 @@ def allocate_by_error(
                 raise RapError(f"curve {number} has an error of {error}: errors must be finite")
     heads = [1] * len(sizes) if heads is None else heads
     widths = offered_widths(sizes, unit)
-    asked = above_floor(retain, sizes, heads, unit)
+    asked = above_floor(retain, sizes, heads, unit, dense)
     # Prices of widths above the floor, in the largest step that divides them all.
     prices = [
         [count * (n - each[0]) for n in each] for count, each in zip(heads, widths, strict=True)
@@ -60,19 +62,33 @@ def allocate_by_error(
     return [each[option] for each, option in zip(widths, chosen, strict=True)]
 
 
-def above_floor(retain: float, sizes: Sequence[int], heads: Sequence[int], unit: int) -> float:
+def above_floor(
+    retain: float,
+    sizes: Sequence[int],
+    heads: Sequence[int],
+    unit: int,
+    dense: Sequence[int] | None = None,
+) -> float:
     """What `retain` leaves above one unit in every head of every layer, below 0 by rounding alone.
 
-    Raises RapError for less.
+    Of the `dense` sizes, where it is a share of other than those that may be kept. Raises RapError
+    for less, and for more than all `sizes`.
     """
     widths = offered_widths(sizes, unit)
     floor = sum(count * each[0] for count, each in zip(heads, widths, strict=True))
-    whole = sum(count * size for count, size in zip(heads, sizes, strict=True))
+    most = sum(count * size for count, size in zip(heads, sizes, strict=True))
+    whole = most if dense is None else sum(c * n for c, n in zip(heads, dense, strict=True))
     asked = retain * whole - floor
     if asked < -unit * min(heads) / 2:
         raise RapError(
             f"retain {retain} is below one step of {unit} in every layer: ask for at least "
             f"{math.ceil(1000 * floor / whole) / 1000}, or for a smaller alignment"
+        )
+    if retain * whole - most > unit * min(heads) / 2:
+        largest = math.floor(1000 * most / whole) / 1000
+        raise RapError(
+            f"retain {retain} is more than the {largest} that layers may keep: use a smaller "
+            "retain, or merge fewer heads"
         )
     return asked
 

@@ -16,6 +16,9 @@ is what reads the projection instead: the queries, W_o. Tokens and heads are tak
   the mean over phases is half of tr(O (I - P) C (I - P)^H), exact where E[x x^T] or E[g g^T] of the
   complex pairs is 0 (before rotation keys have a mean, so it is not quite).
 
+Moments of merged heads (merging.py) are of N groups of g heads, whose pairs and channels stand side
+by side: there is a matrix of each group, and a cached head has up to g D channels.
+
 Shapes: G KV heads, R query heads of each, P pairs, F channels that never rotate, D head dim.
 """
 
@@ -117,8 +120,9 @@ def part_losses(
 ) -> tuple[list[float], list[float]]:
     """What a layer's keys, and its values, are expected to lose at every width, in nats per token.
 
-    Widths are 0 ... D/2 steps of two channels; no width loses less than a larger one. Moments must
-    be of the metric "loss". `orders` says what is kept as it is, and in which order.
+    Widths are 0 ... D/2 steps of two channels (of g merged heads g D/2); no width loses less than a
+    larger one. Moments must be of the metric "loss". `orders` says what is kept as it is, and in
+    which order.
     """
     lost_keys = _key_losses(keys, free, shape, frequencies, context, orders)
     lost_values = _value_losses(values, orders)
@@ -163,7 +167,7 @@ def _key_losses(
     context: int,
     orders: Orders,
 ) -> Tensor:
-    """What pairs and channels that never rotate lose together, at 0 ... D/2 steps."""
+    """What pairs and channels that never rotate lose together, at 0 ... g D/2 steps."""
     if orders.pairs_GP is None:
         lost_pairs = _tails(_slots(keys, frequencies, context))
     else:
@@ -172,7 +176,8 @@ def _key_losses(
         lost_free = _tails(_directions(*free))
     else:
         lost_free = _dropped(*free, orders.free_GF)
-    pairs, size = shape.geometry.num_pairs, shape.head_dim // 2
+    merged = shape.num_kv_heads // len(keys[0])
+    pairs, size = merged * shape.geometry.num_pairs, merged * shape.head_dim // 2
     kept = [split_steps(pairs, size, steps) for steps in range(size + 1)]
     return torch.stack([lost_pairs[pairs] + lost_free[channels] for pairs, channels in kept])
 

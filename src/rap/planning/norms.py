@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..calibration.norms import centred
+from ..model.kinds.pairs import PairPlan
 from ..model.rope import AttentionShape
 from ..model.specs import QKNorm
-from .layer_plan import LayerPlan
 
 NORM_ROWS = 8
 
@@ -29,11 +29,11 @@ def row_sizes(w_k: Tensor, shape: AttentionShape, norm: QKNorm, weight_GD: Tenso
 
 
 def with_denominators(
-    layer: LayerPlan,
+    layer: PairPlan,
     shape: AttentionShape,
     statistics: Mapping[str, Tensor] | None,
     num_rows: int = 0,
-) -> LayerPlan:
+) -> PairPlan:
     """The plan of a normalised layer with energy ratios and, for mode `rows`, `num_rows` sketches.
 
     The rows of a head are the leading eigenvectors of the dropped channels' second moment: no other

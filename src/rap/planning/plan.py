@@ -7,41 +7,87 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checkpoint.files import PLAN_FILE
 from ..checkpoint.tensor_file import TensorFile
+from ..model.cache_layout import CacheLayout, dense_layout
 from ..model.errors import PlanError
+from ..model.kinds import plan_forms
+from ..model.kinds.base import LayerPlan as LayerPlan
+from ..model.kinds.base import WeightsPlan
+from ..model.kinds.heads import HeadsPlan
+from ..model.kinds.pairs import PairPlan as PairPlan
 from ..model.rope import AttentionShape, HeadGeometry
 from ..model.specs import NORM_MODES
-from .layer_plan import LayerPlan as LayerPlan
 from .sharing import check_reader
 
 REMEDY = "make a new plan for this model"
-FILE = TensorFile("plan", 1, "a plan", PlanError, "write one with `rap plan`")
+FILE = TensorFile("plan", 2, "a plan", PlanError, "write one with `rap plan`")
+# What methods with attention of their own wrote before plans had layers of any kind.
+REPLACEMENT = TensorFile("replacement", 1, "a plan", PlanError, FILE.remedy)
 
 
-class PlanHeader:
-    """What a plan of any method says beside its layers: the model it was made for, and by what."""
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One LayerPlan per decoder layer (None: left dense), and the model and method it came from.
 
+    `retain` is what was asked for; `kept_fraction` what this plan keeps. `shapes` describes the
+    dense layers, `dense_fingerprint` their weights. `qk_norm` is a mode of rap.model.norms.
+    """
+
+    layers: tuple[LayerPlan | None, ...]
     shapes: tuple[AttentionShape | None, ...]
     model_type: str
     retain: float
-    dense_fingerprint: str
-    method: dict[str, Any]
+    dense_fingerprint: str = ""
+    method: dict[str, Any] = field(default_factory=dict)
+    qk_norm: str = "constant"
 
-    def header(self) -> dict[str, Any]:
-        """These, as JSON-able data for a file."""
-        return {
-            "shapes": write_shapes(self.shapes),
-            "model_type": self.model_type,
-            "retain": self.retain,
-            "dense_fingerprint": self.dense_fingerprint,
-            "method": self.method,
-        }
+    def __post_init__(self) -> None:
+        if self.qk_norm not in NORM_MODES:
+            raise PlanError(f"unknown QK-norm mode {self.qk_norm!r}: use one of {NORM_MODES}")
+        if len(self.layers) != len(self.shapes):
+            raise PlanError(f"{len(self.layers)} layers planned for {len(self.shapes)} shapes")
+        for index, (layer, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
+            if layer is not None:
+                if shape is None:
+                    raise PlanError(f"layer {index} has no attention to prune")
+                layer.check(index, shape)
+            if shape is not None and shape.source is not None:
+                check_reader(index, layer, shape.source, self.layers[shape.source])
 
-    @staticmethod
-    def read_header(about: Mapping[str, Any]) -> dict[str, Any]:
-        """What `header` wrote, as the fields of a plan."""
-        kept = ("model_type", "retain", "dense_fingerprint", "method")
-        return {"shapes": read_shapes(about["shapes"]), **{key: about[key] for key in kept}}
+    @property
+    def caches(self) -> list[CacheLayout | None]:
+        """What every layer caches; None of a layer without attention."""
+        return [
+            None if shape is None else dense_layout(shape) if layer is None else layer.cache(shape)
+            for layer, shape in zip(self.layers, self.shapes, strict=True)
+        ]
+
+    @property
+    def pairs(self) -> tuple[PairPlan | None, ...]:
+        """The layers of a plan of pairs; PlanError for one with layers of another kind."""
+        found: list[PairPlan | None] = []
+        for index, layer in enumerate(self.layers):
+            if layer is not None and not isinstance(layer, PairPlan):
+                raise PlanError(
+                    f"layer {index} has attention of another kind: plan with a pair method"
+                )
+            found.append(layer)
+        return tuple(found)
+
+    @property
+    def kept_fraction(self) -> float:
+        """Cached elements of a token over those of the dense model, all layers counted."""
+        kept = sum(cache.elements for cache in self.caches if cache is not None)
+        dense = sum(dense_layout(shape).elements for shape in self.shapes if shape is not None)
+        return kept / dense
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
 
     def check_kind(self, model_type: str, num_layers: int) -> None:
         """Raise PlanError unless the plan is for models of this type with so many layers."""
@@ -72,79 +118,81 @@ class PlanHeader:
                 f"model's ({fingerprint[:12]}): {REMEDY}"
             )
 
-
-@dataclass(frozen=True, eq=False)
-class Plan(PlanHeader):
-    """One LayerPlan per decoder layer (None: left dense), and the model and method it came from.
-
-    `retain` is what was asked for; `kept_fraction` what this plan keeps. `shapes` describes the
-    dense layers, `dense_fingerprint` their weights. `qk_norm` is a mode of module `norms`.
-    """
-
-    layers: tuple[LayerPlan | None, ...]
-    shapes: tuple[AttentionShape | None, ...]
-    model_type: str
-    retain: float
-    dense_fingerprint: str = ""
-    method: dict[str, Any] = field(default_factory=dict)
-    qk_norm: str = "constant"
-
-    def __post_init__(self) -> None:
-        if self.qk_norm not in NORM_MODES:
-            raise PlanError(f"unknown QK-norm mode {self.qk_norm!r}: use one of {NORM_MODES}")
-        if len(self.layers) != len(self.shapes):
-            raise PlanError(f"{len(self.layers)} layers planned for {len(self.shapes)} shapes")
-        for index, (layer, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
-            if layer is not None:
-                if shape is None:
-                    raise PlanError(f"layer {index} has no attention to prune")
-                layer.check(index, shape)
-            if shape is not None and shape.source is not None:
-                check_reader(index, layer, shape.source, self.layers[shape.source])
-
-    @property
-    def kept_fraction(self) -> float:
-        """Kept KV channels over dense KV channels, all planned or eligible layers counted."""
-        kept = dense = 0
-        for layer, shape in zip(self.layers, self.shapes, strict=True):
-            if shape is not None:
-                width = 2 * shape.head_dim
-                kept += shape.num_cached_heads * (
-                    layer.key_width + layer.value_width if layer else width
-                )
-                dense += shape.num_cached_heads * width
-        return kept / dense
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Plan):
-            return NotImplemented
-        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
-
-    __hash__ = None  # type: ignore[assignment]
-
     def save(self, path: str | Path) -> None:
         """Write one file: tensors in safetensors format, everything else as JSON in its header."""
-        layers = [layer.tensors() if layer is not None else None for layer in self.layers]
         about = {
-            "num_layers": len(self.layers),
-            "planned": [index for index, layer in enumerate(self.layers) if layer is not None],
+            "layers": [layer and {"form": layer.form, **layer.record()} for layer in self.layers],
             "qk_norm": self.qk_norm,
-            **self.header(),
+            "shapes": write_shapes(self.shapes),
+            "model_type": self.model_type,
+            "retain": self.retain,
+            "dense_fingerprint": self.dense_fingerprint,
+            "method": self.method,
         }
-        FILE.save(path, layers, about)
+        FILE.save(path, [layer.tensors() if layer else None for layer in self.layers], about)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan written by `save`; PlanError if it is no plan or of a newer version."""
-        return FILE.load(path, cls._of)
+        """Read the plan at `path`, a file that `save` wrote or a pruned checkpoint.
 
-    @classmethod
-    def _of(cls, about: dict[str, Any], tensors: Callable[[int], dict[str, Tensor]]) -> "Plan":
-        layers: list[LayerPlan | None] = [None] * about["num_layers"]
-        for index in about["planned"]:
-            layers[index] = LayerPlan(**tensors(index))
-        mode = about.get("qk_norm", "constant")
-        return cls(layers=tuple(layers), qk_norm=mode, **cls.read_header(about))
+        PlanError if it is no plan, of a newer version, or of a kind that this release does not
+        know.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path /= PLAN_FILE
+        if not FILE.wrote(path) and REPLACEMENT.wrote(path):
+            return REPLACEMENT.load(path, _of_replacement)
+        return FILE.load(path, _of_plan)
+
+
+Tensors = Callable[[int], dict[str, Tensor]]
+
+
+def _of_plan(about: dict[str, Any], tensors: Tensors) -> Plan:
+    records = about["layers"] if about["version"] > 1 else _records_of_first_version(about)
+    return _plan(about, [record and _layer(record, tensors(i)) for i, record in enumerate(records)])
+
+
+def _records_of_first_version(about: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """Of files that had pairs alone."""
+    planned = set(about["planned"])
+    return [{"form": PairPlan.form} if i in planned else None for i in range(about["num_layers"])]
+
+
+def _layer(record: Mapping[str, Any], tensors: dict[str, Tensor]) -> LayerPlan:
+    forms = plan_forms()
+    if record["form"] not in forms:
+        raise PlanError(
+            f"the plan has a layer of form {record['form']!r}, which this release does not know: "
+            "use the release that made it"
+        )
+    return forms[record["form"]].read(record, tensors)
+
+
+def _of_replacement(about: dict[str, Any], tensors: Tensors) -> Plan:
+    layers: list[LayerPlan | None] = []
+    for index, layer in enumerate(about["layers"]):
+        if layer is None:
+            layers.append(None)
+        elif "kept_heads" in layer["widths"]:
+            layers.append(HeadsPlan.read(layer["widths"], {}))
+        else:
+            entry = {"kind": PairPlan.form, **layer["widths"]}
+            layers.append(WeightsPlan.read({"entry": entry}, tensors(index)))
+    return _plan(about, layers)
+
+
+def _plan(about: dict[str, Any], layers: Sequence[LayerPlan | None]) -> Plan:
+    return Plan(
+        layers=tuple(layers),
+        shapes=read_shapes(about["shapes"]),
+        model_type=about["model_type"],
+        retain=about["retain"],
+        dense_fingerprint=about["dense_fingerprint"],
+        method=about["method"],
+        qk_norm=about.get("qk_norm", "constant"),
+    )
 
 
 def write_shapes(shapes: Sequence[AttentionShape | None]) -> list[dict[str, Any] | None]:

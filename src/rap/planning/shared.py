@@ -22,9 +22,9 @@ from .folding import (
 
 # What an engine's attention takes without padding. vLLM on CPUs declares no size between 32 and 64;
 # a stock export must suit every engine, so it takes the strictest of the usual ones.
-TARGETS = ("any", "cpu", "flash", "llamacpp", "mlx", "stock", "vllm")
+TARGETS = ("any", "cpu", "flash", "llamacpp", "mlx", "plain", "stock", "vllm")
 # Engines that run plain checkpoints alone, where every head of every layer is of one width.
-STOCK_TARGETS = ("llamacpp", "mlx", "stock")
+STOCK_TARGETS = ("llamacpp", "mlx", "plain", "stock")
 MAX_WIDTHS = 6
 
 
@@ -38,6 +38,8 @@ def target_settings(target: str, head_dim: int, budget: str) -> dict[str, Any]:
     """
     if target not in TARGETS:
         raise RapError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
+    if target == "plain":  # merged heads may be wider than the dense ones
+        return {"align": 32, "profile": "stock", "merge": "auto"}
     align = 8 if target == "flash" else 16
     # llama.cpp quantizes caches in blocks of 32 values, and decodes widths between slowly. vLLM on
     # CPUs takes no 48, and every multiple of 32 up to 256.

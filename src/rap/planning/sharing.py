@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..calibration.sharing import Shapes, join_heads, joined_shapes, readers_of
 from ..model.errors import PlanError
+from ..model.kinds.base import LayerPlan
+from ..model.kinds.pairs import PairPlan
 from ..model.rope import AttentionShape
-from .layer_plan import LayerPlan
 from .scores import Named
 
 # What is of query heads, and of keys alone; all else of a plan is of the choice itself.
@@ -44,7 +45,7 @@ def _choice(layer: LayerPlan) -> dict[str, Tensor]:
     return {k: x for k, x in named.items() if k not in (*_OF_QUERIES, *_OF_KEYS)}
 
 
-def divide(layers: Sequence[LayerPlan | None], shapes: Shapes) -> tuple[LayerPlan | None, ...]:
+def divide(layers: Sequence[PairPlan | None], shapes: Shapes) -> tuple[PairPlan | None, ...]:
     """Plans of joined layers to those of every layer."""
     divided = list(layers)
     for source, readers in readers_of(shapes).items():

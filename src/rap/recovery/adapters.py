@@ -8,9 +8,10 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..model.attention import pruned_attention
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model, fingerprint_tensors, tied_names
-from ..model.layers import attention_layers, attention_spec, projections
+from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 from .config import RecoveryConfig
 
 PROOF_TOKENS = 64
@@ -110,9 +111,14 @@ def _targets(student: PreTrainedModel) -> list[str]:
             *dict.fromkeys(
                 spec.of(layer.module).projection_names()[role] for role in projections(layer, spec)
             ),
-            *getattr(layer.module, "reconstruction", ()),
+            *_reconstructing(layer),
         )
     ]
+
+
+def _reconstructing(layer: AttentionLayer) -> tuple[str, ...]:
+    own = pruned_attention(layer)
+    return () if own is None else own.reconstruction
 
 
 def _plain(name: str) -> str:

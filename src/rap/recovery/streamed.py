@@ -13,12 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from ..calibration.bos import Bos, bos_token
 from ..calibration.sources import StoredLayers
 from ..checkpoint.reading import reading
-from ..checkpoint.stored import StoredModel
 from ..evaluation.quality.streamed import streamed_perplexity
 from ..model.errors import RapError
 from ..model.layers import decoder_layers, trained_length
-from ..planning.plan import Plan
-from ..surgery.cut_model import CutModel
+from ..surgery.weights import PrunedWeights
 from .data import recovery_windows
 from .fit import REMOVE, fit_from, layer_file
 from .layer_fit import FitConfig
@@ -87,12 +85,12 @@ class StreamedStage:
         return torch.empty(shape, dtype=torch.long, device="meta")
 
     def run(
-        self, dense: StoredModel, plan: Plan, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[CutModel, dict[str, Any]]:
-        """The better of the cut and the fitted model on held-out windows, and the report."""
-        cut = CutModel(dense, plan)
+        self, cut: PrunedWeights, tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[PrunedWeights, dict[str, Any]]:
+        """The better of the pruned and the fitted model on held-out windows, and the report."""
         if self.name == "none":
             return cut, {}
+        dense, plan = cut.dense, cut.plan
         config = self.settings
         first = bos_token(self.bos, tokenizer, dense.model.config)
         longest = trained_length(dense.model.config)
@@ -105,12 +103,12 @@ class StreamedStage:
         small, original = (StoredLayers(x, self.device, exact=True) for x in (cut, dense))
         layers = fit_from(small, original, windows, config, work=folder, progress=self.progress)
         report["fit"] = {"config": asdict(config), "layers": [asdict(layer) for layer in layers]}
-        fitted = CutModel(dense, plan, FittedTensors(folder, cut.model))
+        fitted = PrunedWeights(dense, plan, FittedTensors(folder, cut.model))
         report["perplexity_fitted"] = self._held_out(fitted, validation, "judging the fit")
         better = report["perplexity_fitted"] < report["perplexity_before"]
         report["perplexity_after"] = report[f"perplexity_{'fitted' if better else 'before'}"]
         return fitted if better else cut, report
 
-    def _held_out(self, weights: CutModel, windows: Tensor, what: str) -> float:
+    def _held_out(self, weights: PrunedWeights, windows: Tensor, what: str) -> float:
         source = StoredLayers(weights, self.device)
         return streamed_perplexity(source, windows, what, folder=self.work, progress=self.progress)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..model.cache_layout import CacheLayout
 from ..model.errors import RapError
 from ..model.layers import base_model_type
-from .layout import HeadLayout, cached_heads, dense_head_dims, head_layouts, padded_width
-from .paths import serving_path
+from .layout import cache_layouts, dense_layouts, padded_width
+from .refusals import check_served
 from .stock import STOCK_FAMILIES
 
 # What vLLM 0.32 declares for CPUs; the sizes of the others are conditions (docs/serving.md).
@@ -41,61 +42,49 @@ class Held:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one layer caches: heads of the layout's widths, of `head_dim` channels where dense.
+    """What one layer caches, and what the dense one did; no heads where it reads another's."""
 
-    No heads where it reads the cache of another.
-    """
-
-    layout: HeadLayout | None
-    head_dim: int
-    num_heads: int
-
-    @property
-    def width(self) -> int:
-        """The channels of keys or of values, whichever are more."""
-        return self.head_dim if self.layout is None else self.layout.width
+    dense: CacheLayout
+    kept: CacheLayout
+    pruned: bool
 
 
 def held_by_engines(config: Any) -> list[Held]:
     """A row per engine and backend for a pruned config; none for families that no engine takes."""
     family = base_model_type(config)
     try:
-        serving_path(config)
+        check_served(config)
     except RapError:
         return []  # `rap serve` says why
-    sizes = zip(head_layouts(config), dense_head_dims(config), cached_heads(config), strict=True)
-    caches = [LayerCache(*each) for each in sizes]
+    both = zip(dense_layouts(config), cache_layouts(config), strict=True)
+    caches = [LayerCache(dense, kept or dense, kept is not None) for dense, kept in both]
     rows = [_backend(name, caches) for name in BACKENDS]
     return rows + ([_plain(caches)] if family in STOCK_FAMILIES else [])
 
 
 def asked_ratio(caches: Sequence[LayerCache]) -> float:
     """How many times the dense tokens would fit if nothing were padded."""
-    kept = [
-        2 * one.head_dim if one.layout is None else one.layout.key_width + one.layout.value_width
-        for one in caches
-    ]
-    asked = sum(one.num_heads * width for one, width in zip(caches, kept, strict=True))
-    return 2 * _dense(caches) / asked
+    return _dense(caches) / sum(one.kept.elements for one in caches)
 
 
 def _dense(caches: Sequence[LayerCache]) -> int:
-    return sum(one.num_heads * one.head_dim for one in caches)
+    return sum(one.dense.elements for one in caches)
 
 
 def _backend(name: str, caches: Sequence[LayerCache]) -> Held:
     accepts, better, step = BACKENDS[name]
-    wanted = sorted({one.width for one in caches})
+    wanted = sorted({one.kept.width for one in caches})
     try:
         stored = {width: padded_width(width, accepts, name) for width in wanted}
     except RapError:
         return Held(name, "", None, f"takes no head of {wanted[-1]} channels")
-    ratio = _dense(caches) / sum(one.num_heads * stored[one.width] for one in caches)
+    held = sum(2 * one.kept.num_heads * stored[one.kept.width] for one in caches)
+    ratio = _dense(caches) / held
     # Heads no wider than a step leave no width to choose, and multiples of it nothing to advise.
     other = any(
-        one.head_dim > step and (one.layout.key_width % step or one.layout.value_width % step)
+        one.dense.width > step and (one.kept.key_width % step or one.kept.value_width % step)
         for one in caches
-        if one.layout is not None
+        if one.pruned
     )
     lost = other and ratio < _LOSS * asked_ratio(caches)
     shown = [f"{width} as {size}" for width, size in stored.items() if width != size]
@@ -103,9 +92,9 @@ def _backend(name: str, caches: Sequence[LayerCache]) -> Held:
 
 
 def _plain(caches: Sequence[LayerCache]) -> Held:
-    name, layouts = "llama.cpp, MLX", [one.layout for one in caches]
-    first = layouts[0]
-    if first is None or any(one != first for one in layouts) or first.key_width != first.width:
+    name, first = "llama.cpp, MLX", caches[0].kept
+    alike = all(one.pruned and one.kept == first for one in caches)
+    if not alike or first.key_width != first.value_width:
         return Held(name, "not runnable", None, "--target llamacpp")
     # The export itself tells a stock profile from equal widths with indices of their own.
     shown = "as they are, if of the stock profile"

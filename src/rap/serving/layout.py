@@ -3,40 +3,22 @@
 An engine's compile cache is keyed by the config, so everything that shapes its graph is here, and
 nothing in the weights or the environment.
 
-Shapes: D dense head dim, P dense pairs, M slots, N free channels, W key width, C value width.
+Shapes: D dense head dim, G KV heads.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..model.cache_layout import CacheLayout, Entry
 from ..model.errors import CheckpointError
 from ..model.families import FAMILIES
 from ..model.layers import base_model_type
-from ..model.modeling import configured_widths
+from ..model.modeling import layer_entries
+from ..model.rope import AttentionShape, HeadGeometry
 
 LARGEST_HEAD = 512
-
-
-@dataclass(frozen=True)
-class HeadLayout:
-    """Widths of one pruned layer's heads: M slots and N free, so W = 2M + N keys, and C values."""
-
-    num_slots: int
-    value_width: int
-    num_free: int = 0
-
-    @property
-    def key_width(self) -> int:
-        """W: channels of a query or key head."""
-        return 2 * self.num_slots + self.num_free
-
-    @property
-    def width(self) -> int:
-        """The channels a cache with one head size for keys and values needs."""
-        return max(self.key_width, self.value_width)
 
 
 def dense_head_dim(config: PreTrainedConfig) -> int:
@@ -80,28 +62,36 @@ def _by_layer(config: Any) -> list[Any]:
     ]
 
 
-def head_layouts(config: PreTrainedConfig) -> list[HeadLayout | None]:
-    """The layout of every layer, None where it was left dense.
+def dense_layouts(config: PreTrainedConfig) -> list[CacheLayout]:
+    """What every layer of the dense model caches."""
+    sizes = zip(cached_heads(config), dense_head_dims(config), strict=True)
+    return [CacheLayout(heads, dim, dim) for heads, dim in sizes]
+
+
+def cache_layouts(config: PreTrainedConfig, engine: str = "vllm") -> list[CacheLayout | None]:
+    """What every layer of a pruned config caches, None where it was left dense.
 
     Raises CheckpointError if the `rap` section is missing, of a newer version, of the wrong length,
-    or has widths that are impossible.
+    or has widths that are impossible; UnsupportedModelError for attention that the `engine` does
+    not run.
     """
-    entries = configured_widths(config, config.num_hidden_layers)
-    sizes = dense_head_dims(config)
+    entries = layer_entries(config, config.num_hidden_layers, engine)
     return [
-        None if widths is None else _layout(index, widths, head_dim)
-        for index, (widths, head_dim) in enumerate(zip(entries, sizes, strict=True))
+        None if entry is None else _layout(index, entry, config.num_attention_heads, dense)
+        for index, (entry, dense) in enumerate(zip(entries, dense_layouts(config), strict=True))
     ]
 
 
-def _layout(layer: int, widths: Any, head_dim: int) -> HeadLayout:
-    layout = HeadLayout(widths["pairs"], widths["values"], widths["free"])
-    if layout.width > head_dim:
+def _layout(layer: int, entry: Entry, num_heads: int, dense: CacheLayout) -> CacheLayout:
+    # What does not depend on which channels rotate; a layer without heads reads another's.
+    geometry, source = HeadGeometry(dense.key_width, 0), None if dense.num_heads else 0
+    kept = entry.cache(AttentionShape(num_heads, dense.num_heads, 0, geometry, source))
+    if kept.num_heads * kept.width > dense.num_heads * dense.width and dense.num_heads:
         raise CheckpointError(
-            f"layer {layer} keeps {layout.key_width} key and {layout.value_width} value channels "
-            f"of a head with {head_dim}: the `rap` section does not belong to this config"
+            f"layer {layer} keeps {kept.key_width} key and {kept.value_width} value channels "
+            f"of a head with {dense.width}: the `rap` section does not belong to this config"
         )
-    return layout
+    return kept
 
 
 def padded_width(width: int, accepts: Callable[[int], bool], engine: str) -> int:

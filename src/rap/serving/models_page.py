@@ -1,6 +1,6 @@
 """`python -m rap.serving.models_page` writes docs/models.md: the table of families, for people.
 
-Everything in it is read from `model.families` and `serving.paths`, so that a family's row is its
+Everything in it is read from `model.families` and `serving.refusals`, so that a family's row is its
 documentation.
 """
 
@@ -12,7 +12,7 @@ from textwrap import fill
 from ..model.families import FAMILIES, WRAPPERS
 from ..model.refusals import REASONS
 from ..model.specs import NORM_MODES, AttentionSpec
-from .paths import BESIDE, REFUSED, family_path
+from .refusals import BESIDE, REFUSED, is_served
 from .stock import STOCK_FAMILIES
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
@@ -52,11 +52,9 @@ models cannot be worked on layer by layer: no streamed calibration, no closed-fo
 Every family is cut in memory and from files (`rap apply --stream`); those that say `all` are also
 calibrated and fitted from files, layer by layer (`--stream --recover fit`).
 
-`vLLM` is the way a pruned checkpoint takes into vLLM ([](serving.md)): a class of this package
-(`native`), vLLM's backend for models of transformers (`transformers`), or none. All were compared
+`vLLM`: pruned checkpoints of the family run in vLLM ([](serving.md)). All of these were compared
 with transformers in vLLM on a CPU, whole and with their heads on two ranks
-(`--tensor-parallel-size 2`), those of the second way with QK-norm in every mode there
-(`make test-families`);
+(`--tensor-parallel-size 2`), those with QK-norm in every mode there (`make test-families`);
 `rap verify OUT --engine vllm` compares a checkpoint. `plain`: the stock profile has a checkpoint
 for other engines (`rap export stock`) and a GGUF file (`rap export gguf`).
 
@@ -125,7 +123,6 @@ def _reasons(reasons: Mapping[str, str]) -> str:
 
 def _row(spec: AttentionSpec) -> str:
     rotates = "all" if spec.rotates is None else (spec.rotates.__doc__ or "").strip()
-    path = family_path(spec.model_type) or "-"
     cells = (
         f"`{spec.model_type}`",
         spec.pairing,
@@ -133,7 +130,7 @@ def _row(spec: AttentionSpec) -> str:
         _norm(spec),
         _features(spec),
         "cut" if spec.value_norm else "all",
-        path,
+        "yes" if is_served(spec.model_type) else "-",
         "yes" if spec.model_type in STOCK_FAMILIES else "-",
     )
     return f"| {' | '.join(cells)} |"

@@ -11,22 +11,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import is_pruned, load_config
 from .engine import EngineError, engine_environment, failure, require_vllm
-from .paths import overrides, serving_path
+from .refusals import check_served
 
 POLL_SECONDS = 0.5
 # Whatever proxy the environment names, the server is on this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-OVERRIDES = "--hf-overrides"
-WAYS = {
-    "native": "the model class of this package, on vLLM's own layers",
-    "transformers": "vLLM's backend for models of transformers",
-}
 
 
 @dataclass(frozen=True)
@@ -62,34 +57,22 @@ class Server:
         return {**base, "VLLM_API_KEY": self.api_key} if self.api_key else dict(base)
 
 
-def way(source: str | Path) -> str:
-    """Which code of whom runs a checkpoint in vLLM, in words.
+def runs_in(source: str | Path) -> str:
+    """Name the code that runs a checkpoint in vLLM, for people.
 
-    Raises EngineError without vLLM, RapError for a checkpoint that it would refuse.
+    Raises EngineError without vLLM, RapError for a checkpoint that vLLM does not serve.
     """
     require_vllm()
     config = load_config(source)
     if not is_pruned(config):
         return "vLLM alone: the model is dense"
-    return WAYS[serving_path(config)]
-
-
-def routed(server: Server) -> Server:
-    """The same server, told which way the checkpoint takes where its class would take another.
-
-    Raises as `way`.
-    """
-    way(server.source)
-    config = load_config(server.source)
-    told = overrides(config) if is_pruned(config) else {}
-    if not told or OVERRIDES in server.arguments:
-        return server
-    return replace(server, arguments=(*server.arguments, OVERRIDES, json.dumps(told)))
+    check_served(config)
+    return "vLLM's backend for models of transformers"
 
 
 def serve(server: Server) -> None:
     """Become the server: this process is replaced, so signals reach vLLM. Does not return."""
-    server = routed(server)
+    runs_in(server.source)
     sys.stdout.flush()
     os.execve(sys.executable, server.command, server.environment(os.environ))
 
@@ -103,7 +86,7 @@ def running(
     Raises EngineError: with vLLM's own message if it dies, or if it is not ready in `timeout`
     seconds.
     """
-    server = routed(server)
+    runs_in(server.source)
     base = engine_environment(
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
         eager="--enforce-eager" in server.arguments,

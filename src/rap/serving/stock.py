@@ -7,11 +7,13 @@ written as longrope factors, the scale goes into W_q:
     factor_i = 1 / (theta_i base^(2i / 2m)),    W_q <- sqrt(2m / D) W_q
 
 with theta_i the dense frequency of slot i, whatever scaling (llama3, yarn, linear) it came from.
-Qwen2 becomes a Llama with biases (that of W_o zero): engines derive Qwen2's head size from its
-hidden size.
+Merged heads are fewer KV heads, and may be wider than the dense ones; where they keep every dense
+frequency once, only `num_key_value_heads` differs from the dense config. Qwen2 becomes a Llama with
+biases (that of W_o zero): engines derive Qwen2's head size from its hidden size.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,23 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoint.files import check_output, whole_directory, write_json
+from ..checkpoint.card import CARD_FILE, model_card
+from ..checkpoint.files import (
+    PLAN_FILE,
+    REPORT_FILE,
+    check_output,
+    read_json,
+    whole_directory,
+    write_json,
+)
 from ..checkpoint.load import is_pruned, load, load_tokenizer
 from ..checkpoint.source import check_apart
 from ..checkpoint.writing import write_model
+from ..model.cache_layout import PairEntry
 from ..model.errors import CheckpointError, UnsupportedModelError
+from ..model.families import FAMILIES
 from ..model.layers import base_model_type, rotary_module
-from ..model.modeling import configured_widths
+from ..model.modeling import layer_entries
 from ..model.rope import read_frequencies
 
 STOCK_FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "llama"}
@@ -48,6 +60,7 @@ def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any
         write_legacy_rope(folder / "config.json")
         if is_path:
             _copy_tokenizer(source, folder)
+            _copy_record(Path(source), folder, Path(output).resolve().name)
     return model
 
 
@@ -84,21 +97,22 @@ def slots_of_all_heads(small: PreTrainedModel) -> list[int]:
     Raises CheckpointError, naming the layer and head that differ, and UnsupportedModelError for a
     family that has no stock form.
     """
+    check_stock(small.config)
     if not is_pruned(small):
         raise CheckpointError(
             "this model is dense: cut it first, by `rap compress MODEL --profile stock -o out`"
         )
-    check_stock(small.config)
-    widths = configured_widths(small.config, small.config.num_hidden_layers)
-    first = widths[0]
-    for layer, entry in enumerate(widths):
+    entries = layer_entries(small.config, small.config.num_hidden_layers, "plain")
+    first = entries[0]
+    for layer, entry in enumerate(entries):
         if entry is None:
             raise CheckpointError(f"layer {layer} was left dense; {_NOT_STOCK}")
         if entry != first:
             raise CheckpointError(
                 f"layer {layer} keeps {_describe(entry)}, layer 0 {_describe(first)}; {_NOT_STOCK}"
             )
-        if entry["values"] != 2 * entry["pairs"] or entry["free"]:
+        assert isinstance(entry, PairEntry)
+        if entry.values != 2 * entry.pairs or entry.free:
             raise CheckpointError(
                 f"layer {layer} keeps {_describe(entry)}: a stock checkpoint needs keys as wide as "
                 "values, all of them rotating: use `--profile stock`"
@@ -128,27 +142,33 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
     config = small.config
     check_stock(config)
     base_type, rope = base_model_type(config), config.rope_parameters
-    theta = read_frequencies(rotary_module(small))[slots]
-    factors = longrope_factors(theta, rope["rope_theta"])
-    longest = config.max_position_embeddings
-    kept = config.to_dict()
+    kept, merged = config.to_dict(), small.model.layers[0].self_attn.num_kept_heads
     dropped = ["rap", "model_type", "architectures", "auto_map", "transformers_version"]
     if base_type == "qwen2":
         dropped += ["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"]
         kept["attention_bias"] = True
     for key in dropped:
         kept.pop(key, None)
-    kept["head_dim"] = 2 * len(slots)
-    kept["rope_parameters"] = {
-        "rope_type": "longrope",
-        "rope_theta": rope["rope_theta"],
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": longest,
-        "short_factor": factors,
-        "long_factor": factors,
-    }
+    kept |= {"head_dim": 2 * len(slots), "num_key_value_heads": merged}
+    if not _every_pair_once(small, slots):
+        theta = read_frequencies(rotary_module(small))[slots]
+        factors = longrope_factors(theta, rope["rope_theta"])
+        kept["rope_parameters"] = {
+            "rope_type": "longrope",
+            "rope_theta": rope["rope_theta"],
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": config.max_position_embeddings,
+            "short_factor": factors,
+            "long_factor": factors,
+        }
     return AutoConfig.for_model(STOCK_FAMILIES[base_type], **kept)
+
+
+def _every_pair_once(small: PreTrainedModel, slots: list[int]) -> bool:
+    """Whether heads keep the dense frequencies as they are: then RoPE needs no list."""
+    geometry = small.model.layers[0].self_attn.dense_shape.geometry
+    return geometry.num_free == 0 and slots == [*range(geometry.num_pairs)]
 
 
 def check_stock(config: Any) -> None:
@@ -160,7 +180,8 @@ def check_stock(config: Any) -> None:
     family = base_model_type(config)
     if family not in STOCK_FAMILIES:
         raise UnsupportedModelError(
-            f"{family} has no stock form: one of {', '.join(STOCK_FAMILIES)} is needed"
+            f"{family} has no stock form{_why(config, family)}: one of "
+            f"{', '.join(STOCK_FAMILIES)} is needed"
         )
     rope = config.rope_parameters
     if is_variable(rope):
@@ -170,6 +191,17 @@ def check_stock(config: Any) -> None:
         )
     if family == "qwen2" and getattr(config, "use_sliding_window", False):
         raise UnsupportedModelError("Qwen2 with a sliding window has no stock form")
+
+
+def _why(config: Any, family: str) -> str:
+    """What no plain config expresses, in brackets, as far as that is the family's attention."""
+    spec, rope = FAMILIES.get(family), getattr(config, "rope_parameters", None) or {}
+    reasons = []
+    if spec is not None and spec.norm is not None:
+        reasons.append("QK-norm divides by the norm of whole dense heads")
+    if any(isinstance(value, dict) for value in rope.values()):
+        reasons.append("layers rotate at different bases")
+    return f" ({', '.join(reasons)})" if reasons else ""
 
 
 def is_variable(rope: dict[str, Any]) -> bool:
@@ -202,6 +234,8 @@ def _stock_state(small: PreTrainedModel, stock: PreTrainedModel, width: int) -> 
     # cos and sin of both q and k carry the family's attention factor (yarn), the stock's are plain.
     rotary: Any = rotary_module(small)
     scale = rotary.attention_scaling**2 * (width / attention.dense_shape.head_dim) ** 0.5
+    if _every_pair_once(small, attention.frequency_index[0].tolist()):
+        scale = 1.0  # the plain rotary module is the dense one
     state = {}
     for name, tensor in small.state_dict().items():
         if name.endswith(".frequency_index"):
@@ -216,8 +250,20 @@ def _stock_state(small: PreTrainedModel, stock: PreTrainedModel, width: int) -> 
     return state
 
 
-def _describe(widths: Any) -> str:
-    return f"{widths['pairs']} pairs and {widths['values']} value channels"
+def _describe(entry: Any) -> str:
+    return f"{entry.pairs} pairs and {entry.values} value channels"
+
+
+def _copy_record(source: Path, folder: Path, title: str) -> None:
+    """The plan and the report of the pruned checkpoint, and a card that needs no package."""
+    for name in (PLAN_FILE, REPORT_FILE):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if (source / REPORT_FILE).is_file():
+        report = read_json(source / REPORT_FILE, "remove it, or compress again")
+        report["traits"] = {**(report.get("traits") or {}), "ships": "stock"}
+        card = model_card(report, title)
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 
 def _copy_tokenizer(source: str | Path, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -17,7 +16,7 @@ from ..model.errors import CheckpointError, RapError
 from ..model.layers import attention_layers, text_config, trained_length
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
-from .paths import overrides
+from .refusals import check_served
 
 ENGINES = ("transformers", "vllm")
 PROMPT_TOKENS = (1, 7, 32, 100, 300)
@@ -82,15 +81,14 @@ def verify(
     config, placed = load_config(source), placement(device)
     prompts = bundled_prompts(source, config)
     if engine == "vllm":
-        told = overrides(config) if is_pruned(config) else {}
-        more: dict[str, Any] = {"hf_overrides": told} if told else {}
+        if is_pruned(config):
+            check_served(config)
         run = run_vllm(
             source,
             [Round(prompts, MAX_TOKENS, prompt_logprobs=True)],
             environment=environment,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
-            **more,
             max_model_len=max(map(len, prompts)) + MAX_TOKENS,
         )
         transcripts, version, capacity = run.rounds[0], run.version, run.capacity_tokens

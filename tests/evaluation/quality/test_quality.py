@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import rap
 from cases.plans import plan_of
-from rap import LayerPlan, Rap
+from rap import PairPlan, Rap
 from rap.calibration.text import load_windows
 from rap.studies.analyses.channels import LayerChannels, best_channels, index_aware, reindexed
 
@@ -105,7 +105,7 @@ def test_index_aware_channels_equal_pairs_when_pairs_are_kept(reference_model, t
     whole = torch.stack([torch.tensor([*range(3, 20), *range(35, 52)])] * 2)
     channels = _all_channels(reference_model, whole)
     aware = index_aware(reference_model, channels)
-    layer = LayerPlan.of_indices([range(3, 20)] * 2, [range(64)] * 2)
+    layer = PairPlan.of_indices([range(3, 20)] * 2, [range(64)] * 2)
     plan = plan_of(reference_model, [layer] * 6)
     ids = test_tokens[:64].view(1, -1)
     found = aware(ids).logits

@@ -9,6 +9,7 @@ from cases.models import tiny_model
 from cases.plans import random_plan
 from rap.model.errors import CheckpointError
 from rap.model.kinds import register_kinds
+from rap.model.kinds.base import Kind
 from rap.model.modeling import KINDS
 from rap.surgery.apply import apply
 
@@ -24,8 +25,11 @@ def _build(folder, layer: dict):
 
 
 def test_the_package_registers_its_kinds(tmp_path):
-    assert sorted(KINDS) == ["elite", "indexed", "latent", "projected", "reindexed"]
-    assert type(_build(tmp_path, LATENT).model.layers[1].self_attn).__bases__[0] is KINDS["latent"]
+    added = ["elite", "heads", "indexed", "latent", "pairs", "projected", "reindexed"]
+    assert sorted(KINDS) == added
+    assert all(isinstance(kind, Kind) for kind in KINDS.values())
+    latent = KINDS["latent"].attention
+    assert type(_build(tmp_path, LATENT).model.layers[1].self_attn).__bases__[0] is latent
 
 
 def test_a_kind_that_is_not_registered_is_refused_in_one_line(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def uneven() -> tuple[Any, rap.Statistics, list[Tensor]]:
 
 def ranks(plan: Any, name: str) -> list[int]:
     """The widths of that name in every layer of a plan."""
-    return [layer.widths[name] for layer in plan.layers]
+    return [getattr(layer.entry(), name) for layer in plan.layers]
 
 
 @pytest.mark.parametrize("retain", [0.9, 0.5, 0.2])
@@ -255,13 +255,13 @@ def test_queries_turn_as_in_whole_pairs(model_type: str) -> None:
 def test_fisher_ranks_share_one_budget_by_score(calibrated: tuple) -> None:
     model, statistics, _ = calibrated
     plan = METHODS["palu"](retain=0.6, group_size=2).plan(model, statistics)
-    found = [layer.widths[name] for name in ("keys", "values") for layer in plan.layers]
+    found = [getattr(layer.entry(), name) for name in ("keys", "values") for layer in plan.layers]
     scores = [float(layer[f"root_fisher_{r}"].mean()) for r in "kv" for layer in statistics.layers]
     assert found == allocate(scores, 0.6, [2 * DIM] * 4)
     assert len(set(found)) > 1
     assert plan.kept_fraction == pytest.approx(0.6, abs=1 / (8 * DIM))
     coarse = METHODS["palu"](retain=0.6, group_size=2, multiple=4).plan(model, statistics)
-    assert {layer.widths["keys"] % 4 for layer in coarse.layers} == {0}
+    assert {layer.entry().keys % 4 for layer in coarse.layers} == {0}
 
 
 def test_a_group_that_does_not_divide_the_heads_is_refused(calibrated: tuple) -> None:

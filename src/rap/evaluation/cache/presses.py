@@ -25,7 +25,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...calibration.state import removed
 from ...model.attention import RapAttention
 from ...model.errors import RapError
-from ...model.kinds.single_channels import ReindexedAttention
 from ...model.layers import attention_layers, attention_spec, rotary_module, sliding_window
 
 # Name: class in kvpress, and whether it needs queries.
@@ -119,24 +118,25 @@ def _scorer(model: PreTrainedModel, press: Press) -> Any:
 
 def _refuse(model: PreTrainedModel, module: Any, press: Press) -> None:
     """RapError where tokens cannot be evicted from a layer, or cannot be scored."""
-    if getattr(module, "reconstruction", ()) or isinstance(module, ReindexedAttention):
+    own = module if isinstance(module, RapAttention) else None
+    if own is not None and (own.reconstruction or own.places_by_slot):
         raise RapError(
             "tokens cannot be evicted here: this method's attention tells positions by places in"
             " the cache, which eviction changes; use one that keeps whole pairs, such as rap"
         )
     if sliding_window(attention_spec(model.config), module) is not None:
         raise RapError("a sliding window evicts tokens by itself: presses need full attention")
-    if not isinstance(module, RapAttention):
+    if own is None:
         return
     if press.name == "think":
         raise RapError("think ranks the channels of dense heads: press the dense model with it")
-    turned_last = type(module).position is RapAttention.position and module.norm is None
+    turned_last = type(own).position is RapAttention.position and own.norm is None
     if press.name == "expected" and not turned_last:
         raise RapError(
             "expected averages queries before their rotation, and here more than that follows it:"
             " use snapkv"
         )
-    if PRESSES[press.name][1] and module.spec.query_scale is not None:
+    if PRESSES[press.name][1] and own.spec.query_scale is not None:
         raise RapError(f"{press.name} does not know this family's scaled queries: use knorm")
 
 

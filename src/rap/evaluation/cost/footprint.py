@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from ...calibration.state import evaluating
+from ...model.attention import pruned_attention
 from ...model.layers import AttentionLayer, attention_layers, attention_spec
 from ...model.roles import role_rows
 from ...model.specs import ROLES, AttentionSpec
@@ -146,20 +147,18 @@ def _projection_flops(
     for layer in layers:
         for role, name, share in _shares(layer, spec):
             by_role[role] += int(flops[f"{root}.{layer.path}.{name}"] * share)
-        rebuilding: tuple[str, ...] = getattr(layer.module, "reconstruction", ())
+        own = pruned_attention(layer)
         for role, name, _ in _factors(layer):
-            if name not in rebuilding:
+            if own is not None and name not in own.reconstruction:
                 by_role[role] += flops[f"{root}.{layer.path}.{name}"]
     return by_role
 
 
 def _shares(layer: AttentionLayer, spec: AttentionSpec) -> list[tuple[str, str, Fraction]]:
     """Role, name and share of the linear's rows: one linear may be q, k and v, or q and a gate."""
-    shape, shares = layer.shape, []
-    assert shape is not None
+    shares = []
     for name, roles in spec.of(layer.module).linears().items():
-        widths = getattr(layer.module, "role_widths", dict.fromkeys(roles, shape.head_dim))
-        rows = role_rows(roles, widths, shape, per_head=False)
+        rows = role_rows(roles, layer.sizes, per_head=False)
         total = sum(len(own) for own in rows.values())
         shares += [(role, name, Fraction(len(own), total)) for role, own in rows.items()]
     return shares
@@ -167,6 +166,8 @@ def _shares(layer: AttentionLayer, spec: AttentionSpec) -> list[tuple[str, str, 
 
 def _factors(layer: AttentionLayer) -> list[tuple[str, str, Any]]:
     """Role, name and module of the linears that baselines have beside their projections."""
-    module: Any = layer.module
-    named: dict[str, tuple[str, ...]] = getattr(module, "factors", {})
-    return [(role, name, module.get_submodule(name)) for role in named for name in named[role]]
+    own = pruned_attention(layer)
+    if own is None:
+        return []
+    named = own.factors
+    return [(role, name, own.get_submodule(name)) for role in named for name in named[role]]

@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...model.attention import RapAttention
+from ...model.cache_layout import PairEntry
 from ...model.layers import attention_layers, base_model_type
 from ...model.modeling import CONFIG_VERSION
 from ...model.rope import AttentionShape
 from ...planning.budgets import check_retain
-from ...surgery.apply import config_with
+from ...surgery.weights import config_with
 
 
 def dense_config(config: PreTrainedConfig) -> Any:
@@ -37,7 +38,8 @@ def uniform_config(config: PreTrainedConfig, retain: float, align: int = 8) -> A
     with torch.device("meta"):
         layers = attention_layers(AutoModelForCausalLM.from_config(dense))
     entries = [
-        None if layer.shape is None else _widths(layer.shape, retain, align) for layer in layers
+        None if layer.shape is None else _entry(layer.shape, retain, align).fields()
+        for layer in layers
     ]
     section = {"version": CONFIG_VERSION, "layers": entries, "retain": retain}
     return config_with(dense, section)
@@ -61,11 +63,11 @@ def stand_in(
     return model
 
 
-def _widths(shape: AttentionShape, retain: float, align: int) -> dict[str, int]:
+def _entry(shape: AttentionShape, retain: float, align: int) -> PairEntry:
     """One layer's entry of the `rap` section: K and V of the same width."""
     geometry = shape.geometry
     step = align if shape.head_dim % align == 0 else 2
     width = max(step, round(retain * shape.head_dim / step) * step)
     width = max(width, geometry.num_free + 2 * (geometry.num_pairs > 0))
     pairs = (width - geometry.num_free) // 2
-    return {"pairs": pairs, "free": geometry.num_free, "values": 2 * pairs + geometry.num_free}
+    return PairEntry(pairs, geometry.num_free, 2 * pairs + geometry.num_free)

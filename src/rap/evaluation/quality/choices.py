@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...calibration.logits import Head, chunk_tokens, decoder_of
+from ...model.attention import RapAttention
 from ...model.families import FAMILIES
 from ...model.layers import base_model_type, text_config
 
@@ -54,7 +55,7 @@ def packable(model: Any) -> bool:
         and not (windowed and getattr(text, "use_sliding_window", True))
         and not getattr(text, "attn_temperature_tuning", False)
         and _rope_types(getattr(text, "rope_parameters", None) or {}) <= FIXED_ROPE
-        and not any(getattr(module, "places_by_slot", False) for module in model.modules())
+        and not any(m.places_by_slot for m in model.modules() if isinstance(m, RapAttention))
     )
 
 

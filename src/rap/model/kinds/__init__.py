@@ -1,24 +1,29 @@
-"""Attention of the baselines, whose checkpoints need the package: latents, bases, single channels.
+"""Kinds of attention: pairs, and those of the baselines, whose checkpoints need the package.
 
-In: a dense attention module and a layer's widths with their `kind`.
-Out: a subclass of RapAttention, which `register_kinds` makes known to modeling.
+In: a dense attention layer, and what a plan says of it.
+Out: the tensors of the pruned layer, its entry in config.json, and its module.
 """
 
 from ..modeling import KINDS
-from .elite import EliteAttention
-from .latent import LatentAttention
-from .projected import ProjectedAttention
-from .single_channels import IndexedAttention, ReindexedAttention
+from . import elite, heads, latent, pairs, projected, single_channels
+from .base import Kind, LayerPlan
 
-_KINDS = (
-    LatentAttention,
-    EliteAttention,
-    ProjectedAttention,
-    ReindexedAttention,
-    IndexedAttention,
+_ROWS: tuple[Kind, ...] = (
+    pairs.KIND,
+    heads.KIND,
+    latent.KIND,
+    elite.KIND,
+    projected.KIND,
+    single_channels.REINDEXED,
+    single_channels.INDEXED,
 )
 
 
 def register_kinds() -> None:
-    """Let models be built whose layers have these kinds of attention."""
-    KINDS.update((kind.kind, kind) for kind in _KINDS)
+    """Let models be built, and plans be read, whose layers have these kinds of attention."""
+    KINDS.update((kind.entry.kind, kind) for kind in _ROWS)
+
+
+def plan_forms() -> dict[str, type[LayerPlan]]:
+    """What plan files may say of a layer, by form."""
+    return {kind.plan.form: kind.plan for kind in KINDS.values() if isinstance(kind, Kind)}

@@ -4,52 +4,59 @@ Shapes: B batch, T new tokens, S cached tokens, G KV heads, D head dim, E model 
 c rank of the latent.
 """
 
-from typing import ClassVar, TypedDict
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import PairWidths
+from ..cache_layout import CacheLayout, Entry, PairEntry
 from ..rope import AttentionShape, Tables
 from ..specs import AttentionSpec
+from .base import Kind
 from .latent import ReconstructingAttention
 
 
-class EliteWidths(TypedDict):
-    """A layer's entry in the `rap` section, explained at EliteAttention."""
+@dataclass(frozen=True)
+class EliteEntry(Entry):
+    """`elite` pairs r of every KV head that rotate, and one `latent` c for all the rest."""
+
+    kind: ClassVar[str] = "elite"
 
     elite: int
     latent: int
+
+    def cache(self, shape: AttentionShape) -> CacheLayout:
+        """Elite pairs of all heads beside each other, and the latent, as one head."""
+        return CacheLayout(1, 2 * self.elite * shape.num_kv_heads, self.latent)
 
 
 class EliteAttention(ReconstructingAttention):
     """Elite pairs are cached rotated; the other keys, which never rotate, and values are a latent.
 
-    widths: `elite` r and `latent` c. `k_proj` gives the elite pairs and `v_proj` the latent, of
-    which `k_up` and `v_up` make the other key channels and the values. `frequency_index` [G, r].
+    `k_proj` gives the elite pairs and `v_proj` the latent, of which `k_up` and `v_up` make the
+    other key channels and the values. `frequency_index` [G, r].
     """
-
-    kind: ClassVar[str] = "elite"
 
     def __init__(
         self,
         dense: nn.Module,
         spec: AttentionSpec,
         dense_shape: AttentionShape,
-        widths: EliteWidths,
+        entry: EliteEntry,
     ):
         dim, heads = dense_shape.head_dim, dense_shape.num_kv_heads
-        rest = dim - 2 * widths["elite"]
-        sizes: PairWidths = {"pairs": widths["elite"], "free": rest, "values": dim}
+        rest = dim - 2 * entry.elite
+        sizes = PairEntry(entry.elite, rest, dim)
         super().__init__(dense, spec, dense_shape, sizes)
         _, key, value, _ = (getattr(dense, name) for name in spec.projections)
         hidden, biased = key.in_features, key.bias is not None
         setattr(self, spec.projections[1], self.linear(hidden, heads * (dim - rest), bias=biased))
-        setattr(self, spec.projections[2], self.linear(hidden, widths["latent"]))
-        self.v_up = self.linear(widths["latent"], heads * dim, bias=value.bias is not None)
+        setattr(self, spec.projections[2], self.linear(hidden, entry.latent))
+        self.v_up = self.linear(entry.latent, heads * dim, bias=value.bias is not None)
         self.factors, self.reconstruction = {"v": ("v_up",)}, ("v_up",)
         if rest:
-            self.k_up = self.linear(widths["latent"], heads * rest, bias=biased)
+            self.k_up = self.linear(entry.latent, heads * rest, bias=biased)
             self.factors, self.reconstruction = {"k": ("k_up",), "v": ("v_up",)}, ("k_up", "v_up")
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -77,3 +84,14 @@ class EliteAttention(ReconstructingAttention):
             keys = torch.cat([keys, rest], dim=-1)
         values = self.v_up(latent_BSC).unflatten(-1, (heads, -1))
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+KIND = Kind(
+    EliteEntry,
+    EliteAttention,
+    unsupported={
+        "vllm": "vLLM caches keys and values per head, and here both are reconstructed from a "
+        "joint latent at every decode step",
+        "plain": "no plain config describes rotated pairs beside a joint latent",
+    },
+)

@@ -7,26 +7,23 @@ Shapes: B batch, T new tokens, S cached tokens, H query heads, G KV heads, N gro
 D head dim, E model dim, r rank.
 """
 
-from typing import ClassVar, TypedDict
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import PairWidths, RapAttention, StateCache
+from ..attention import RapAttention, StateCache
+from ..cache_layout import CacheLayout, Entry, PairEntry
 from ..rope import AttentionShape, Tables
 from ..specs import AttentionSpec
+from .base import Kind
 
 
 class ReconstructingAttention(RapAttention):
-    """RapAttention whose cache holds less than keys and values: `expand` makes these from it.
-
-    `factors` names the linears that a role has beside its projection; those that every step
-    applies to the whole cache are also in `reconstruction`, and are trained like projections.
-    """
+    """RapAttention whose cache holds less than keys and values: `expand` makes these from it."""
 
     rotary: nn.Module
-    factors: dict[str, tuple[str, ...]]
-    reconstruction: tuple[str, ...]
     fusable = False
 
     def prepare(
@@ -73,42 +70,42 @@ class _ExpandedCache:
         return self.attention.expand(k, v, max(0, seen - k.shape[2]), self.tables)
 
 
-class LatentWidths(TypedDict):
-    """A layer's entry in the `rap` section, explained at LatentAttention."""
+@dataclass(frozen=True)
+class LatentEntry(Entry):
+    """KV heads in N `groups`, with ranks r of a group's `keys` and `values`.
 
-    groups: int
-    keys: int
-    values: int
-    fold: bool
-
-
-class LatentAttention(ReconstructingAttention):
-    """PaLU and SVD-LLM: KV heads in N groups, a latent of every group for keys and for values.
-
-    widths: `groups` N, `keys` and `values` the ranks r of a group. With `fold` the output
-    projection reads the values' latents (PaLU): it has H r inputs, for every head reads its whole
-    group. Otherwise values are reconstructed like keys (SVD-LLM).
+    With `fold` the output projection reads the values' latents (PaLU): it has H r inputs, for every
+    head reads its whole group. Otherwise values are reconstructed like keys (SVD-LLM).
     """
 
     kind: ClassVar[str] = "latent"
+
+    groups: int
+    fold: bool
+    keys: int
+    values: int
+
+    def cache(self, shape: AttentionShape) -> CacheLayout:
+        """The latents of all groups beside each other, as one head."""
+        return CacheLayout(1, self.groups * self.keys, self.groups * self.values)
+
+
+class LatentAttention(ReconstructingAttention):
+    """PaLU and SVD-LLM: a latent of every group of KV heads for keys and for values."""
 
     def __init__(
         self,
         dense: nn.Module,
         spec: AttentionSpec,
         dense_shape: AttentionShape,
-        widths: LatentWidths,
+        entry: LatentEntry,
     ):
         geometry, dim = dense_shape.geometry, dense_shape.head_dim
-        values = widths["values"] if widths["fold"] else dim
-        sizes: PairWidths = {
-            "pairs": geometry.num_pairs,
-            "free": geometry.num_free,
-            "values": values,
-        }
+        values = entry.values if entry.fold else dim
+        sizes = PairEntry(geometry.num_pairs, geometry.num_free, values)
         super().__init__(dense, spec, dense_shape, sizes)
-        self.num_groups, self.key_rank = widths["groups"], widths["keys"]
-        self.value_rank, self.fold = widths["values"], widths["fold"]
+        self.num_groups, self.key_rank = entry.groups, entry.keys
+        self.value_rank, self.fold = entry.values, entry.fold
         _, key, value, output = (getattr(dense, name) for name in spec.projections)
         hidden, rows = key.in_features, dense_shape.num_kv_heads // self.num_groups * dim
         names = spec.projections
@@ -178,3 +175,14 @@ class LatentAttention(ReconstructingAttention):
             return x_BHTD
         # Every head has all pairs in order: one table serves them all.
         return self.turned(x_BHTD, *self.slot_tables(tables, self.frequency_index[:1]))
+
+
+KIND = Kind(
+    LatentEntry,
+    LatentAttention,
+    unsupported={
+        "vllm": "vLLM caches keys and values per head, and here keys are reconstructed from a "
+        "latent at every decode step",
+        "plain": "no plain config describes keys that are reconstructed from a latent",
+    },
+)

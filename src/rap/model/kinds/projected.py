@@ -6,31 +6,40 @@ coordinates, and the output projection reads those of the values. W_q, W_k and W
 Shapes: B batch, T tokens, H query heads, G KV heads, R = H/G, D head dim, E model dim, r width.
 """
 
-from typing import Any, ClassVar, TypedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import PairWidths, RapAttention
+from ..attention import RapAttention
+from ..cache_layout import CacheLayout, Entry, PairEntry
 from ..rope import AttentionShape, Tables
 from ..specs import AttentionSpec
+from .base import Kind
 
 
-class ProjectedWidths(TypedDict):
-    """A layer's entry in the `rap` section, explained at ProjectedAttention."""
+@dataclass(frozen=True)
+class ProjectedEntry(Entry):
+    """Coordinates r of every KV head's `keys` and `values`."""
+
+    kind: ClassVar[str] = "projected"
 
     keys: int
     values: int
+
+    def cache(self, shape: AttentionShape) -> CacheLayout:
+        """Coordinates, head by head."""
+        return CacheLayout(shape.num_kv_heads, self.keys, self.values)
 
 
 class ProjectedAttention(RapAttention):
     """RapAttention of which the cache sees r coordinates of every head's keys and values.
 
-    widths: `keys` and `values`, the r of each. `key_down.g` and `value_down.g` are KV head g's
-    bases (rows), the latter with a bias that takes the values' mean away; `factors` names them.
+    `key_down.g` and `value_down.g` are KV head g's bases (rows), the latter with a bias that takes
+    the values' mean away; `factors` names them.
     """
 
-    kind: ClassVar[str] = "projected"
     fusable = False
 
     def __init__(
@@ -38,17 +47,17 @@ class ProjectedAttention(RapAttention):
         dense: nn.Module,
         spec: AttentionSpec,
         dense_shape: AttentionShape,
-        widths: ProjectedWidths,
+        entry: ProjectedEntry,
     ):
         geometry, dim = dense_shape.geometry, dense_shape.head_dim
-        sizes: PairWidths = {"pairs": geometry.num_pairs, "free": geometry.num_free, "values": dim}
+        sizes = PairEntry(geometry.num_pairs, geometry.num_free, dim)
         super().__init__(dense, spec, dense_shape, sizes)
         output = getattr(self, spec.projections[3])
         like: dict[str, Any] = {"device": output.weight.device, "dtype": output.weight.dtype}
-        inputs = dense_shape.num_heads * widths["values"]
+        inputs = dense_shape.num_heads * entry.values
         setattr(self, spec.projections[3], nn.Linear(inputs, output.out_features, **like))
         heads = range(dense_shape.num_kv_heads)
-        keys, values = (dim, widths["keys"]), (dim, widths["values"])
+        keys, values = (dim, entry.keys), (dim, entry.values)
         self.key_down = nn.ModuleList([nn.Linear(*keys, bias=False, **like) for _ in heads])
         self.value_down = nn.ModuleList([nn.Linear(*values, **like) for _ in heads])
         self.factors = {
@@ -97,3 +106,14 @@ def _each_head(bases: nn.ModuleList, x_BHTD: Tensor) -> Tensor:
     """Every head's states in the coordinates of its KV head."""
     heads = x_BHTD.unflatten(1, (len(bases), -1)).unbind(1)
     return torch.stack([down(x) for down, x in zip(bases, heads, strict=True)], 1).flatten(1, 2)
+
+
+KIND = Kind(
+    ProjectedEntry,
+    ProjectedAttention,
+    unsupported={
+        "vllm": "keys are projected after their rotation, which vLLM's attention classes have no "
+        "place for",
+        "plain": "no plain config describes keys that are projected after their rotation",
+    },
+)

@@ -4,38 +4,56 @@ Shapes: B batch, T tokens, H query heads, G KV heads, W kept key channels, M = W
 taken for, P dense pairs.
 """
 
-from typing import Any, ClassVar, TypedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import PairWidths, RapAttention, StateCache
+from ..attention import RapAttention, StateCache
+from ..cache_layout import CacheLayout, Entry, PairEntry
 from ..rope import AttentionShape, Tables
 from ..specs import AttentionSpec
+from .base import Kind
 
 
-class ReindexedWidths(PairWidths):
-    """A layer's entry in the `rap` section, explained at ReindexedAttention."""
+@dataclass(frozen=True)
+class ReindexedEntry(Entry):
+    """As of pairs, and the `frequencies` [M] and the `scaling` of cos and sin at head dim W.
 
+    These stay in the config, where no cast can round them.
+    """
+
+    kind: ClassVar[str] = "reindexed"
+
+    pairs: int
+    free: int
+    values: int
     frequencies: list[float]
     scaling: float
 
+    def cache(self, shape: AttentionShape) -> CacheLayout:
+        """Kept channels, head by head."""
+        return CacheLayout(shape.num_kv_heads, 2 * self.pairs + self.free, self.values)
 
-class IndexedWidths(TypedDict):
-    """A layer's entry in the `rap` section, explained at IndexedAttention."""
+
+@dataclass(frozen=True)
+class IndexedEntry(Entry):
+    """Kept channels of every head: `keys` W and `values` C."""
+
+    kind: ClassVar[str] = "indexed"
 
     keys: int
     values: int
 
+    def cache(self, shape: AttentionShape) -> CacheLayout:
+        """Kept channels, head by head."""
+        return CacheLayout(shape.num_kv_heads, self.keys, self.values)
+
 
 class ReindexedAttention(RapAttention):
-    """Kept channels rotate as a narrower head would: slot j at the j-th frequency of that head.
+    """Kept channels rotate as a narrower head would: slot j at the j-th frequency of that head."""
 
-    widths: as for RapAttention, and the `frequencies` [M] and the `scaling` of cos and sin that the
-    family's rotary module has at head dim W. They stay in the config, where no cast can round them.
-    """
-
-    kind: ClassVar[str] = "reindexed"
     places_by_slot = True
 
     def __init__(
@@ -43,10 +61,11 @@ class ReindexedAttention(RapAttention):
         dense: nn.Module,
         spec: AttentionSpec,
         dense_shape: AttentionShape,
-        widths: ReindexedWidths,
+        entry: ReindexedEntry,
     ):
-        super().__init__(dense, spec, dense_shape, widths)
-        self.frequencies, self.rotary_scaling = widths["frequencies"], widths["scaling"]
+        sizes = PairEntry(entry.pairs, entry.free, entry.values)
+        super().__init__(dense, spec, dense_shape, sizes)
+        self.frequencies, self.rotary_scaling = entry.frequencies, entry.scaling
 
     def prepare(
         self, hidden_states: Tensor, tables: Tables | None, cache: StateCache | None
@@ -81,12 +100,11 @@ class ReindexedAttention(RapAttention):
 class IndexedAttention(RapAttention):
     """Kept channels rotate at their own frequencies, as if missing partners were zero.
 
-    widths: `keys` W and `values` C. `kept_channels` [G, W] are dense channels in canonical order,
-    ascending; `frequency_index` [G, W] is the pair of each. A channel without its partner becomes
-    x cos: what it would give to its partner is lost, so distances alone no longer decide a logit.
+    `kept_channels` [G, W] are dense channels in canonical order, ascending; `frequency_index`
+    [G, W] is the pair of each. A channel without its partner becomes x cos: what it would give to
+    its partner is lost, so distances alone no longer decide a logit.
     """
 
-    kind: ClassVar[str] = "indexed"
     fusable = False
 
     def __init__(
@@ -94,14 +112,14 @@ class IndexedAttention(RapAttention):
         dense: nn.Module,
         spec: AttentionSpec,
         dense_shape: AttentionShape,
-        widths: IndexedWidths,
+        entry: IndexedEntry,
     ):
-        pairs, free = divmod(widths["keys"], 2)
-        sizes: PairWidths = {"pairs": pairs, "free": free, "values": widths["values"]}
+        pairs, free = divmod(entry.keys, 2)
+        sizes = PairEntry(pairs, free, entry.values)
         super().__init__(dense, spec, dense_shape, sizes)
         index = torch.zeros(
             dense_shape.num_kv_heads,
-            widths["keys"],
+            entry.keys,
             dtype=torch.int32,
             device=self.frequency_index.device,
         )
@@ -143,3 +161,22 @@ def partners(kept_GW: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
     whole = rotates & (kept.gather(1, position) == wanted)
     sign = torch.where(first, -1, 1) * whole
     return position * whole, sign
+
+
+REINDEXED = Kind(
+    ReindexedEntry,
+    ReindexedAttention,
+    unsupported={
+        "vllm": "tokens rotate by their place in the cache, which in vLLM holds many requests",
+        "plain": "no plain config describes the frequencies of a narrower head in a wider one",
+    },
+)
+INDEXED = Kind(
+    IndexedEntry,
+    IndexedAttention,
+    unsupported={
+        "vllm": "channels without their partner rotate by themselves, which vLLM's rotation of "
+        "whole pairs cannot do",
+        "plain": "no plain config describes channels that rotate without their partner",
+    },
+)

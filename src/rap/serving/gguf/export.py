@@ -7,11 +7,11 @@ from typing import Any
 
 from ...calibration.progress import Progress
 from ...checkpoint.files import check_output_file, whole_file
-from ...checkpoint.gguf import FREQUENCY_FACTORS
+from ...checkpoint.gguf_header import FREQUENCY_FACTORS
 from ...checkpoint.load import load_config, load_tokenizer
 from ...model.errors import CheckpointError, RapError
 from ...model.layers import text_config
-from .plain import head_width, plain_model, width_warnings
+from .plain import check_form, head_width, plain_model, width_warnings
 from .rotation import rotate_heads
 
 ARCHITECTURE = "llama"
@@ -58,7 +58,9 @@ def export_gguf(
     from .tensors import stored_tensors
     from .tokenizer import add_tokenizer, copy_tokenizer
 
-    vocabulary = text_config(load_config(source)).vocab_size
+    config = load_config(source)
+    check_form(config)
+    vocabulary = text_config(config).vocab_size
     writer = new_writer(ARCHITECTURE)
     if tokenizer_from is not None:
         copy_tokenizer(writer, tokenizer_from, vocabulary, pre)

@@ -9,7 +9,7 @@ from ...checkpoint.load import is_pruned, load, load_config
 from ...model.errors import UnsupportedModelError
 from ...model.layers import rotary_module
 from ...model.rope import read_frequencies
-from ..stock import is_variable, longrope_factors, stock_model
+from ..stock import check_stock, is_variable, longrope_factors, stock_model
 
 FAMILIES = ("llama", "mistral", "qwen2")
 QUANTIZED_BLOCK = 32  # values that share a scale in a quantized cache
@@ -23,14 +23,19 @@ def plain_model(source: str | Path) -> Any:
     for one that is not of the stock profile, UnsupportedModelError for what has no form in GGUF.
     """
     config = load_config(source)
+    check_form(config)
     if is_pruned(config):
         model = stock_model(load(source, dtype=torch.float32))
     else:
-        check_plain(config)
         model = load(source, dtype="auto")
     check_plain(model.config)
     _check_rope(model)
     return model
+
+
+def check_form(config: Any) -> None:
+    """Raise UnsupportedModelError for a config, dense or pruned, that no GGUF file expresses."""
+    check_stock(config) if is_pruned(config) else check_plain(config)
 
 
 def head_width(config: Any) -> int:

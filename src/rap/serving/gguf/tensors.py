@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoint.gguf import FREQUENCY_FACTORS
+from ...checkpoint.gguf_header import FREQUENCY_FACTORS
 from ...model.errors import RapError
 from ...model.fingerprint import tied_names
 from .plain import frequency_factors, head_width

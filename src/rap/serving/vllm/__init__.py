@@ -11,9 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...model import modeling
 from ...model.families import FAMILIES
 from ...model.layers import PREFIX
-from ..paths import family_path
+from ..refusals import is_served
 
-# The classes of the general path: of families without experts, and with them.
+# The model classes: of families without experts, and with them.
 GENERAL = ("RapForCausalLM", "RapMoEForCausalLM")
 # Fields by which configs say how many experts they have.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -32,24 +32,21 @@ def register() -> None:
         if name not in known:
             ModelRegistry.register_model(name, f"{__name__}.{place}")
     for family in FAMILIES:
-        if family_path(family) is not None:
+        if is_served(family):
             MODEL_ARCH_CONFIG_CONVERTORS[PREFIX + family] = WidthConvertor
 
 
 def architectures() -> dict[str, str]:
     """Every pruned architecture, with the module and the class that runs it, or says why not.
 
-    The general classes are there under their own names too, for families that have native ones.
+    The general classes are registered under their own names too: `--hf-overrides` may name them.
     """
     names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     places = {name: f"backbone:{name}" for name in GENERAL}
     for family in FAMILIES:
         if family not in names:
             continue
-        name = f"Rap{names[family]}"
-        backbone = GENERAL[_has_experts(family)]
-        native = family_path(family) == "native"
-        places[name] = f"model:{name}" if native else f"backbone:{backbone}"
+        places[f"Rap{names[family]}"] = f"backbone:{GENERAL[_has_experts(family)]}"
     return places
 
 

@@ -1,4 +1,4 @@
-"""Pruned models of every other family, through vLLM's backend for models of transformers.
+"""Pruned models of every served family, through vLLM's backend for models of transformers.
 
 vLLM builds the transformers model itself and replaces its linears, norms, experts and attention by
 its own. The pruned attention keeps its forward; `projections` gives it vLLM's linears.
@@ -26,7 +26,7 @@ from ...model.attention import RapAttention
 from ...model.errors import CheckpointError, UnsupportedModelError
 from ...model.layers import base_model_type
 from ...model.modeling import RapModelMixin, config_class, model_class
-from ..paths import serving_path
+from ..refusals import check_served
 from .division import WholeLayers, divide_sparsity
 from .projections import place_attention
 from .routers import routers_kept
@@ -39,7 +39,7 @@ class PrunedMixin(Base):
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         config = vllm_config.model_config.hf_config
         # Before anything is allocated: a config that cannot be served is refused in one sentence.
-        serving_path(config)
+        check_served(config)
         check_rope(config, vllm_config.model_config.max_model_len)
         register_backbone(base_model_type(config))
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -101,7 +101,7 @@ class PrunedMixin(Base):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM's; CheckpointError if an index or a ratio of a pruned layer is missing."""
         if self.whole_layers is not None:
-            weights = self.whole_layers.cut(weights)
+            weights = self.whole_layers.converted(weights)
         loaded = super().load_weights(weights)
         missing = sorted(self.loaded_by_rows - loaded)
         if missing:

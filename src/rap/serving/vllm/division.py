@@ -6,7 +6,7 @@ Shapes: G KV heads, P pairs, F channels that do not rotate, D head dim, I channe
 from collections.abc import Iterable, Iterator
 from statistics import NormalDist
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,12 @@ from vllm.distributed import (
 )
 
 from ...model.errors import UnsupportedModelError
-from ...model.layers import AttentionLayer, attention_layers, attention_spec, projection_tensors
+from ...model.kinds.pairs import PairPlan
+from ...model.layers import AttentionLayer, attention_layers, attention_spec
 from ...model.modeling import build_attention, norm_mode
 from ...model.rope import AttentionShape
 from ...model.specs import AttentionSpec
-from ...planning.plan import LayerPlan, Plan
-from ...surgery.apply import added_tensors, cut_layer, widths_of
+from ...surgery.weights import converted
 
 
 class WholeLayers:
@@ -51,38 +51,44 @@ class WholeLayers:
                 f"layer {first} was left dense, and vLLM cannot divide quantized ones of "
                 f"{self.spec.model_type}: serve with --tensor-parallel-size 1, or cut every layer"
             )
-        shapes = tuple(layer.shape for layer in self.layers)
-        family, mode = self.spec.model_type, norm_mode(config)
-        self.plan = Plan(tuple(planned), shapes, family, retain=1.0, qk_norm=mode)
-        # Described while the modules are dense: they are replaced below.
-        self.cuts = projection_tensors(self.layers, self.spec)
-        self.added = added_tensors(self.plan, self.layers)
+        self.planned, self.mode = planned, norm_mode(config)
+        # Named while the modules are dense: they are replaced below.
+        self.stored = {
+            layer.path: {
+                f"{layer.path}.{name}"
+                for name, _ in cast(nn.Module, layer.module).named_parameters()
+            }
+            for layer, kept in zip(self.layers, planned, strict=True)
+            if kept is not None
+        }
+        self.dense = {layer.path: layer for layer in self.layers if layer.path in self.stored}
         for layer, kept in zip(self.layers, planned, strict=True):
-            widths = widths_of(kept, mode)
-            if widths is not None:
-                whole = build_attention(model, layer, self.spec, widths, layer.norm, mode)
+            if kept is not None:
+                entry = kept.entry(self.mode)
+                whole = build_attention(model, layer, self.spec, entry, layer.norm, self.mode)
                 model.set_submodule(layer.path, whole)
 
-    def cut(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Stored weights with those of such layers as `rap apply` would have stored them."""
-        names = {
-            name: cut
-            for name, cut in self.cuts.items()
-            if self.plan.layers[cut[0].index] is not None
-        }
-        told: set[str] = set()
+    def converted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Stored weights with those of such layers as `rap apply` would have stored them.
+
+        A layer's are held until all of them are there.
+        """
+        paths = {name: path for path, names in self.stored.items() for name in names}
+        held: dict[str, dict[str, Tensor]] = {path: {} for path in self.stored}
         for stored, tensor in weights:
             # What comes before the layers is called otherwise in a model without its head.
             start = stored.find("layers.")
-            layer, role = names.get(stored[start:], (None, ""))
-            if layer is None:
+            path = paths.get(stored[start:])
+            if path is None:
                 yield stored, tensor
                 continue
-            yield stored, cut_layer(role, tensor, layer, self.plan, self.spec)
-            if layer.path not in told:
-                told.add(layer.path)
-                for name, value in self.added[layer.path].items():
-                    yield f"{stored[:start]}{layer.path}.{name}", value
+            held[path][stored[start:]] = tensor
+            if held[path].keys() == self.stored[path]:
+                layer = self.dense[path]
+                kept = self.planned[layer.index]
+                assert kept is not None
+                made = converted(kept, layer, self.spec, held.pop(path), self.mode)
+                yield from ((f"{stored[:start]}{name}", x) for name, x in made.items())
 
 
 def divide_sparsity(model: nn.Module) -> None:
@@ -107,7 +113,7 @@ def _sparse_gate(module: Any, gate_TI: Tensor) -> Tensor:
 
 def _is_beyond(layer: AttentionLayer, spec: AttentionSpec) -> bool:
     """Whether a layer is dense and has what vLLM does not divide."""
-    if layer.shape is None or hasattr(layer.module, "role_widths"):
+    if layer.shape is None or layer.pruned:
         return False
     if spec.fused is not None or spec.gate is not None:
         return True
@@ -122,8 +128,9 @@ def _is_beyond(layer: AttentionLayer, spec: AttentionSpec) -> bool:
     return weight is not None and weight.ndim > 1
 
 
-def _keep_all(shape: AttentionShape | None) -> LayerPlan:
+def _keep_all(shape: AttentionShape | None) -> PairPlan:
     assert shape is not None
     geometry, heads = shape.geometry, shape.num_kv_heads
     sizes = (geometry.num_pairs, geometry.num_free, geometry.head_dim)
-    return LayerPlan(*(torch.arange(size).expand(heads, -1) for size in sizes))
+    pairs, free, values = (torch.arange(size).expand(heads, -1) for size in sizes)
+    return PairPlan(pairs, free, values)

@@ -1,4 +1,4 @@
-"""QK-norm of the general path where a rank has some of the heads.
+"""QK-norm where a rank has some of the heads.
 
 Shapes: B batch, T tokens, H heads of q or k of this rank, D dense head dim.
 """

@@ -19,9 +19,8 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelL
 from vllm.model_executor.models.transformers.utils import replace_linear_class
 
 from ...model.attention import RapAttention
-from ...model.errors import UnsupportedModelError
+from ...model.errors import CheckpointError, UnsupportedModelError
 from .head_norms import divide_norms, norms_by_heads
-from .rows import check_stored
 
 MERGED = "qkv_proj"
 QKV = ("q", "k", "v")
@@ -183,3 +182,26 @@ def _bound(attention: RapAttention, path: str) -> tuple[str, int] | None:
         "frequency_index": ("pairs", geometry.num_pairs),
         "kept_channels": ("channels", geometry.head_dim),
     }.get(path)
+
+
+def check_stored(
+    name: str, loaded: Tensor, shape: tuple[int, ...], bound: tuple[str, int] | None = None
+) -> None:
+    """Raise CheckpointError for a stored tensor of another shape, or with an index out of range.
+
+    `bound` says of an index what it counts, and how many of it a head has.
+    """
+    if tuple(loaded.shape) != shape:
+        raise CheckpointError(
+            f"{name} has shape {tuple(loaded.shape)}, config.json says {shape}: the checkpoint is "
+            "damaged"
+        )
+    if bound is None or not loaded.numel():
+        return
+    what, count = bound
+    low, high = int(loaded.min()), int(loaded.max())
+    if not 0 <= low <= high < count:
+        raise CheckpointError(
+            f"{name} names {what} {low} to {high}, a head has {what} 0 to {count - 1}: the "
+            "checkpoint is damaged"
+        )

@@ -15,8 +15,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.v1.attention.selector import get_attn_backend
 
-from ...model.errors import CheckpointError
-from ..layout import head_layouts, is_grouped, padded_width
+from ...model.errors import RapError
+from ..layout import cache_layouts, is_grouped, padded_width
 
 
 class WidthConvertor(ModelArchConfigConvertorBase):
@@ -29,8 +29,8 @@ class WidthConvertor(ModelArchConfigConvertorBase):
         """The architecture of the dense model, with the widths of the `rap` section by layer."""
         whole = super().convert(supports_multimodal)
         try:
-            layouts = head_layouts(self.hf_text_config)
-        except CheckpointError:
+            layouts = cache_layouts(self.hf_text_config)
+        except RapError:
             # The model class refuses it in the same words, which vLLM does not wrap there.
             return whole
         # Of layers that differ in the dense model too, beside what else differs in them.

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from ...methods.kvpruner import IndexedKvPruner
+from ...model.kinds.base import WeightsPlan
 from ...model.kinds.single_channels import partners
 from ...planning.plan import Plan
-from ...surgery.replace import Replacement
 from .study import RETAINS, Analysis, Data, Study, paper_cut, percent
 
 
@@ -39,7 +39,7 @@ def chance(width: int, head_dim: int) -> float:
 
 def kept_channels(plan: Plan) -> Iterable[tuple[Tensor, int]]:
     """Key channels that a plan of whole pairs keeps: both halves of each, canonical."""
-    for layer, shape in zip(plan.layers, plan.shapes, strict=True):
+    for layer, shape in zip(plan.pairs, plan.shapes, strict=True):
         if layer is not None and shape is not None:
             pairs_GM, num_pairs = layer.frequency_GM.long(), shape.geometry.num_pairs
             yield torch.cat([pairs_GM, pairs_GM + num_pairs], dim=1), num_pairs
@@ -68,15 +68,15 @@ def measure(study: Study) -> Data:
     return {"rows": rows}
 
 
-def _single_channels(plan: Replacement) -> list[tuple[Tensor, int]]:
+def _single_channels(plan: Plan) -> list[tuple[Tensor, int]]:
     return [
-        (layer.tensors["kept_channels"].long(), shape.geometry.num_pairs)
+        (layer.weights["kept_channels"].long(), shape.geometry.num_pairs)
         for layer, shape in zip(plan.layers, plan.shapes, strict=True)
-        if layer is not None and shape is not None
+        if isinstance(layer, WeightsPlan) and shape is not None
     ]
 
 
-def _heads(plan: Replacement) -> list[int]:
+def _heads(plan: Plan) -> list[int]:
     """Channels of a head of every planned layer, those that never rotate among them."""
     both = zip(plan.layers, plan.shapes, strict=True)
     return [shape.head_dim for layer, shape in both if layer is not None and shape is not None]

@@ -1,0 +1,217 @@
+"""Merged heads in a method: how many KV heads of a layer become one, and the plan of such a layer.
+
+Shapes: G KV heads, g heads of a group, N = G/g groups, P pairs, D head dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..calibration.statistics import Statistics
+from ..model.errors import RapError
+from ..planning.budgets import LayerBudget, layer_budget, nearest_width
+from ..planning.folding import FoldedHead, fold_head
+from ..planning.losses import Metric, Moments, one_width, part_losses, width_errors
+from ..planning.merging import (
+    WIDEST,
+    Readers,
+    check_merge,
+    merged_channels,
+    merged_free,
+    merged_keys,
+    merged_latent,
+    merged_slots,
+    merged_steps,
+    merged_values,
+)
+from ..planning.plan import PairPlan
+from ..planning.shared import shared_frequencies, shared_slots
+from .dense import DenseLayers
+
+# auto: W_q and W_o grow by merge * retain; twice their dense size is the most.
+GROWTH = 2.0
+
+Merge = int | Literal["all", "auto"]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """How a method merges: `readers` of groups, the metric, and settings of folding and values."""
+
+    metric: Metric
+    readers: Readers
+    context: int
+    reach: float | None
+    shrinkage: float
+
+    def moments(
+        self, index: int, merge: int, statistics: Statistics, dense: DenseLayers
+    ) -> tuple[Moments, Moments, Moments]:
+        """Of a layer's groups: keys, values, and key channels that never rotate."""
+        found, shape, weights = _layer(index, statistics, dense)
+        how = (merge, self.metric, self.readers)
+        return (
+            merged_keys(found, shape, *how),
+            merged_values(found, weights["o"], shape, *how),
+            merged_free(found, shape, *how),
+        )
+
+    def curve(
+        self, index: int, merge: int, statistics: Statistics, dense: DenseLayers
+    ) -> list[float]:
+        """What a layer loses at every width that a cached head may have, in units of the metric."""
+        keys, values, free = self.moments(index, merge, statistics, dense)
+        shape, frequencies = dense.shapes[index], dense.frequencies[index]
+        assert shape is not None
+        assert frequencies is not None
+        about = (keys, values, free, shape, frequencies, self.context)
+        if self.metric == "output":
+            losses = width_errors(*about)
+        else:
+            losses = one_width(*part_losses(*about))
+        return losses[: merged_steps(shape.head_dim, merge) + 1]
+
+    def layer(
+        self,
+        index: int,
+        merge: int,
+        budget: LayerBudget,
+        statistics: Statistics,
+        dense: DenseLayers,
+        slots: Sequence[FoldedHead] | None = None,
+    ) -> PairPlan:
+        """The plan of a layer whose heads are merged; `slots` are those of all layers alike."""
+        keys, values, free = self.moments(index, merge, statistics, dense)
+        if slots is None:
+            slots = self._slots(keys, dense.frequencies[index], budget.pairs)
+        fields: dict[str, Any] = merged_channels(free, budget.free, merge)
+        fields |= merged_latent(values, budget.values, merge, self.shrinkage)
+        groups = len(values[0])
+        empty = torch.zeros(groups, 0, dtype=torch.int32)
+        if slots:
+            fields |= merged_slots(slots, merge)
+        return PairPlan(
+            frequency_GM=fields.pop("frequency_NM", empty),
+            free_GN=fields.pop("free_NN", empty),
+            **fields,
+        )
+
+    def _slots(self, keys: Moments, frequencies: Tensor | None, num_slots: int) -> list[FoldedHead]:
+        if not num_slots or frequencies is None:
+            return []
+        turned = self.metric == "loss"  # gradients of keys
+        return [
+            fold_head(
+                read, key, frequencies, num_slots, self.context, reach=self.reach, turned=turned
+            )
+            for key, read in zip(*keys, strict=True)
+        ]
+
+    def shared(
+        self,
+        merges: Sequence[int],
+        widths: Sequence[int],
+        statistics: Statistics,
+        dense: DenseLayers,
+    ) -> list[list[FoldedHead] | None]:
+        """One list of slots for all groups of all layers, as the plain layout needs it."""
+        present = [index for index, shape in enumerate(dense.shapes) if shape is not None]
+        frequencies = shared_frequencies(dense.frequencies)
+        moments = []
+        for index in present:
+            key, read = self.moments(index, merges[index], statistics, dense)[0]
+            moments.append((read, key))
+        loss = self.metric == "loss"
+        found = iter(
+            shared_slots(
+                moments,
+                frequencies,
+                max(widths),
+                self.context,
+                reach=self.reach,
+                relative=not loss,
+                turned=loss,
+            )
+        )
+        return [None if shape is None else next(found) for shape in dense.shapes]
+
+
+def _layer(index: int, statistics: Statistics, dense: DenseLayers) -> tuple[Any, Any, Any]:
+    shape, weights = dense.shapes[index], dense.weights[index]
+    assert shape is not None
+    assert weights is not None
+    return statistics.layers[index] or {}, shape, weights
+
+
+def layer_merges(merge: Merge, retain: float, dense: DenseLayers) -> list[int]:
+    """KV heads of a cached head of every layer, 1 where its heads stay apart.
+
+    Raises RapError for a number that does not divide the heads of a layer that can be merged.
+    """
+    merges = []
+    for shape, limit in zip(dense.shapes, dense.merge_limits, strict=True):
+        if shape is None or limit:
+            merges.append(1)
+            continue
+        if isinstance(merge, int):
+            check_merge(merge, shape.num_kv_heads)
+            merges.append(merge)
+            continue
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        merges.append(heads if merge == "all" else most_merged(heads, dim, retain))
+    return merges
+
+
+def most_merged(num_kv_heads: int, head_dim: int, retain: float) -> int:
+    """The most KV heads in one cached head that keep W_q and W_o, and the head, within bounds.
+
+    >>> most_merged(8, 128, 0.5), most_merged(3, 64, 0.5), most_merged(8, 64, 0.7)
+    (4, 3, 2)
+    """
+    sizes = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
+    fits = (n for n in sizes if n * retain <= GROWTH and n * retain * head_dim <= WIDEST)
+    return max(fits, default=1)
+
+
+def merged_budget(
+    retain: float, merge: int, shape: Any, unit: int, steps: int | None = None
+) -> LayerBudget:
+    """What a merged head of a layer keeps at `retain`, or at so many steps of two channels.
+
+    Raises RapError for more than a cached head may have.
+    """
+    size = merge * shape.head_dim // 2
+    if steps is None:
+        steps = nearest_width(retain * size, size, unit)
+    most = merged_steps(shape.head_dim, merge)
+    if steps > most:
+        raise RapError(
+            f"merged heads of {2 * steps} channels exceed {2 * most}; merge fewer heads or use a "
+            "smaller retain"
+        )
+    if steps < 1:
+        raise RapError(f"retain {retain} keeps nothing of a merged head; use a larger retain")
+    return layer_budget(merge * shape.geometry.num_pairs, size, steps, steps)
+
+
+def check_merging(method: Any) -> None:
+    """Raise RapError for settings of a Rap that cannot go with its `merge`."""
+    merge = method.merge
+    if merge == 1:
+        return
+    if isinstance(merge, int) and merge < 1:
+        raise RapError(f"merge {merge} is not possible; use 1 or more, all, or auto")
+    if method.keys != "fold" or method.values != "subspace":
+        raise RapError(f"merge={merge} needs keys 'fold' and values 'subspace'")
+    if method.budget == "adaptive" or method.key_share != 0.5:
+        raise RapError(
+            f"merge={merge} needs budget 'uniform', 'error' or 'search' and key_share 0.5"
+        )
+
+
+def noted(plan: PairPlan, note: str) -> PairPlan:
+    """The plan of a layer whose heads stayed apart, with the reason."""
+    return replace(plan, note=f"heads not merged: {note}") if note else plan
