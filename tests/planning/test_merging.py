@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from rap.planning.layer_plan import LayerPlan
 
 import rap
 from cases.models import random_tokens, tiny_model
