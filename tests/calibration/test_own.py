@@ -141,10 +141,12 @@ def test_compress_and_recover_share_samples_and_report_them(
     asked = ["--method", "rap:general", "--calibration", f"general:{mine}"]
     asked += ["--windows", "6", "--window", "64", "--evaluate", "none", "--json"]
     report = json.loads(run("compress", "bundled", "-o", out, *asked).out)
-    shown = "mine.txt and repeated:mine.txt and own (written by the dense model)"
+    rest = "without its held-out tail"
+    shown = f"mine.txt {rest} and repeated:mine.txt {rest} and own (written by the dense model)"
     assert shown in report["calibration"]
     assert shown in (out / "README.md").read_text(encoding="utf-8")
-    assert report["provenance"]["settings"]["calibration"] == f"general:{mine}"
+    sources = f"train:{mine},repeated:train:{mine},own"
+    assert report["provenance"]["settings"]["calibration"] == sources
     assert report["own_samples"]["documents"] == 6
     recovered = run(
         *("recover", out, "-o", tmp_path / "better", "--teacher", "bundled", "--preset", "fit"),
@@ -167,7 +169,10 @@ def test_plan_and_compare_take_the_name_too(drawn: list[Any], tmp_path: Path) ->
     result = run("compare", "bundled", *grid, *sizes, *measured, "--json")
     cells = json.loads(result.out)["cells"]
     assert [cell["method"] for cell in cells] == ["dense", "rap:general"]
-    assert json.loads(result.out)["provenance"]["settings"]["calibration"] == "general:bundled"
+    assert (
+        json.loads(result.out)["provenance"]["settings"]["calibration"]
+        == "bundled,repeated:bundled,own"
+    )
     assert len(drawn) == 1
 
 
@@ -177,7 +182,7 @@ def test_a_model_that_is_not_in_memory_says_what_to_do_first(tmp_path: Path, min
     assert result.code == 2
     assert result.err == (
         "error: source 'own' is text by the model itself, which --stream does not hold: run `rap "
-        f"sample MODEL -o own.jsonl` where it fits, and give {mine},repeated:{mine},own.jsonl "
+        f"sample MODEL -o own.jsonl` where it fits, and give train:{mine},repeated:train:{mine},own.jsonl "
         "instead\n"
     )
 
