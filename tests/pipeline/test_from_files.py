@@ -18,7 +18,7 @@ from rap.calibration.sources import StoredLayers
 from rap.calibration.streamed import calibrate_layers
 from rap.checkpoint.load import load, load_dense
 from rap.model.errors import RapError
-from rap.pipeline import compress, objective, places
+from rap.pipeline import compress, objective
 from rap.recovery import stages
 from rap.recovery.layer_fit import FitConfig, LayerProblem
 from rap.recovery.stages import work_folder
@@ -71,7 +71,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "method"),
     [
         *((name, FORWARD) for name in FAMILIES),
-        *(("llama", method) for method in ("rap", "palu", "elitekv", "matryoshka", "heads")),
+        *(("llama", method) for method in ("rap", "palu", "elitekv", "matryoshka")),
         ("qwen3", "rap"),
     ],
 )
@@ -309,7 +309,7 @@ def test_a_repeated_run_keeps_to_its_objective(
         with monkeypatch.context() as patched:
             patched.setattr(objective, "free_memory", lambda device, room=room: room * 2**40)
             if stops:
-                patched.setattr(places.FromFiles, "plan", _stop)
+                patched.setattr(rap.Rap, "plan_from", _stop)
                 with pytest.raises(KeyboardInterrupt):
                     compress(dense, 0.5, out, **options, stream=True)
             else:

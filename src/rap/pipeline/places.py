@@ -102,7 +102,9 @@ class InMemory:
         self.bench = Workbench.open(
             source,
             tokenizer,
-            **loading,
+            dtype=loading["dtype"],
+            device=loading["device"],
+            device_map=loading["device_map"],
             reading=reading,
             kept_in=work_folder(output) / STATISTICS_FOLDER if output and kept else None,
             progress=progress,
@@ -181,7 +183,7 @@ class FromFiles:
             raise RapError("--stream writes its result to files: give an output directory")
         refuse_samples(named_sources(reading.text), "which --stream does not hold")
         device = str(working_device(loading["device"]))
-        self.output, self.device, self.file = output, device, loading["statistics"]
+        self.output, self.device, self.file = output, device, loading["file"]
         self.work, self.model = work_folder(output), None
         self.stage = StreamedStage(
             recover,
@@ -219,7 +221,6 @@ class FromFiles:
             return method
         console = Console(stderr=True, markup=False, soft_wrap=True)
         console.print(str(self.objective))
-        say_device(self.bench.layers.device)
         model, stage = self.bench.model, self.stage
         needs, whole = method.needs_for(model), self.objective.statistics == "in memory"
         parts = {"calibrating": estimate_layers(model, self.bench.windows, needs)["total"]}
@@ -235,6 +236,7 @@ class FromFiles:
         total = parts | {"total": max(parts.values())}
         how = "" if whole else "layer by layer "
         console.print(describe_memory(total, f"{how}it takes at most about", "in all"))
+        say_device(self.bench.layers.device)
         return method
 
     def plan(self, method: Method) -> Plan:

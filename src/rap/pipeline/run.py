@@ -78,8 +78,7 @@ def compress(
     method, instead = _chosen(method, instead, float(retain), seed)
     _check(source, output, method, calibration, evaluate, recover, force=force)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
-    loading: dict[str, Any] = {"device": device}
-    loading |= {"statistics": statistics} if stream else {"dtype": dtype, "device_map": device_map}
+    loading = {"device": device, "dtype": dtype, "device_map": device_map, "file": statistics}
     place: Place = (
         FromFiles(source, reading, method, instead, output, recover, fit, loading, progress)
         if stream

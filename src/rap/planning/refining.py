@@ -13,6 +13,7 @@ KV head, D dense head dim, V = g D, C channels of a latent.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,14 +56,15 @@ def refine_slots(
             return query_SS @ x_TSM
         return dense_TS[:, :, None] * (query_SS @ (dense_TS.conj()[:, :, None] * x_TSM))
 
+    def kept(x_SM: Tensor, kept_MM: Tensor) -> Tensor:
+        return (read(x_SM * slots_TM[:, None]) @ kept_MM * slots_TM.conj()[:, None]).mean(0)
+
     key_mix, up_SM = head.key_mix, head.query_mix.mH
     for _ in range(rounds):
         kept_MM = key_mix @ key_SS @ key_mix.mH
         wanted = dense_TS[:, :, None] * (key_SS @ key_mix.mH) * slots_TM.conj()[:, None]
         up_SM = _least_squares(
-            lambda x, kept=kept_MM: (
-                (read(x * slots_TM[:, None]) @ kept) * slots_TM.conj()[:, None]
-            ).mean(0),
+            partial(kept, kept_MM=kept_MM),
             read(wanted).mean(0),
             up_SM,
             _inverse(query_SS),
@@ -115,7 +117,7 @@ def _latent(
     for _ in range(rounds):
         kept = down_CV @ moment @ down_CV.mT  # [g, R, C, C]
         up = _least_squares(
-            lambda x, kept=kept: (reader @ x[:, None] @ kept).sum(1),
+            partial(_to_heads, reader, kept),
             (wanted @ down_CV.mT).sum(1),
             up,
             heads,
@@ -123,7 +125,7 @@ def _latent(
         )
         read = up.mT[:, None] @ reader @ up[:, None]  # [g, R, C, C]
         down_CV = _least_squares(
-            lambda x, read=read: (read @ (x @ moment)).sum((0, 1)),
+            partial(_from_heads, read, moment),
             (up.mT[:, None] @ wanted).sum((0, 1)),
             down_CV,
             _inverse(read.sum((0, 1))),
@@ -132,6 +134,14 @@ def _latent(
     up_VC = up.flatten(0, 1)
     scale_C = _balance(down_CV.norm(dim=1), up_VC.norm(dim=0))
     return down_CV * scale_C[:, None], up_VC / scale_C
+
+
+def _to_heads(reader: Tensor, kept: Tensor, up_gDC: Tensor) -> Tensor:
+    return (reader @ up_gDC[:, None] @ kept).sum(1)
+
+
+def _from_heads(read: Tensor, moment: Tensor, down_CV: Tensor) -> Tensor:
+    return (read @ (down_CV @ moment)).sum((0, 1))
 
 
 def _least_squares(
