@@ -182,8 +182,8 @@ def test_a_model_that_is_not_in_memory_says_what_to_do_first(tmp_path: Path, min
     assert result.code == 2
     assert result.err == (
         "error: source 'own' is text by the model itself, which --stream does not hold: run `rap "
-        f"sample MODEL -o own.jsonl` where it fits, and give train:{mine},repeated:train:{mine},own.jsonl "
-        "instead\n"
+        f"sample MODEL -o own.jsonl` where it fits, and give train:{mine},repeated:train:{mine},"
+        "own.jsonl instead\n"
     )
 
 
