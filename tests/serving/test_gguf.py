@@ -359,6 +359,13 @@ def test_what_llama_cpp_cannot_express_is_refused(saved, tmp_path, case):
     assert not (tmp_path / "a.gguf").exists()
 
 
+def test_a_family_is_refused_before_its_tokenizer_is_asked_for(tmp_path):
+    """Whoever brought one would be refused all the same."""
+    bundled_vocabulary("gemma3_text").save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(UnsupportedModelError, match="gemma3_text has no GGUF form"):
+        export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", pre=PRE)
+
+
 def test_what_a_file_cannot_be_compared_with_is_said_in_a_sentence(saved, tmp_path):
     export_gguf(saved(bundled_vocabulary()), tmp_path / "a.gguf", pre=PRE)
     other = bundled_vocabulary(hidden=128)

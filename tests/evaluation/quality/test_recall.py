@@ -252,3 +252,19 @@ def test_a_model_in_training_mode_is_judged_without_dropout():
     found = recall.copy_loss(model, text, distance=64, passage=32, num_documents=2)
     assert found.num_documents == 2
     assert model.training
+
+
+def test_logits_of_a_large_vocabulary_are_made_for_fewer_documents(reference_model, monkeypatch):
+    """Eight documents of 640 tokens have 5 GiB of them at 262,144 tokens."""
+    text = np.arange(1000) % 90 + 32
+    options = {"passage": 16, "distance": 32, "num_documents": 5, "bos": "never"}
+    whole = recall.copy_loss(reference_model, text, **options)
+    size, rows = reference_model.config.vocab_size, []
+    handle = reference_model.register_forward_hook(
+        lambda module, args, output: rows.append(len(output.logits))
+    )
+    monkeypatch.setattr(recall, "MOST_LOGITS", 2 * 48 * size)
+    parted = recall.copy_loss(reference_model, text, **options)
+    handle.remove()
+    assert rows == [2, 2, 1]
+    assert parted.second == pytest.approx(whole.second, rel=1e-5)  # sums in another order

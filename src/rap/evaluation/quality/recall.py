@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ...calibration.bos import Bos, bos_token
 from ...calibration.state import evaluating
 from ...model.errors import RapError
+from ...model.layers import text_config
 from .documents import (
     ANSWER,
     Document,
@@ -29,6 +30,8 @@ from .documents import (
     opened,
     recall_document,
 )
+
+MOST_LOGITS = 2**28  # held at once: 1 GiB of float32, which eight documents of Gemma's would pass
 
 
 @dataclass(frozen=True)
@@ -200,10 +203,18 @@ def copy_loss(
         start, other = (_random_start(rng, text, distance) for _ in range(2))
         filler = text[other : other + distance - passage]
         documents.append(opened(copy_document(text[start : start + passage], filler), bos))
+    batch_size = _fitting(model, batch_size, len(documents[0].ids))
     losses = np.stack([loss for _, loss, _ in score_documents(model, documents, batch_size)])
     losses = losses[:, bos is not None :]  # after BOS the first token is predicted as well
     first, second = losses[:, : passage - 1].mean(), losses[:, -(passage - 1) :].mean()
     return CopyLoss(passage, distance, num_documents, float(first), float(second))
+
+
+def _fitting(model: Any, batch_size: int, num_tokens: int) -> int:
+    """Documents at once whose logits, of every token, stay within MOST_LOGITS."""
+    config = getattr(model, "config", None)
+    size = 1 if config is None else text_config(config).vocab_size
+    return max(1, min(batch_size, MOST_LOGITS // (num_tokens * size)))
 
 
 def _random_start(rng: np.random.Generator, text: np.ndarray, length: int) -> int:
