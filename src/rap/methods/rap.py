@@ -118,7 +118,8 @@ class Rap(PairPruning):
     @classmethod
     def general(cls, **settings: Any) -> "Rap":
         """For a model that is to read all kinds of text, with `general:` calibration data."""
-        return cls(**{"shrinkage": 1, "reach": "far"} | settings)
+        recommended: dict[str, Any] = {"shrinkage": 1, "reach": "far"}
+        return cls(**recommended | settings)
 
     def describe(self) -> dict[str, Any]:
         """As of every method, but no reach or shrinkage unless set: older records have neither."""
