@@ -157,8 +157,8 @@ class Rap(PairPruning):
 
     @property
     def _readers(self) -> Readers:
-        """What reads merged heads: gradients across heads where there are gradients."""
-        return "joint" if self.metric == "loss" else "apart"
+        """What reads merged heads: each by itself, for gradients across heads are worth nothing."""
+        return "apart"
 
     def _merged(self, dense: DenseLayers) -> Merged:
         context = self.context or dense.context
