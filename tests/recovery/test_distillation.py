@@ -320,7 +320,7 @@ def test_of_several_devices_one_process_takes_one(monkeypatch, tmp_path):
             return 2
 
     monkeypatch.setattr(distillation, "TrainingArguments", Two)
-    assert distillation._arguments(CONFIG, 8, tmp_path)._n_gpu == 1
+    assert distillation._arguments(CONFIG, 8, tmp_path, torch.device("cpu"))._n_gpu == 1
 
 
 def test_a_logger_that_is_not_installed_is_refused(models, monkeypatch):
