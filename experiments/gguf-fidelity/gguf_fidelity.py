@@ -56,12 +56,19 @@ def checkpoints(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, 
             bench.model.save_pretrained(saved[name])
             bench.tokenizer.save_pretrained(saved[name])
             continue
-        saved[name] = (arguments.kept_in or folder) / f"stock-{name}"
-        if not saved[name].is_dir():
-            method = Rap(retain=retain, profile="stock", align=16)
-            plan = bench.plan(method)
-            save(method.apply(bench.model, plan), plan, saved[name], bench.tokenizer)
+        saved[name] = cut(bench, retain, arguments.kept_in or folder)
     return saved, bench.held_out(arguments.text)[: arguments.long].tolist()
+
+
+def cut(bench: Workbench, retain: float, kept_in: Path) -> Path:
+    """The checkpoint of a cut of the stock profile, one that was kept there before if there is."""
+    method = Rap(retain=retain, profile="stock", align=16)
+    # Named by weights, text and settings, so that another model does not get it.
+    folder = kept_in / f"stock-{retain:g}-{bench.key(**method.describe())}"
+    if not folder.is_dir():
+        plan = bench.plan(method)
+        save(method.apply(bench.model, plan), plan, folder, bench.tokenizer)
+    return folder
 
 
 def row_of(model: str, kind: str, source: Path, file: Path, fault: str = "") -> dict[str, Any]:

@@ -166,12 +166,31 @@ def origin(bench: Bench, retain: float = RETAINS[0], name: str = "") -> dict[str
     }
 
 
-def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:
-    """The stored cell, if it is there and of this dense model."""
+def settings(cut: str = "", retain: float = 1.0, steps: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a cell is made and measured with, the dense one without a cut."""
+    measured = {"window": WINDOW, "windows": EVALUATION_WINDOWS, "facts": list(RECALL_FACTS)}
+    recall = {"distances": list(RECALL_DISTANCES), "documents": RECALL_DOCUMENTS}
+    found: dict[str, Any] = {"measured": measured | recall}
+    if cut:
+        found["method"] = replace(CUTS[cut], retain=retain).describe()
+        found["calibration"] = CALIBRATION_WINDOWS
+        presets = {name: asdict(PRESETS[name]) for name in steps if name in PRESETS}
+        found["presets"] = presets | ({"fit": asdict(FitConfig())} if "fit" in steps else {})
+    return found
+
+
+def finished(path: Path, fingerprint: str, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """The stored cell, if it is there, of this dense model, and no setting in it is another.
+
+    Cells of earlier releases say less of their settings, and are taken where nothing contradicts.
+    """
     if not path.is_file():
         return None
     cell = json.loads(path.read_text(encoding="utf-8"))
-    return cell if cell["dense_fingerprint"] == fingerprint else None
+    method = asked.get("method", {})
+    known = {**asked, **cell, "method": {**method, **cell.get("method", {})}}
+    same = all(known[name] == value for name, value in asked.items())
+    return cell if same and cell["dense_fingerprint"] == fingerprint else None
 
 
 def cell_path(folder: Path, cut: str, steps: tuple[str, ...], retain: float) -> Path:
@@ -183,13 +202,14 @@ def stored(
     folder: Path, fingerprint: str
 ) -> tuple[dict[tuple[float, str], dict[str, Any]], dict[str, Any]]:
     """All finished cells of this dense model, by retain and column, and the dense one."""
-    dense = finished(folder / "dense.json", fingerprint)
+    dense = finished(folder / "dense.json", fingerprint, settings())
     if dense is None:
         raise rap.RapError(f"{folder} has no cells of this model: run the ladder first")
     cells = {}
     for name, (cut, steps) in COLUMNS.items():
         for retain in RETAINS:
-            cell = finished(cell_path(folder, cut, steps, retain), fingerprint)
+            path = cell_path(folder, cut, steps, retain)
+            cell = finished(path, fingerprint, settings(cut, retain, steps))
             if cell is not None:
                 cells[retain, name] = cell
     return cells, dense
@@ -251,18 +271,18 @@ def main() -> None:
         write_json(HERE / "ladder.json", collect(*stored(folder, fingerprint)))
         return
     dense_path = folder / "dense.json"
-    dense = finished(dense_path, fingerprint)
+    dense = finished(dense_path, fingerprint, settings())
     if dense is None:
-        dense = {**bench.measure(bench.dense.model), **origin(bench)}
+        dense = {**settings(), **bench.measure(bench.dense.model), **origin(bench)}
         write_json(dense_path, dense)
     chosen = [name for name in COLUMNS if any(name.startswith(c) for c in arguments.columns)]
     for name in chosen:
         for retain in arguments.retain:
             cut, steps = COLUMNS[name]
             path = cell_path(folder, cut, steps, retain)
-            cell = finished(path, fingerprint)
+            cell = finished(path, fingerprint, settings(cut, retain, steps))
             if cell is None:
-                cell = bench.cell(retain, cut, steps)
+                cell = settings(cut, retain, steps) | bench.cell(retain, cut, steps)
                 write_json(path, {**cell, **origin(bench, retain, name)})
             shown = ", ".join(f"{what} {show(cell)}" for what, show in SHOWN.items())
             print(f"{name} at {retain}: {shown} ({cell['seconds']:.0f} s)", flush=True)

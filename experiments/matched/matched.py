@@ -21,6 +21,7 @@ from rap.evaluation.cost.footprint import footprint
 from rap.methods import parse_method
 from rap.studies.compare.grid import Grid
 from rap.studies.compare.matched import NEAR, REFERENCE, matched, parameters
+from rap.studies.compare.measurement import Measures
 from rap.studies.compare.run import Bench, compare
 from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED
 from rap.studies.compare.variants import DENSE
@@ -34,6 +35,12 @@ METHODS = {
     "svdllm": (0, False),
 }
 STEPS = 100  # ratios are tried in hundredths
+# As the cells of experiments/compare were measured.
+READ: dict[str, Any] = {
+    "num_windows": 64,
+    "window": 512,
+    "measures": Measures(text="bundled", window=512, num_windows=48),
+}
 COMPARED = Path(__file__).parents[1] / "compare" / "compare.json"
 
 
@@ -53,9 +60,9 @@ class Counts:
     """Attention parameters of cut models, each planned and built once."""
 
     def __init__(self, output: Path) -> None:
-        self.grid = Grid(methods=tuple(METHODS))
+        self.grid = Grid(methods=tuple(METHODS), **READ)
         # Its statistics are those that the cells are cut by, collected once for both.
-        bench = Bench("bundled", None, "float32", None, self.grid, output, True)
+        bench = Bench("bundled", None, "float32", {}, self.grid, output, False, True)
         self.model, self.statistics = bench.dense.model, bench.statistics()
         self.whole = footprint(self.model).attention_parameters
         self.known: dict[tuple[str, int], float] = {}
@@ -135,6 +142,7 @@ def measured(
                 recover=[recover],
                 output=output,
                 say=print,
+                **READ,
             )
             cells += [cell for cell in result["cells"] if cell["method"] != DENSE]
             yield cells

@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--documents", type=int, default=16)
     documents = parser.parse_args().documents
-    grid = Grid(methods=tuple(spec for spec, _ in CUTS))
+    grid = Grid(methods=tuple(spec for spec, _ in CUTS), num_windows=64, window=512)
     bench = opened(grid)
     text = np.asarray(bench.held_out("bundled"))
     found, fingerprints = {}, {}

@@ -3,12 +3,15 @@
     python experiments/qk-norm/qk_norm.py [--steps 200] [--model runs/qk-norm-model]
 
 The model is the bundled one turned into a Qwen3: norms put between its projections and the
-rotation, then trained on for a few minutes so that it uses them. It is kept in the directory
---model (not tracked) for the next run. The table is qk-norm.json beside this file.
+rotation, then trained on for a few minutes so that it uses them. It is kept beside the
+directory --model (not tracked), named by its settings, for the next run. The table is qk-norm.json
+beside this file.
 """
 
 import argparse
 import dataclasses
+import hashlib
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -49,12 +52,20 @@ def bench_of(model: Any, num_windows: int) -> Workbench:
     return Workbench.open(model, tokenizer, reading=reading, progress=True)
 
 
+def kept_folder(folder: Path, dense: Any, steps: int, seed: int) -> Path:
+    """Where the trained model is kept: named by what it is made of, and of how it is trained."""
+    asked = [rap.fingerprint_model(dense), steps, seed, BATCH, TOKENS, RATE]
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]
+    return folder.with_name(f"{folder.name}-{key}")
+
+
 def normalised_model(folder: Path, steps: int, seed: int = 0) -> Any:
-    """The bundled model with QK-norm, trained on for `steps`, from `folder` if it is there."""
+    """The bundled model with QK-norm, trained on for `steps`; `kept_folder` has it if it was."""
+    dense = assets.reference_model(dtype=torch.float32)
+    folder = kept_folder(folder, dense, steps, seed)
     if folder.is_dir():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     torch.manual_seed(seed)
-    dense = assets.reference_model(dtype=torch.float32)
     fields = dense.config.to_dict()
     for name in ("model_type", "architectures", "dtype"):
         fields.pop(name)

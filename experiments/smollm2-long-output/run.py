@@ -11,6 +11,8 @@ there.
 """
 
 import argparse
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -54,6 +56,7 @@ class Subjects:
         self.kept_in, self._folders = kept_in, dict(checkpoints)
         self.pruned = [CUT, *self._folders]
         self._made: dict[str, Any] = {"dense": self.bench.model}
+        self._fingerprints: dict[str, str] = {}
 
     def model(self, name: str) -> Any:
         """The model of that name."""
@@ -68,9 +71,21 @@ class Subjects:
                 self._made[name] = load(resolve_source(self._folders[name]), dtype="float32")
         return self._made[name]
 
-    def kept(self, what: str, make: Callable[[], Any]) -> Any:
-        """What `make` gives, from the folder if it was made before."""
-        path = self.kept_in / f"{what.replace(' ', '-')}.pt"
+    def fingerprint(self, name: str) -> str:
+        """Of the weights of the model of that name."""
+        if name not in self._fingerprints:
+            self._fingerprints[name] = fingerprint_model(self.model(name))
+        return self._fingerprints[name]
+
+    def kept(self, what: str, name: str, make: Callable[[], Any], **settings: Any) -> Any:
+        """What `make` gives of a model, from the folder if it was made before.
+
+        A file is named by the weights of that model and the dense one too, and by the settings:
+        one that was fitted anew in the same folder has its own.
+        """
+        about = {"dense": self.bench.fingerprint, "model": self.fingerprint(name), **settings}
+        key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+        path = self.kept_in / f"{f'{what} {name}'.replace(' ', '-')}-{key}.pt"
         if not path.is_file():
             started = time.monotonic()
             torch.save(make(), path)
@@ -96,7 +111,16 @@ class Subjects:
             )
             return [asdict(text) for text in written]
 
-        return [Text(**fields) for fields in self.kept(f"answers {mode} {name} {shard}", make)]
+        found = self.kept(f"answers {mode} {shard}", name, make, **asked_of(mode, shard))
+        return [Text(**fields) for fields in found]
+
+
+def asked_of(mode: str, shard: int) -> dict[str, Any]:
+    """What the answers to a shard of the prompts depend on beside the model."""
+    chosen = MODES[mode]
+    sampling = None if chosen is None else asdict(chosen)
+    sizes = {"tokens": NUM_TOKENS, "batch": BATCH_SIZE, "shard": [shard, SHARDS]}
+    return {"sampling": sampling, "prompts": read_prompts("bundled")[shard::SHARDS], **sizes}
 
 
 def measure_answers(subjects: Subjects, mode: str, shards: Sequence[int]) -> list[dict[str, Any]]:
@@ -111,10 +135,12 @@ def measure_answers(subjects: Subjects, mode: str, shards: Sequence[int]) -> lis
                 subjects.answers(one, mode, shard, asked, ends) for one in (name, "dense")
             )
             kl = subjects.kept(
-                f"divergence {mode} {name} {shard}",
+                f"divergence {mode} {shard}",
+                name,
                 lambda name=name, asked=asked, ours=ours, theirs=theirs: divergences(
                     subjects.model(name), dense, asked, ours, theirs, progress=True
                 ),
+                **asked_of(mode, shard),
             )
             for part, more in zip(found[name], (ours, theirs, kl), strict=True):
                 part += more
@@ -122,9 +148,7 @@ def measure_answers(subjects: Subjects, mode: str, shards: Sequence[int]) -> lis
         {
             "model": name,
             "mode": mode,
-            "fingerprint": subjects.kept(
-                f"fingerprint {name}", lambda name=name: fingerprint_model(subjects.model(name))
-            ),
+            "fingerprint": subjects.fingerprint(name),
             **asdict(long_output(*parts, num_tokens=NUM_TOKENS, ends=ends)),
         }
         for name, parts in found.items()
@@ -153,10 +177,12 @@ def measure_sums(subjects: Subjects) -> list[dict[str, Any]]:
             "model": name,
             "mode": "sums",
             "sums": subjects.kept(
-                f"sums {name}",
+                "sums",
+                name,
                 lambda name=name: {
                     kind: share(subjects.model(name), *ends) for kind, ends in SUMS.items()
                 },
+                sums=[SUMS, NUM_SUMS, EXAMPLES, SUM_TOKENS],
             ),
         }
         for name in ("dense", *subjects.pruned)

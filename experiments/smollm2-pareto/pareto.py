@@ -11,6 +11,7 @@ that lacks.
 
 import argparse
 import copy
+import functools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from rap.evaluation.cache.fidelity import DenseContinuations, Prefixes
 from rap.evaluation.cache.presses import Press
 from rap.evaluation.quantization import quantize_weights
 from rap.methods import parse_method
+from rap.model.fingerprint import fingerprint_model
 from rap.studies.report.report import markdown_table
 
 SOURCE, TEXT = "smollm2", "wikitext2-test.txt"
@@ -46,6 +48,17 @@ HARDER = tuple(Press(press.name, 0.75) for press in PRESSES)
 WEIGHTS = ("int8", "nf4")
 BARE = CacheCompression()
 Axis = tuple[str, CacheCompression]  # bits of the weights, and what happens to the cache
+
+
+@functools.cache
+def weights_of(directory: Path) -> str:
+    """The fingerprint of a checkpoint's weights: another fit changes it, and its name does not."""
+    return fingerprint_model(load(resolve_source(directory), dtype="float32"))
+
+
+def is_done(key: dict[str, Any], row: front.Row) -> bool:
+    """Whether a row is what is to be measured; those of earlier releases have no fingerprint."""
+    return all(row.get(name, value) == value for name, value in key.items())
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,13 @@ class Subject:
     def key(self, weights: str, cache: CacheCompression) -> dict[str, Any]:
         """What a measured row must agree in."""
         press = None if cache.press is None else str(cache.press)
-        made = {"method": self.method, "retain": self.retain, "recover": self.recover}
+        made: dict[str, Any] = {
+            "method": self.method,
+            "retain": self.retain,
+            "recover": self.recover,
+        }
+        if self.directory is not None:
+            made["fingerprint"] = weights_of(self.directory)
         return made | {"weights": weights, "bits": cache.bits, "press": press}
 
 
@@ -117,7 +136,7 @@ class Bench:
     ) -> Iterator[front.Row]:
         """The rows of a model that are not done."""
         keyed = [(*axis, subject.key(*axis)) for axis in axes]
-        lacking = [one for one in keyed if not any(one[2].items() <= row.items() for row in done)]
+        lacking = [one for one in keyed if not any(is_done(one[2], row) for row in done)]
         if not lacking:
             return
         whole = subject.make(self.dense)
@@ -147,12 +166,13 @@ def note(settings: dict[str, Any]) -> str:
     )
 
 
-def stored(settings: dict[str, Any], fingerprint: str) -> list[front.Row]:
-    """The rows of an earlier run with these settings, this model and these packages."""
+def stored(settings: dict[str, Any], fingerprint: str, calibration: str) -> list[front.Row]:
+    """The rows of an earlier run with these settings, this model, text and packages."""
     if not RESULT.is_file():
         return []
     found = json.loads(RESULT.read_text(encoding="utf-8"))
-    same = found["provenance"]["settings"] == settings and found["fingerprint"] == fingerprint
+    about = found["provenance"]["settings"], found["fingerprint"], found["calibration"]
+    same = about == (settings, fingerprint, calibration)
     rows: list[front.Row] = found["rows"] if same else []
     return rows
 
@@ -207,7 +227,7 @@ def main() -> None:
     for _, cache in (axis for _, axes in plan for axis in axes):
         cache.check()
     bench = Bench(arguments.statistics, arguments.windows)
-    rows = stored(settings, bench.dense.fingerprint)
+    rows = stored(settings, bench.dense.fingerprint, READING.describe(bench.dense.bos))
     for subject, axes in plan:
         for row in bench.rows(subject, axes, list(rows)):
             rows.append(row)

@@ -10,6 +10,7 @@ zero-shot.json there has the rows of every model that is finished. Checkpoints a
 """
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -68,6 +69,12 @@ COMMAND = (
 )
 
 
+@functools.cache
+def weights_of(directory: Path) -> str:
+    """The fingerprint of a checkpoint's weights: another fit changes it, and its name does not."""
+    return fingerprint_model(load(resolve_source(directory), dtype="float32"))
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model to measure: the dense one, one that `method` makes of it, or a checkpoint."""
@@ -81,8 +88,10 @@ class Subject:
         key: dict[str, Any] = {"model": self.name, "dense_fingerprint": bench.fingerprint}
         if self.method is not None:
             key["method"] = self.method.describe()
+            key["calibration"] = READING.describe(bench.bos)
         if self.directory is not None:
             key["checkpoint"] = self.directory.as_posix()
+            key["fingerprint"] = weights_of(self.directory)
         return key
 
     def make(self, bench: Workbench) -> tuple[Any, dict[str, Any]]:
@@ -113,12 +122,19 @@ def cell_path(subject: Subject, task: str) -> Path:
 
 
 def finished(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
-    """The stored cell, if it is there and of the same model and questions."""
+    """The stored cell, if it is there and of the same model and questions.
+
+    Cells of earlier releases have no calibration in their key, and the fingerprint beside it.
+    """
     if not path.is_file():
         return None
     cell: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    known = {name: cell[name] for name in ("fingerprint",) if name in cell} | cell["key"]
     # Through JSON, in which a tuple is a list.
-    return cell if cell["key"] == json.loads(json.dumps(key)) else None
+    wanted = json.loads(json.dumps(key))
+    later = {"fingerprint", "calibration"} - known.keys()
+    same = {name: known.get(name) for name in wanted if name not in later}
+    return cell if same == {n: x for n, x in wanted.items() if n not in later} else None
 
 
 def cell_key(bench: Workbench, subject: Subject, task: str, limit: int) -> dict[str, Any]:

@@ -65,8 +65,7 @@ def exported(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Pat
     bench.tokenizer.save_pretrained(dense)
     for name, retain, mixed in MODELS:
         if retain is not None and retain not in saved:
-            saved[retain] = (arguments.kept_in or folder) / f"stock-{retain:g}"
-            cut(bench, retain, saved[retain])
+            saved[retain] = cut(bench, retain, arguments.kept_in or folder)
         source = dense if retain is None else saved[retain]
         files[name] = folder / f"{name}.gguf"
         export_gguf(source, files[name], kind="f16", rotate=mixed, pre=arguments.pre)
@@ -76,12 +75,15 @@ def exported(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Pat
     return files, bench.model, bench.tokenizer
 
 
-def cut(bench: Workbench, retain: float, folder: Path) -> None:
-    """The checkpoint of a cut of the stock profile, unless it was kept there before."""
+def cut(bench: Workbench, retain: float, kept_in: Path) -> Path:
+    """The checkpoint of a cut of the stock profile, one that was kept there before if there is."""
+    method = Rap(retain=retain, profile="stock", align=16)
+    # Named by weights, text and settings, so that another model does not get it.
+    folder = kept_in / f"stock-{retain:g}-{bench.key(**method.describe())}"
     if not folder.is_dir():
-        method = Rap(retain=retain, profile="stock", align=16)
         plan = bench.plan(method)
         save(method.apply(bench.model, plan), plan, folder, bench.tokenizer)
+    return folder
 
 
 def named_folder(text: str) -> tuple[str, Path]:

@@ -8,7 +8,7 @@ from cases.command import run
 from cases.fits import SHORT, ShortFit
 from cases.models import tiny_model
 from rap import RapError, assets
-from rap.calibration import splits
+from rap.calibration import held_out, splits, text
 from rap.calibration.held_out import (
     HELD_OUT,
     check_enough,
@@ -23,7 +23,8 @@ from rap.model.errors import CalibrationError
 from rap.pipeline import compress
 
 VOCABULARY = 4096
-SIZES = {"num_windows": 4, "window": 64}
+# So many that windows of all of the data would be in its tail.
+SIZES = {"num_windows": 40, "window": 64}
 
 
 @pytest.fixture
@@ -69,7 +70,9 @@ def test_a_split_is_by_the_source(mine):
         assert split(data, asked) == (calibration or data, evaluate), (data, asked)
         assert split(*split(data, asked)) == split(data, asked), "known again"
     assert split("allenai/c4:de:train", None) == ("allenai/c4:de:train", None)
-    for none in ("allenai/c4:de:train", tail):
+    general = f"{rest},repeated:{rest},own"
+    assert split(f"general:{mine}", HELD_OUT) == (general, tail)
+    for none in ("allenai/c4:de:train", tail, "own", "wikitext2-test"):
         with pytest.raises(CalibrationError, match="has no held-out split; name an evaluation"):
             split(none, HELD_OUT)
 
@@ -148,7 +151,9 @@ def test_compress_keeps_it_out_of_calibration_and_recovery(mine, tokenizer, tmp_
     assert _named(found.report, mine)
     assert _apart(read, mine)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "perplexity on held-out tail of mine.txt, 8 x" in card
+    scored = found.report["pruned"]["evaluation"]
+    windows = f"{scored['num_windows']} x {scored['window']:,} tokens"
+    assert f"perplexity on held-out tail of mine.txt, {windows}" in card
     assert "mine.txt without its held-out tail" in card
     other = compress(model, 0.5, **asked, evaluate="bundled")
     assert not _apart(read, mine), "windows are drawn from all of it, where it is not evaluated on"
@@ -184,7 +189,7 @@ def test_recover_too(mine, tokenizer, tmp_path, read):
 
 
 def test_plan_decides_as_compress_does(mine, tmp_path, read):
-    small = ("--calibration", mine, "--windows", 4, "--window", 64)
+    small = ("--calibration", mine, "--windows", 40, "--window", 64)
     assert run("plan", "bundled", "-o", tmp_path / "p.rap", *small).code == 0
     assert _apart(read, mine)
 
@@ -194,3 +199,42 @@ def test_data_that_only_the_tail_would_complete_says_so(mine, tmp_path):
     refused = run(*words, "--windows", 12, "--window", 1024)
     assert refused.code == 2
     assert "mine.txt without its held-out tail; naming another --evaluate dataset" in refused.err
+
+
+WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1"
+
+
+@pytest.mark.parametrize(
+    ("name", "judged", "calibrated"),
+    [
+        ("c4", "allenai/c4:en:validation", "allenai/c4:en:train"),
+        ("paper", "Salesforce/wikitext:wikitext-2-raw-v1:test", None),
+        ("wikitext-2-raw-v1", "Salesforce/wikitext:wikitext-2-raw-v1:test", None),
+        ("wikitext2", f"{WIKITEXT}:test", f"{WIKITEXT}:validation"),
+        ("wikitext2-test", f"{WIKITEXT}:test", f"{WIKITEXT}:test"),
+        ("wikitext2-validation", f"{WIKITEXT}:validation", f"{WIKITEXT}:validation"),
+        ("some/data:a:b", "some/data:a:b", "some/data:a:b"),
+    ],
+)
+def test_a_text_to_judge_on_is_another_split(monkeypatch, tokenizer, name, judged, calibrated):
+    read = []
+
+    def dataset(source, most):
+        read.append(source)
+        return "some words"
+
+    monkeypatch.setattr(text, "read_dataset", dataset)
+    assert len(held_out.evaluation_tokens(name, tokenizer)) > 0
+    text.read_text(name)
+    assert read == [judged, calibrated or "Salesforce/wikitext:wikitext-2-raw-v1:train"]
+
+
+def test_a_repeated_text_to_judge_on_is_of_the_same_split(monkeypatch, tokenizer):
+    found = held_out.evaluation_tokens("repeated:bundled", tokenizer)
+    plain = held_out.evaluation_tokens("bundled", tokenizer)
+    assert len(found) > 1.9 * len(plain)
+    assert found[:100].tolist() == plain[:100].tolist()
+    read = []
+    monkeypatch.setattr(text, "read_dataset", lambda source, most: read.append(source) or "words")
+    held_out.evaluation_tokens("repeated:c4", tokenizer)
+    assert read == ["allenai/c4:en:validation"]

@@ -420,7 +420,9 @@ def test_unusable_windows_are_refused(bad, message):
 
 
 def test_unknown_needs_are_refused(model, windows):
-    with pytest.raises(CalibrationError, match=r"unknown statistics hessian: use any of energy, f"):
+    with pytest.raises(
+        CalibrationError, match=r"unknown statistics hessian: use any of averages, energy, f"
+    ):
         calibrate(model, windows, {"fisher", "hessian"})
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cases.family_cases import CASES, Case
 from cases.models import random_tokens, tiny_model
-from rap.calibration import streams
+from rap.calibration import memory, streams
 from rap.calibration.logits import CHUNK_LOGITS
 from rap.calibration.memory import estimate_layers
 from rap.calibration.registry import STATISTICS, backward_needs
@@ -153,3 +153,15 @@ def test_a_file_system_that_cannot_reserve_is_used_all_the_same(tmp_path, monkey
     monkeypatch.setattr(streams, "HOST_SHARE", 0)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert new_stream((2, 3), tmp_path).shape == (2, 3)
+
+
+def test_a_container_may_have_less_room_than_its_machine(tmp_path, monkeypatch):
+    limit, used = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(memory, "CONTAINER", (limit, used))
+    whole = memory.free_memory(torch.device("cpu"))
+    assert whole > 2**20
+    limit.write_text("max\n")
+    used.write_text("1000\n")
+    assert memory.free_memory(torch.device("cpu")) > 2**20
+    limit.write_text("3000\n")
+    assert memory.free_memory(torch.device("cpu")) == 2000

@@ -99,7 +99,7 @@ WEIGHTS = [
     ("file", "file is a file: a model is the directory it lies in"),
 ]
 METHOD_TEXTS = [
-    ("rap:nothing", "method 'rap' has no recipe 'nothing'; it has: paper"),
+    ("rap:nothing", "method 'rap' has no recipe 'nothing'; it has: general, paper"),
     ("heads:paper", "method 'heads' has no recipe 'paper'; it has: none"),
     ("elitekv:plus:plus", "asks for 2 recipes: name one"),
     ("palu:group=1", "method 'palu' has no setting 'group'; it has: group_size, multiple, ranks"),

@@ -54,7 +54,9 @@ def test_every_printed_command_runs(data, target):
     again = run(*evaluate, "--json")
     assert again.code == 0, again.err
     report = read_json(Path("an out/rap_report.json"), "")
-    assert again.json["perplexity"]["value"] == pytest.approx(report["pruned"]["perplexity"])
+    # A plain export rounds what it scales to the stored type.
+    close = pytest.approx(report["pruned"]["perplexity"], rel=1e-3 if target == "plain" else 1e-6)
+    assert again.json["perplexity"]["value"] == close
     _, *recover = commands["recover"]
     recovered = run(*recover, "--json")
     assert recovered.code == 0, recovered.err
@@ -70,6 +72,9 @@ def test_every_printed_command_runs(data, target):
 def _served(command, target):
     """What needs an engine that is not installed is read, and ends before it starts."""
     program, *words = command
+    if target == "plain":  # another program's command, and that is not installed
+        assert command == ["vllm", "serve", "an out"]
+        return
     assert program == "rap"
     if words[0] == "export":
         result = run(*words)

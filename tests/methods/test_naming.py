@@ -55,6 +55,8 @@ def test_settings_that_say_nothing_or_say_it_twice_are_refused(texts: list[str])
         ("rap:paper:budget=uniform:align=4", Rap.paper(retain=0.6, budget="uniform", align=4)),
         ("rap:budget=uniform:paper", Rap.paper(retain=0.6, budget="uniform")),
         ("rap:qk-norm=rows:norm_rows=16", Rap(retain=0.6, qk_norm="rows", norm_rows=16)),
+        ("rap:general", Rap(retain=0.6, shrinkage=1, reach="far")),
+        ("rap:general:reach=512", Rap(retain=0.6, shrinkage=1, reach=512)),
         ("palu:group_size=1", METHODS["palu"](retain=0.6, group_size=1)),
         ("elitekv:plus", METHODS["elitekv"].plus(retain=0.6)),
         ("kvpruner:rotation=first", METHODS["kvpruner"](retain=0.6, rotation="first")),
@@ -78,7 +80,7 @@ def test_the_retain_ratio_and_shared_settings_come_beside_the_text() -> None:
 
 
 def test_recipes_are_the_public_class_methods() -> None:
-    assert recipes(Rap) == ["paper"]
+    assert recipes(Rap) == ["general", "paper"]
     assert recipes(METHODS["elitekv"]) == ["plus"]
     assert recipes(METHODS["heads"]) == []
     assert read_method("rap:paper:align=2").settings == {"align": 2}

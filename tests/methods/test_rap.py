@@ -89,6 +89,41 @@ def test_what_folding_is_told_is_refused_where_nothing_is_folded(asked: dict) ->
         method.plan(model, statistics)
 
 
+def test_general_is_the_setting_that_it_names(calibrated: tuple) -> None:
+    model, statistics = calibrated
+    general, written = (
+        rap.parse_method(text, 0.5, align=2).plan(model, statistics)
+        for text in ("rap:general", "rap:shrinkage=1:reach=1024")
+    )
+    for one, other in zip(general.layers, written.layers, strict=True):
+        assert one.tensors().keys() == other.tensors().keys()
+        assert all(torch.equal(x, other.tensors()[name]) for name, x in one.tensors().items())
+    assert {"shrinkage": 1, "reach": "far"}.items() <= general.method.items()
+
+
+def test_general_is_for_models_whose_keys_cannot_be_folded_too() -> None:
+    model = tiny_model("qwen3", dtype=torch.float64)
+    method = rap.parse_method("rap:general", 0.5)
+    statistics = rap.calibrate(model, random_tokens(2, 16), method.needs_for(model))
+    assert method.plan(model, statistics).kept_fraction <= 0.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rap:paper:metric=output", "rap:keys=pairs:values=channels:budget=uniform:metric=output"],
+)
+def test_a_metric_that_nothing_reads_is_refused(text: str) -> None:
+    with pytest.raises(rap.RapError, match="nothing reads metric 'output' with these settings"):
+        rap.parse_method(text, 0.5)
+
+
+@pytest.mark.parametrize(
+    "text", ["rap:paper:keys=fold", "rap:paper:values=subspace", "rap:paper:budget=error"]
+)
+def test_a_metric_of_folds_subspaces_or_errors_is_read(text: str) -> None:
+    assert rap.parse_method(f"{text}:metric=output", 0.5).metric == "output"
+
+
 def test_stock_profile_shares_frequencies_where_keys_are_normalised() -> None:
     method = rap.Rap(retain=0.5, profile="stock")
     model = tiny_model("qwen3", dtype=torch.float64)

@@ -18,13 +18,14 @@ from rap.calibration.sources import StoredLayers
 from rap.calibration.streamed import calibrate_layers
 from rap.checkpoint.load import load, load_dense
 from rap.model.errors import RapError
-from rap.pipeline import compress
+from rap.pipeline import compress, objective
 from rap.recovery import stages
 from rap.recovery.layer_fit import FitConfig, LayerProblem
 from rap.recovery.stages import work_folder
 
 FIT = FitConfig(window=32, num_windows=16, steps=8, validation_windows=4, rate=0.01)
 TEXT = {"num_windows": 4, "window": 48}
+FORWARD = "rap:metric=output"  # needs no gradients, and so no whole model
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss"]
 WORDS = "The rain fell on the old house all night. "
 
@@ -59,14 +60,27 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages._Run, "fit", lambda run, config: fit(run, FIT))
 
 
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No whole model fits in memory."""
+    monkeypatch.setattr(objective, "free_memory", lambda device: 2**20)
+
+
 @pytest.mark.usefixtures("short_fit")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, FORWARD) for name in FAMILIES),
+        *(("llama", method) for method in ("rap", "palu", "elitekv", "matryoshka")),
+        ("qwen3", "rap"),
+    ],
+)
 def test_the_checkpoint_is_the_one_made_in_memory(
-    name: str, tokenizer: Any, text: str, tmp_path: Path
+    name: str, method: str, tokenizer: Any, text: str, tmp_path: Path
 ) -> None:
     dense = _dense(tmp_path / "dense", tokenizer, name)
-    common: dict[str, Any] = {"evaluate": text, "recover": "fit", **TEXT}
-    memory = compress(str(dense), 0.5, tmp_path / "memory", method="rap:metric=output", **common)
+    common: dict[str, Any] = {"evaluate": text, "recover": "fit", "method": method, **TEXT}
+    memory = compress(str(dense), 0.5, tmp_path / "memory", **common)
     report = compress(dense, 0.5, tmp_path / "streamed", fit=FIT, **common, stream=True).report
 
     found, expected = _tensors(tmp_path / "streamed"), _tensors(tmp_path / "memory")
@@ -133,7 +147,7 @@ def test_one_layer_of_each_model_is_in_memory(
     dense = _dense(tmp_path / "dense", tokenizer, name, layers=6)
     living = _Living(monkeypatch)
     options: dict[str, Any] = {"fit": FIT, "recover": "fit", "evaluate": text, **TEXT}
-    compress(dense, 0.5, tmp_path / "out", stream=True, **options)
+    compress(dense, 0.5, tmp_path / "out", method=FORWARD, stream=True, **options)
     # Passes over six layers: statistics, two judgements, the fit of two models, two measurements.
     assert len(living.layers) == 6 * 7
     assert living.most["layers"] == 2
@@ -146,6 +160,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
 ) -> None:
     dense = _dense(tmp_path / "dense", tokenizer)
     options: dict[str, Any] = {"fit": FIT, "recover": "fit", "evaluate": None, **TEXT}
+    options["method"] = FORWARD
     compress(dense, 0.5, tmp_path / "whole", **options, stream=True)
     solve, solved, calibrated = LayerProblem.solve, [], []
 
@@ -218,6 +233,7 @@ def test_statistics_of_a_file_take_any_method_that_cuts(tokenizer: Any, tmp_path
         compress(dense, 0.5, tmp_path / "other", method="rap:paper", **given, stream=True)
 
 
+@pytest.mark.usefixtures("no_room")
 def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
     tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -227,13 +243,22 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
     result = run(*given, "--json")
     assert result.code == 0, result.err
     assert result.json["method"]["metric"] == "output"
-    assert "cuts by metric 'output' here, which needs no gradients" in result.err
-    assert "layer by layer it takes at most about" in result.err
+    first, second, *_ = result.err.splitlines()
+    assert first.startswith(
+        "objective: metric 'output', statistics layer by layer: metric 'loss', as"
+    )
+    assert first.endswith("; for 'loss' give --statistics of a machine that holds the model")
+    assert second.startswith("layer by layer it takes at most about")
+    assert result.json["objective"]["metric"] == "output"
+    assert "Objective: metric `output`, statistics layer by layer (metric 'loss', as" in (
+        out / "README.md"
+    ).read_text(encoding="utf-8")
     assert load(out).config.rap["method"]["metric"] == "output"
     for arguments, message in {
         ("--metric", "loss"): "gradients of the loss",
         ("--method", "rap:paper"): "method rap needs the statistics fisher",
         ("--method", "palu"): "method palu needs the statistics fisher",
+        ("--budget", "search"): "budget 'search' tries cuts on the whole model",
         ("--recover", "fast"): "--stream takes none or fit",
         ("--dtype", "float32"): "leave --dtype and --device-map out",
         ("--statistics", tmp_path / "nowhere"): "nowhere",
@@ -243,6 +268,57 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
         assert (error_violations(refused), message in refused.err) == ([], True), refused.err
     refused = run("compress", dense, "--statistics", "file", "-o", out, "--force")
     assert "--statistics requires --stream" in refused.err
+
+
+def test_where_the_model_fits_the_objective_is_that_of_a_loaded_one(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    dense, out = _dense(tmp_path / "dense", tokenizer), tmp_path / "out"
+    given = ("compress", dense, "--retain", 0.5, "--windows", 2, "--window", 32)
+    given += ("--evaluate", "none", "--json")
+    loaded = run(*given, "-o", tmp_path / "memory").json
+    result = run(*given, "-o", out, "--stream")
+    first, second, *_ = result.err.splitlines()
+    assert first.startswith(
+        "objective: metric 'loss', statistics in memory: gradients of the loss, as"
+    )
+    assert first.endswith("GiB free); --metric output keeps to one layer in memory")
+    assert second.startswith("it takes at most about")
+    assert result.json["method"] == loaded["method"]
+    assert result.json["pruned"]["fingerprint"] == loaded["pruned"]["fingerprint"]
+    assert result.json["objective"]["statistics"] == "in memory"
+    assert "objective" not in loaded
+    # A method that has no other way is taken too, where it was refused.
+    paper = run(*given, "-o", tmp_path / "paper", "--stream", "--method", "rap:paper")
+    assert paper.json["objective"]["metric"] is None
+    assert paper.err.splitlines()[0].endswith("GiB free)")
+    asked = run(*given, "-o", tmp_path / "asked", "--stream", "--metric", "output")
+    line = (
+        "objective: metric 'output', statistics layer by layer: it needs no gradients of the loss"
+    )
+    assert asked.err.splitlines()[0] == line
+
+
+@pytest.mark.parametrize("room_first", [False, True])
+def test_a_repeated_run_keeps_to_its_objective(
+    room_first: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, out = _dense(tmp_path / "dense", tokenizer), tmp_path / "out"
+    options: dict[str, Any] = {"evaluate": None, **TEXT}
+    for room, stops in ((room_first, True), (not room_first, False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(objective, "free_memory", lambda device, room=room: room * 2**40)
+            if stops:
+                patched.setattr(rap.Rap, "plan_from", _stop)
+                with pytest.raises(KeyboardInterrupt):
+                    compress(dense, 0.5, out, **options, stream=True)
+            else:
+                report = compress(dense, 0.5, out, **options, stream=True).report
+    assert report["objective"]["metric"] == ("loss" if room_first else "output")
+
+
+def _stop(*arguments: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_every_source_is_one_interface() -> None:

@@ -74,7 +74,10 @@ def price(model: Any, statistics: rap.Statistics, metric: str, **settings: Any) 
     rows = []
     for step in range(1, shape.head_dim // 2 + 1):
         retain = 2 * step / shape.head_dim
-        method = rap.Rap(retain=retain, budget="uniform", align=2, metric=metric, **settings)
+        # Plain pairs and channels read no metric at equal widths.
+        plain = settings.get("keys") == "pairs" and settings.get("values") == "channels"
+        read = {} if plain else {"metric": metric}
+        method = rap.Rap(retain=retain, budget="uniform", align=2, **read, **settings)
         plan = method.plan(model, statistics).layers[LAYER]
         values = value_moments(found, dense_layers(model).weights[LAYER]["o"], shape, metric)
         rows.append(

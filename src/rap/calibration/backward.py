@@ -94,6 +94,8 @@ def watch_gradients(
         inputs: tuple[Tensor, ...],
         outputs: Tensor,
     ) -> None:
+        if not torch.is_grad_enabled():  # attention is run again (AveragedValues)
+            return
         watched = inputs[0] if role == "o" else outputs
         watched.register_hook(partial(arrive, layer, statistic, role))
 

@@ -1,7 +1,8 @@
 """What texts and models held when something was measured on them, so that a change is noticed.
 
-A folder of results keeps it of texts in `texts.sha256`, as `sha256sum` writes it, and of the
-configs of dense models in `dense.configs`, for results are named by the weights alone.
+A folder of results keeps it of texts in `texts.sha256`, as `sha256sum` writes it, and of dense
+models' configs in `dense.configs` and their tokenizers in `dense.tokenizers`, for results are named
+by the weights alone.
 """
 
 import hashlib
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import whole_file
+from ..checkpoint.tokenizer import fingerprint_tokenizer
 from ..model.errors import CalibrationError
 from .splits import without_prefixes
 from .text import named_sources
 
-NOTED, CONFIGS = "texts.sha256", "dense.configs"
+NOTED, CONFIGS, TOKENIZERS = "texts.sha256", "dense.configs", "dense.tokenizers"
 # Of a config, what changes no logit, or is part of a result's name by itself.
 _NAMES = {"_name_or_path", "architectures", "auto_map", "dtype", "transformers_version"}
 
@@ -50,7 +52,7 @@ def settle_config(folder: str | Path, fingerprint: str, config: Any) -> None:
     as another base of rotation: what was measured before would pass for a measurement of this.
     """
     path = Path(folder) / CONFIGS
-    noted = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    noted = _of_models(path)
     given = {name: x for name, x in config.to_diff_dict().items() if name not in _NAMES}
     given = json.loads(json.dumps(given, sort_keys=True, default=str))
     before = noted.get(fingerprint, given)
@@ -60,10 +62,34 @@ def settle_config(folder: str | Path, fingerprint: str, config: Any) -> None:
             f"{folder} was measured on this model with another config ({', '.join(changed)}): name "
             "another output"
         )
-    if fingerprint not in noted:
+    _note_model(path, fingerprint, given)
+
+
+def settle_tokenizer(folder: str | Path, fingerprint: str, tokenizer: Any) -> None:
+    """Note the tokenizer of the dense model whose weights have `fingerprint`.
+
+    Raises CalibrationError if the folder was measured with the same weights and another one: the
+    same text is other tokens then. A folder of an earlier release has noted none, and takes any.
+    """
+    path, given = Path(folder) / TOKENIZERS, fingerprint_tokenizer(tokenizer)
+    if _of_models(path).get(fingerprint, given) != given:
+        raise CalibrationError(
+            f"{folder} was measured on this model with another tokenizer: name another output"
+        )
+    _note_model(path, fingerprint, given)
+
+
+def _of_models(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _note_model(path: Path, fingerprint: str, noted: Any) -> None:
+    """Keep what is noted of a model, unless something is."""
+    known = _of_models(path)
+    if fingerprint not in known:
         with whole_file(path) as partial:
-            known = json.dumps(noted | {fingerprint: given}, indent=1)
-            partial.write_text(known + "\n", encoding="utf-8")
+            text = json.dumps(known | {fingerprint: noted}, indent=1)
+            partial.write_text(text + "\n", encoding="utf-8")
 
 
 def _digests(texts: tuple[str | Path, ...]) -> dict[str, str]:

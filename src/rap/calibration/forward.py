@@ -178,12 +178,13 @@ def watch_activations(
             )
         statistic.see(role, inputs[0].detach(), outputs.detach())
 
-    return [
+    handles = [
         layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
         for layer, statistic in statistics
         for role in statistic.roles
         if role in layer.linears
     ]
+    return handles + [hook for _, statistic in statistics for hook in statistic.watch(reading)]
 
 
 def _rotated(states_BTGD: Tensor, layer: WatchedLayer) -> Tensor:

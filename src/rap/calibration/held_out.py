@@ -11,24 +11,18 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import assets
 from ..model.errors import CalibrationError, RapError
+from .hub import ALIASES, EVALUATED_ON, STREAMED
+from .own import OWN
 from .protocol import EVALUATION_WINDOW
 from .repeats import repeat_passages
 from .splits import REPEATED, TAIL, TRAIN, without_prefixes
-from .text import ALIASES, STREAMED, encode, named_sources, read_text, shown_name
+from .text import encode, named_sources, read_text, shown_name
 
 HELD_OUT = "held-out"  # the default: a held-out split of whatever the calibration data is
-_WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1:test"
-# Names that stand for another split where a model is calibrated.
-SPLITS = {
-    "wikitext2": _WIKITEXT,
-    "wikitext-2-raw-v1": _WIKITEXT,
-    "paper": _WIKITEXT,
-    "c4": "allenai/c4:en:validation",
-}
 _SHOWN = {
     "bundled": "bundled novels (test split)",
-    _WIKITEXT: "WikiText-2 test",
-    SPLITS["c4"]: "C4 validation",
+    EVALUATED_ON["wikitext2"]: "WikiText-2 test",
+    EVALUATED_ON["c4"]: "C4 validation",
 }
 STREAMED_CHARACTERS = 4_000_000  # about a million tokens, 450 windows of 2048
 LEAST_TOKENS = 128  # of a held-out tail: fewer say little
@@ -46,8 +40,10 @@ def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, st
     names = named_sources(calibration)
     held = [_held_out_of(name) for name in names]
     if evaluate == HELD_OUT:
+        alone = all(without_prefixes(name) == OWN for name in names)
         for name, other in zip(names, held, strict=True):
-            if other is None:
+            # Samples of the model are no data to evaluate it on, beside others.
+            if other is None and (alone or without_prefixes(name) != OWN):
                 raise CalibrationError(
                     f"{name} has no held-out split; name an evaluation dataset with --evaluate"
                 )
@@ -65,7 +61,8 @@ def dataset_name(evaluate: str) -> str:
     shown = []
     for name in named_sources(evaluate):
         once = without_prefixes(name) if TAIL not in name else name
-        found = _SHOWN.get(SPLITS.get(once, once), shown_name(name))
+        read = EVALUATED_ON.get(once, ALIASES.get(once, once))
+        found = _SHOWN.get(read, shown_name(name))
         shown.append(
             f"repeated: {found}"
             if name.startswith(REPEATED) and found in _SHOWN.values()
@@ -75,7 +72,7 @@ def dataset_name(evaluate: str) -> str:
 
 
 def evaluation_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Token ids [N] of an evaluation dataset: `bundled`, a name of SPLITS, or any other source.
+    """Token ids [N] of an evaluation dataset: `bundled`, a name of EVALUATED_ON, or any other.
 
     After `repeated:` it is that text with its passages twice, after `held-out:` its tail. The parts
     of a comma list come in turns, by the length of an evaluation window. Of a streamed dataset (C4)
@@ -121,9 +118,13 @@ def _held_out_of(source: str) -> str | None:
     name = without_prefixes(source)
     if name == "bundled":
         return name
+    if name == OWN:
+        return None
     for alias, dataset in ALIASES.items():
         if name in (alias, dataset):
-            return "c4" if alias == "c4" else "wikitext2"
+            # Nothing is held out of what others are evaluated on.
+            held = "c4" if alias == "c4" else "wikitext2"
+            return None if EVALUATED_ON[held] == dataset else held
     # What is read of a streamed dataset depends on how much is asked for, so it has no tail.
     return None if name.startswith(STREAMED) and not Path(name).is_file() else f"{TAIL}{name}"
 
@@ -146,4 +147,4 @@ def _content(text: str) -> str:
         return repeat_passages(_content(text.removeprefix(REPEATED)))
     if text == "bundled":
         return assets.reference_text("test")
-    return read_text(SPLITS.get(text, text), max_characters=STREAMED_CHARACTERS)
+    return read_text(EVALUATED_ON.get(text, text), max_characters=STREAMED_CHARACTERS)

@@ -1,6 +1,8 @@
 """What calibration will hold in memory beside the weights, before it starts."""
 
+import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -10,9 +12,10 @@ from torch import Tensor
 from ..model.layers import attention_layers, text_config, text_decoder
 from .logits import CHUNK_LOGITS
 from .observers import FLOAT, ForwardStatistic, WatchedLayer
-from .registry import STATISTICS, WINDOWS, check_needs, watched_layer, watched_layers
+from .registry import STATISTICS, WINDOWS, check_needs, watched_layer
 from .sharing import has_part
 
+CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 
 
@@ -21,13 +24,14 @@ def estimate_memory(
 ) -> dict[str, int]:
     """Bytes that `calibrate` will hold beside the weights, by part; `total` is their sum.
 
-    Exact for `accumulators` and `gradients` (the largest one: each is freed as it comes), an upper
-    estimate for `logits` (a chunk of tokens, in float32 with its gradient) and `activations` (all
-    layers' inputs, or everything without checkpointing, and one layer's inside; for statistics that
-    need no gradients one layer's inside for a batch of windows).
+    The model may be on the meta device. Exact for `accumulators` and `gradients` (the largest one:
+    each is freed as it comes), an upper estimate for `logits` (a chunk of tokens, in float32 with
+    its gradient) and `activations` (all layers' inputs, or everything without checkpointing, and
+    one layer's inside; for statistics that need no gradients one layer's inside for a batch of
+    windows).
     """
     needs = check_needs(needs)
-    layers = watched_layers(model)
+    layers = [watched_layer(model, x) for x in attention_layers(model) if x.shape is not None]
     config, (_, tokens) = text_config(model.config), windows.shape
     weights = [x.linears[role].weight for x in layers for role in "kv" if role in x.linears]
     size = weights[0].element_size() if weights else 0
@@ -96,7 +100,16 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
-    return int(psutil.virtual_memory().available)
+    return min(int(psutil.virtual_memory().available), _container_room())
+
+
+def _container_room() -> int:
+    """Bytes that the process's container may still take, which are fewer than the machine's."""
+    try:
+        limit, used = (int(Path(name).read_text()) for name in CONTAINER)
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return sys.maxsize
+    return max(0, limit - used)
 
 
 def describe_memory(

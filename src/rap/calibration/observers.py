@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..model.rope import AttentionShape
 from ..model.specs import QKNorm
@@ -22,7 +23,7 @@ class WatchedLayer:
     """One attention layer under calibration: its index, dense shape, and projections by role.
 
     `norm` is how it normalises queries and keys, if it does, and `norm_weights` the weights of the
-    norms of q [H, D] and k [G, D].
+    norms of q [H, D] and k [G, D]. `module` is its attention.
     `frequencies` float64 [P] are those of its pairs, per position. `value_norm` is how it
     normalises values, if it does.
     """
@@ -34,6 +35,7 @@ class WatchedLayer:
     frequencies: Tensor | None = None
     norm: QKNorm | None = None
     value_norm: QKNorm | None = None
+    module: Any = None
 
     def zeros(self, role: str, *shape: int) -> Tensor:
         """A float32 accumulator on the device of a projection."""
@@ -89,6 +91,10 @@ class ForwardStatistic(Statistic):
     @abstractmethod
     def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         """Take in the input and output, [B, T, ...], of one projection."""
+
+    def watch(self, reading: Reading) -> list[RemovableHandle]:
+        """Hooks of its own beside those that hand it projections; it says what they do."""
+        return []
 
 
 class BackwardStatistic(Statistic):

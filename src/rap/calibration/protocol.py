@@ -8,11 +8,3 @@ CALIBRATION_WINDOWS, CALIBRATION_WINDOW = 32, 1024
 CALIBRATION_TOKENS = CALIBRATION_WINDOWS * CALIBRATION_WINDOW
 EVALUATION_WINDOWS = 8  # of this length they resolve a ratio of perplexities to 3 or 4%
 EVALUATION_WINDOW = 2048
-# What `compare` used before, by its flags: committed results have these where their command is
-# silent.
-EARLIER = {
-    "windows": 64,
-    "window": 512,
-    "measure window": 512,
-    "measure num_windows": 48,
-}

@@ -23,6 +23,7 @@ from ..model.layers import (
     split_heads,
 )
 from ..model.specs import QKNorm
+from .averages import AveragedValues
 from .backward import GradientMoment
 from .forward import InputMoment, LogitSamples, RotatedMoment
 from .joint import JointGradient, JointMoment
@@ -239,6 +240,7 @@ STATISTICS: dict[str, type[Statistic]] = {
         GradientMoment,
         JointMoment,
         JointGradient,
+        AveragedValues,
     )
 }
 # No statistic of a layer: some of the text itself, to try cuts on.
@@ -280,4 +282,5 @@ def watched_layer(model: PreTrainedModel, layer: AttentionLayer) -> WatchedLayer
     spec, frequencies = attention_spec(model.config), layer_frequencies(model, layer)
     linears, values = projections(layer, spec), None if spec.value_norm is None else QKNorm()
     weights = norm_weights(layer)
-    return WatchedLayer(layer.index, layer.shape, linears, weights, frequencies, layer.norm, values)
+    about = (linears, weights, frequencies, layer.norm, values, layer.module)
+    return WatchedLayer(layer.index, layer.shape, *about)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
+REPEATED = "repeated:"  # before the name of a source, whose text it repeats
 PASSAGE = (30, 130)  # words
 GROUP = (1, 6)  # passages that are read before the first of them comes again
 # A longer run without a blank is of a script that has none between words, such as Chinese: two

@@ -85,7 +85,7 @@ def write_documents(
                 partial.write_text("\n".join([settings, *lines, ""]), encoding="utf-8")
     with whole_file(output) as partial:
         partial.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    kept.unlink()
+    kept.unlink(missing_ok=True)  # processes of one run may write the same
 
 
 def check_length(config: PreTrainedConfig, asked: Corpus) -> None:

@@ -22,7 +22,7 @@ from ..model.rope import AttentionShape
 from .observers import Statistic, WatchedLayer
 
 # What is seen of a layer that has queries and an output alone: by query head, or summed over them.
-# Logits are not among them: they are for methods that such families do not have.
+# Logits and averages are not among them: they are for methods that such families do not have.
 BY_HEAD = ("energy_q", "raw_energy_q", "norm_moment_q", "value_moment", "value_gradient")
 SUMMED = ("query_moment", "query_free_moment")
 

@@ -41,6 +41,8 @@ class Statistics:
               `pairs` and of values as they are projected
     joint_gradients joint_key_gradient, joint_free_gradient, joint_value_gradient: as `joint`, of
               the loss gradient by the same keys and values
+    averages  averaged_moment [H, V, V]: second moment of the values of a group of KV heads (V
+              channels side by side, `averages.averaged_group`) as each query head averages them
     energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens;
               where q and k are normalised also raw_energy_q, raw_energy_k: of what the norm divides
     norms     norm_moment_q [H, D, D], norm_moment_k [G, D, D]: second moments of the same

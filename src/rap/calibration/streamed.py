@@ -1,6 +1,6 @@
 """Windows of tokens to statistics, with one decoder layer in memory.
 
-Of gradients nothing can be said this way: they need the whole model.
+Of gradients nothing can be said this way: they need the whole model, which a bench reads for them.
 
 Shapes: N windows, T tokens of a window.
 """
@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.load import load_dense
 from ..model.errors import CalibrationError
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, check_dense
 from .forward import watch_activations
-from .memory import FORWARD_BATCH
+from .memory import FORWARD_BATCH, must_recompute
 from .observers import ForwardStatistic, Reading, WatchedLayer
+from .precision import in_precision
 from .progress import track
 from .registry import STATISTICS, backward_needs, check_needs, watched_layer
-from .run import check_windows
+from .run import calibrate, check_windows
 from .sources import LayerSource, StoredLayers
 from .state import removed
 from .statistics import Statistics
@@ -101,12 +103,13 @@ def _advance(stream: Stream, working: nn.Module, index: int, watched: Watched) -
 
 @dataclass(eq=False)
 class StreamedBench(Workbench):
-    """A bench whose model has no weights in memory: `layers` hands them out.
+    """A bench whose model has no weights in memory: `layers` reads those of files in `folder`.
 
     `given` are statistics from elsewhere, which are taken as they are.
     """
 
     layers: StoredLayers = field(kw_only=True)
+    folder: Path = field(kw_only=True)
     given: Statistics | None = field(default=None, kw_only=True)
 
     @property
@@ -124,6 +127,15 @@ class StreamedBench(Workbench):
         return self.layers.fingerprint
 
     def _read(self, needs: frozenset[str]) -> Statistics:
+        """Layer by layer; gradients of the loss with the whole model, which must fit in memory."""
+        if backward_needs(needs):
+            device = self.layers.device
+            placement = {} if device.type == "cpu" else {"device_map": str(device)}
+            model = in_precision(load_dense(self.folder, **placement), torch.float32)
+            again = must_recompute(model, self.windows, needs)
+            return calibrate(
+                model, self.windows, needs, checkpointing=again, progress=self.progress
+            )
         return calibrate_layers(
             self.layers, self.windows, needs, folder=self.kept_in, progress=self.progress
         )

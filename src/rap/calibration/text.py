@@ -5,7 +5,7 @@ Shapes: N windows, T tokens of a window.
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,17 @@ from transformers import PreTrainedTokenizerBase
 from .. import assets
 from ..model.errors import CalibrationError
 from .bos import Bos, bos_token, with_bos
-from .entries import FILE_TYPES, check_file, content_of, read_entries, text_of
+from .entries import FILE_TYPES, check_file, content_of, read_entries
+from .hub import ALIASES, read_dataset
+from .own import OWN, refuse_samples, with_samples
 from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from .repeats import repeat_passages
 from .splits import REPEATED, TAIL, TRAIN, held_out_part, training_part, without_prefixes
 
-# The paper calibrates on the first of these: 32 windows of 1024 tokens, which are the defaults.
-ALIASES = {
-    "paper": "Salesforce/wikitext:wikitext-2-raw-v1:train",
-    "wikitext-2-raw-v1": "Salesforce/wikitext:wikitext-2-raw-v1:train",
-    "c4": "allenai/c4:en:train",
-}
-STREAMED = ("allenai/c4",)
-POSSIBLE = "'bundled', 'paper', 'c4', a .txt or .jsonl file, or the name of a dataset"
+GENERAL = "general:"  # before a source: that one, it repeated, and the model's own samples
+POSSIBLE = (
+    "'bundled', 'wikitext2', 'paper', 'c4', 'own', a .txt or .jsonl file, or the name of a dataset"
+)
 
 # Characters that surely hold one token of running text; English has four to five.
 _CHARACTERS_PER_TOKEN = 16
@@ -43,12 +41,15 @@ def load_windows(
     window: int = CALIBRATION_WINDOW,
     seed: int = 0,
     bos: Bos = "auto",
+    model: Any = None,
+    progress: bool = False,
 ) -> Tensor:
     """Calibration windows, LongTensor [N, T], from sources as `named_sources` reads them.
 
     Each source gives an equal share of the windows, the first ones what is left over, and they come
     in turns: what reads the first windows alone sees every source. A window begins with BOS as
-    `bos.bos_token` decides; give it the token for a family's own default.
+    `bos.bos_token` decides; give it the token for a family's own default. The source `own` needs
+    the dense `model`, which draws the samples unless they are kept (`own.own_samples`).
 
     Raises CalibrationError as `check_sources` does, if a source cannot be read or is too short, or
     if there are fewer windows than sources.
@@ -60,6 +61,7 @@ def load_windows(
             f"{num_windows} windows cannot be shared by {len(names)} texts: take {len(names)} or "
             "more (--windows), or fewer texts"
         )
+    names, _ = with_samples(names, model, tokenizer, progress=progress)
     parts = []
     for index, name in enumerate(names):
         share = num_windows // len(names) + (index < num_windows % len(names))
@@ -72,16 +74,23 @@ def load_windows(
 
 
 def named_sources(source: str | Path) -> list[str]:
-    """The sources of a mixed text, a comma list of what `read_text` knows.
+    """The sources of a mixed text, a comma list of what `read_text` knows, or `own`.
 
-    A file whose name has a comma is one source. Raises CalibrationError for a text itself.
+    `general:NAME` is three of them: NAME, `repeated:NAME` and `own`, which is there only once. A
+    file whose name has a comma is one source. Raises CalibrationError for a text itself.
     """
+    given = str(source)
     try:
-        if Path(without_prefixes(source)).is_file():
-            return [str(source)]
+        single = Path(without_prefixes(given.removeprefix(GENERAL))).is_file()
     except OSError as error:  # too long for a name
-        raise CalibrationError(f"{str(source)[:40]!r}... names no text: give {POSSIBLE}") from error
-    return [name.strip() for name in str(source).split(",") if name.strip()]
+        raise CalibrationError(f"{given[:40]!r}... names no text: give {POSSIBLE}") from error
+    names = [given] if single else [name.strip() for name in given.split(",") if name.strip()]
+    found: list[str] = []
+    for name in names:
+        once = name.removeprefix(GENERAL).strip()
+        parts = [once, f"{REPEATED}{once}", OWN] if name.startswith(GENERAL) and once else [name]
+        found += [part for part in parts if part != OWN or OWN not in found]
+    return found
 
 
 def check_sources(*texts: str | Path | None) -> None:
@@ -93,9 +102,13 @@ def check_sources(*texts: str | Path | None) -> None:
     given = [text for text in texts if text is not None]
     for name in (name for text in given for name in named_sources(text) or [str(text)]):
         once = without_prefixes(name)
-        path, alias = Path(once), once == "bundled" or once in ALIASES
-        if not once.strip(", "):
+        path, alias = Path(once), once in ("bundled", OWN) or once in ALIASES
+        if not once.removeprefix(GENERAL).strip(", "):
             raise CalibrationError(f"{name!r} names no text: give {POSSIBLE}")
+        if once.startswith(GENERAL):
+            raise CalibrationError(f"{name!r} has 'general:' inside: write it once, and first")
+        if once.startswith(GENERAL):
+            raise CalibrationError(f"{name!r} has 'general:' inside: write it once, and first")
         if path.is_dir() and not alias:
             raise CalibrationError(f"{once} is a directory: give {POSSIBLE}")
         if path.suffix in FILE_TYPES or (path.is_file() and not alias):
@@ -104,6 +117,8 @@ def check_sources(*texts: str | Path | None) -> None:
 
 def shown_name(source: str) -> str:
     """A source as reports name it: a file without its folder, for they are for others."""
+    if source == OWN:
+        return f"{OWN} (written by the dense model)"
     once = without_prefixes(source)
     name = Path(once).name if Path(once).is_file() else once
     if TAIL in source:
@@ -175,6 +190,13 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     that cannot be loaded.
     """
     check_sources(source)
+    names = named_sources(source)
+    if len(names) > 1:
+        raise CalibrationError(
+            f"{str(source)!r} is {len(names)} texts, and one is read here: give one of "
+            f"{', '.join(name for name in names if name != OWN)}"
+        )
+    refuse_samples(names)
     if str(source).startswith(REPEATED):
         once = str(source).removeprefix(REPEATED)
         return repeat_passages(read_text(once, max_characters=max_characters))
@@ -187,7 +209,7 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     path = Path(source)
     if path.suffix in FILE_TYPES or path.is_file():
         return content_of(path) if path.suffix == ".txt" else "\n\n".join(read_entries(path))
-    return _read_dataset(ALIASES.get(str(source), str(source)), max_characters)
+    return read_dataset(ALIASES.get(str(source), str(source)), max_characters)
 
 
 def _from_stretches(
@@ -235,32 +257,3 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, without special tokens."""
     # verbose=False: the text is longer than the model's window on purpose.
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-
-def _read_dataset(name: str, max_characters: int | None) -> str:
-    # Imported here: it takes a second, and only this source needs it.
-    import datasets
-
-    path, config, split, *_ = [*name.split(":"), "", ""]
-    streamed = path in STREAMED
-    try:
-        data = datasets.load_dataset(
-            path, config or None, split=split or "train", streaming=streamed
-        )
-        return "\n\n".join(_take(data, max_characters if streamed else None))
-    except Exception as error:  # hub, network, cache and builder each raise their own kinds
-        reason = str(error).strip().split("\n")[0]
-        raise CalibrationError(
-            f"cannot load the dataset {name!r} ({reason}): check the name, or the network; offline "
-            "give a .txt or .jsonl file, or 'bundled'"
-        ) from error
-
-
-def _take(entries: Iterable[Any], max_characters: int | None) -> Iterator[str]:
-    taken = 0
-    for entry in entries:
-        text = text_of(entry) or ""
-        yield text
-        taken += len(text)
-        if max_characters is not None and taken >= max_characters:
-            return

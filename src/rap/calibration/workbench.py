@@ -4,6 +4,7 @@ Shapes: N windows, T tokens of a window, K tokens of a text.
 """
 
 import hashlib
+import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_spec, check_dense
 from .bos import Bos, bos_token, check_bos, describe_bos
-from .contents import settle_config
+from .contents import settle_config, settle_tokenizer
 from .held_out import evaluation_tokens
 from .memory import describe_memory, estimate_memory, must_recompute
 from .precision import for_calibration
@@ -46,7 +47,7 @@ class CalibrationText:
     bos: Bos = "auto"
 
     def describe(self, bos: int | None) -> str:
-        """For a report: sources as `text.shown_name` has them."""
+        """For a report: sources as `text.shown_name` has them, each of a mixture."""
         names = (shown_name(source) for source in named_sources(self.text))
         read = f"{self.num_windows} windows of {self.window} tokens from {' and '.join(names)}"
         return f"{read}, {describe_bos(bos)}"
@@ -85,7 +86,7 @@ class Workbench:
 
         Raises a RapError, before weights are read, for a model that is pruned already or of no
         known family, a live model without a tokenizer, or a source that cannot be read; and for a
-        folder `kept_in` of the same weights under another config.
+        folder `kept_in` of the same weights under another config or with another tokenizer.
         """
         reading = reading or CalibrationText()
         check_bos(reading.bos)
@@ -113,6 +114,7 @@ class Workbench:
         bench = cls(model, tokenizer, name, reading, kept_in, progress)
         if kept_in is not None:
             settle_config(kept_in, bench.fingerprint, model.config)
+            settle_tokenizer(kept_in, bench.fingerprint, tokenizer)
         return bench
 
     def on(self, model: Any) -> "Workbench":
@@ -147,6 +149,8 @@ class Workbench:
             window=read.window,
             seed=read.seed,
             bos=self.bos,
+            model=self.model,
+            progress=self.progress,
         )
         check_windows(self.model, windows)
         return windows
@@ -176,6 +180,19 @@ class Workbench:
         """What a method decides for this model; what it can refuse at once it refuses first."""
         method.check_model(self.model)
         return method.plan_from(self.source, self.statistics_for([method]))
+
+    def kept_needs(self) -> frozenset[str] | None:
+        """What statistics that an earlier bench left in `kept_in` cover; None if it left none."""
+        if self.kept_in is None or not any(self.kept_in.glob("statistics-*")):
+            return None
+        stored = self._stored()
+        return None if stored is None else stored.needs
+
+    def key(self, **settings: Any) -> str:
+        """Eight digits that name what is made of the weights and the windows by such settings."""
+        made = {"weights": self.fingerprint, "windows": fingerprint_windows(self.windows)}
+        text = json.dumps(made | settings, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def _collect(self, needs: frozenset[str]) -> Statistics:
         collected = self._read(needs)

@@ -81,7 +81,7 @@ def model_card(report: dict[str, Any], title: str) -> str:
         rows="\n".join(_row(name, dense, small) for name, dense, small in comparison(report)),
         path=title,
         method=report["method"],
-        calibration=f"Calibration: {report['calibration']}. " if "calibration" in report else "",
+        calibration=_calibrated(report),
         recorded="The full decision is" if about.get("ships") == "stock" else _RECORDED,
         measured=_MEASURED if "provenance" in report else "",
     )
@@ -176,6 +176,16 @@ def interval_text(figure: Mapping[str, float], form: str) -> str:
     """A figure with the ends of its interval in brackets, where it has one of some width."""
     value, low, high = (format(figure[key], form) if key in figure else "" for key in _ENDS)
     return f"{value} ({low} to {high})" if low != high else value
+
+
+def _calibrated(report: dict[str, Any]) -> str:
+    """What was read, and of a streamed compression what it kept small and why."""
+    found = f"Calibration: {report['calibration']}. " if "calibration" in report else ""
+    if "objective" in report:
+        about = report["objective"]
+        metric = f"metric `{about['metric']}`, " if about["metric"] else ""
+        found += f"Objective: {metric}statistics {about['statistics']} ({about['why']}). "
+    return found
 
 
 def _row(name: str, dense: str, small: str) -> str:

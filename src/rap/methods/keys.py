@@ -6,12 +6,43 @@ import torch
 from torch import Tensor
 
 from ..planning.folding import FoldedHead, fold_head
-from ..planning.losses import Metric, Moments
+from ..planning.losses import Metric, Moments, free_moments, key_moments
 from ..planning.plan import PairPlan
-from ..planning.scores import LayerScores
+from ..planning.scores import LayerScores, Named
 from ..planning.shared import shared_frequencies, shared_pairs, shared_slots
 from ..planning.subspace import weighted_subspace
 from .dense import DenseLayers
+
+
+def folded_keys(
+    plain: Sequence[PairPlan | None],
+    statistics: Sequence[Named],
+    dense: DenseLayers,
+    context: int,
+    metric: Metric,
+    reach: float | None = None,
+    *,
+    alike: bool = False,
+) -> list[dict[str, Tensor]]:
+    """What replaces the plainly chosen pairs of layers that may be folded, as PairPlan fields.
+
+    The slots are every head's own, with the best subspace of channels that never rotate, or
+    `alike` for all heads and layers.
+    """
+    mixed = [x is not None and m for x, m in zip(plain, dense.mixes_keys, strict=True)]
+    pairs = [layer.num_pairs if layer is not None else 0 for layer in plain]
+    moments = [
+        key_moments(found, metric) if mixes and width else None
+        for found, mixes, width in zip(statistics, mixed, pairs, strict=True)
+    ]
+    if alike:
+        return folded_alike(moments, pairs, dense, context, metric, reach)
+    folded = folded_apart(moments, pairs, dense, context, metric, reach)
+    for index, layer in enumerate(plain):
+        if layer is not None and layer.num_free and mixed[index]:
+            free = free_moments(statistics[index], metric)
+            folded[index] |= free_subspace(free, layer.num_free)
+    return folded
 
 
 def folded_apart(

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..planning.budgets import LayerBudget, layer_budget, nearest_width
-from ..planning.folding import FoldedHead, fold_head
+from ..planning.folding import FoldedHead, fold_head, usual_reach
 from ..planning.losses import Metric, Moments, one_width, part_losses, width_errors
 from ..planning.merging import (
     WIDEST,
@@ -28,6 +28,7 @@ from ..planning.merging import (
     merged_values,
 )
 from ..planning.plan import PairPlan
+from ..planning.refining import refine_slots
 from ..planning.shared import shared_frequencies, shared_slots
 from .dense import DenseLayers
 
@@ -87,7 +88,7 @@ class Merged:
         keys, values, free = self.moments(index, merge, statistics, dense)
         if slots is None:
             slots = self._slots(keys, dense.frequencies[index], budget.pairs)
-        fields: dict[str, Tensor] = merged_channels(free, budget.free, merge)
+        fields: dict[str, Any] = merged_channels(free, budget.free, merge)
         fields |= merged_latent(values, budget.values, merge, self.shrinkage)
         groups = len(values[0])
         empty = torch.zeros(groups, 0, dtype=torch.int32)
@@ -103,11 +104,24 @@ class Merged:
         if not num_slots or frequencies is None:
             return []
         turned = self.metric == "loss"  # gradients of keys
-        return [
+        folded = [
             fold_head(
                 read, key, frequencies, num_slots, self.context, reach=self.reach, turned=turned
             )
             for key, read in zip(*keys, strict=True)
+        ]
+        return self._refined(folded, keys, frequencies)
+
+    def _refined(
+        self, slots: Sequence[FoldedHead], keys: Moments, frequencies: Tensor
+    ) -> list[FoldedHead]:
+        """The same slots of every group at the same frequencies, refined up to `reach`."""
+        reach = usual_reach(self.context) if self.reach is None else self.reach
+        turned = self.metric == "loss"
+        groups = zip(slots, *keys, strict=True)
+        return [
+            refine_slots(head, read, key, frequencies, reach, turned=turned)
+            for head, key, read in groups
         ]
 
     def shared(
@@ -136,7 +150,13 @@ class Merged:
                 turned=loss,
             )
         )
-        return [None if shape is None else next(found) for shape in dense.shapes]
+        refined = iter(
+            [
+                self._refined(slots, (key, read), frequencies)
+                for slots, (read, key) in zip(found, moments, strict=True)
+            ]
+        )
+        return [None if shape is None else next(refined) for shape in dense.shapes]
 
 
 def _layer(index: int, statistics: Statistics, dense: DenseLayers) -> tuple[Any, Any, Any]:

@@ -15,24 +15,19 @@ from ..model.layers import base_model_type
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, LayerBudget
 from ..planning.knapsack import above_floor, allocate_by_error, offered_widths
-from ..planning.losses import (
-    DIRECTIONS,
-    Metric,
-    Orders,
-    free_moments,
-    key_moments,
-    one_width,
-)
+from ..planning.losses import DIRECTIONS, Metric, Orders, one_width
 from ..planning.merging import Readers, merge_needs
 from ..planning.plan import PairPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
 from .base import PairPruning
 from .dense import DenseLayers, dense_layers, kept_budgets
-from .keys import folded_alike, folded_apart, free_subspace, shared_dense
+from .keys import folded_keys, shared_dense
 from .merged import Merge, Merged, check_merging, layer_merges, merged_budget, noted
 from .search import Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
+
+FAR = 1024  # tokens, for models that are to find what stands far back (docs/fit.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +52,8 @@ class Rap(PairPruning):
     context: distance in tokens over which folded pairs may drift; None is all the model was made
         for. A shorter one folds more, which perplexity rewards and recall pays for (docs/log.md).
     reach: distance in tokens up to which a way of folding is held against what it replaces; None
-        is the root of the context. A longer one looks at what stands far back (docs/log.md).
+        is the root of the context, `far` FAR where keys are folded. A longer one looks at what
+        stands far back (docs/log.md).
     shrinkage: how far a subspace looks beyond the calibration text (losses.value_subspace).
     merge: KV heads that become one cached head: a number that divides them, `all`, or `auto`, the
         most that keep W_q and W_o within twice the dense size and a head within 256 channels.
@@ -78,7 +74,7 @@ class Rap(PairPruning):
     keys: Literal["pairs", "fold"] = "fold"
     values: Literal["channels", "subspace"] = "subspace"
     context: int | None = None
-    reach: int | None = None
+    reach: int | Literal["far"] | None = None
     shrinkage: float = 0.0
     profile: Literal["per-head", "stock"] = "per-head"
     merge: Merge = 1
@@ -99,7 +95,9 @@ class Rap(PairPruning):
                 f"budget {self.budget!r} gives K and V one width (key_share 0.5), or lets them "
                 f"compete by metric 'loss' (pooled): key_share cannot be {self.key_share} here"
             )
-        for name, distance in (("context", self.context), ("reach", self.reach)):
+        if self.metric != "loss" and not self._reads_metric:
+            raise RapError(f"nothing reads metric {self.metric!r} with these settings: omit it")
+        for name, distance in (("context", self.context), ("reach", self._reach)):
             if distance is not None and distance < 1:
                 raise RapError(f"{name} is a distance in tokens, 1 or more: not {distance}")
         if self.keys != "fold" and self._says_how_to_fold:
@@ -117,6 +115,12 @@ class Rap(PairPruning):
         """The paper's recipe: root-Fisher scores, adaptive budgets, dense pairs and channels."""
         return cls(**{"budget": "adaptive", "keys": "pairs", "values": "channels"} | settings)
 
+    @classmethod
+    def general(cls, **settings: Any) -> "Rap":
+        """For a model that is to read all kinds of text, with `general:` calibration data."""
+        recommended: dict[str, Any] = {"shrinkage": 1, "reach": "far"}
+        return cls(**recommended | settings)
+
     def describe(self) -> dict[str, Any]:
         """As of every method, but no reach or shrinkage unless set: older records have neither."""
         unset = {"reach": None, "shrinkage": 0.0, "merge": 1}
@@ -125,6 +129,15 @@ class Rap(PairPruning):
     def _spends_by_error(self) -> bool:
         """Whether budget `error` knows this share: only losses of K and V compare."""
         return self.key_share == 0.5 or (self.key_share == "pooled" and self.metric == "loss")
+
+    @property
+    def _reads_metric(self) -> bool:
+        by_error = self.budget in ("error", "search")
+        return by_error or self.keys == "fold" or self.values == "subspace"
+
+    @property
+    def _reach(self) -> int | None:
+        return FAR if self.reach == "far" else self.reach
 
     @property
     def needs(self) -> frozenset[str]:
@@ -144,12 +157,12 @@ class Rap(PairPruning):
 
     @property
     def _readers(self) -> Readers:
-        """What reads merged heads: gradients across heads where there are gradients."""
-        return "joint" if self.metric == "loss" else "apart"
+        """What reads merged heads: each by itself, for gradients across heads are worth nothing."""
+        return "apart"
 
     def _merged(self, dense: DenseLayers) -> Merged:
         context = self.context or dense.context
-        return Merged(self.metric, self._readers, context, self.reach, self.shrinkage)
+        return Merged(self.metric, self._readers, context, self._reach, self.shrinkage)
 
     def _merges(self, dense: DenseLayers) -> list[int]:
         return layer_merges(self.merge, self.retain, dense)
@@ -293,7 +306,8 @@ class Rap(PairPruning):
             if layer is None:
                 cut.append(None)
                 continue
-            made = PairPlan(**{**layer.tensors(), **keys[index]})
+            fields: dict[str, Any] = {**layer.tensors(), **keys[index]}
+            made = PairPlan(**fields)
             if self.values == "subspace" and dense.mixes_values[index]:
                 values = layer_values(index, statistics, dense, self.metric)
                 made = in_subspace(made, values, self.shrinkage)
@@ -336,22 +350,9 @@ class Rap(PairPruning):
         if self.profile == "stock":
             shared_frequencies(dense.frequencies)
         if self._folds(dense):
-            moments = [
-                key_moments(statistics.layers[index] or {}, self.metric)
-                if layer is not None and layer.num_pairs and dense.mixes_keys[index]
-                else None
-                for index, layer in enumerate(plain)
-            ]
-            widths = [layer.num_pairs if layer is not None else 0 for layer in plain]
-            context = self.context or dense.context
-            if self.profile == "stock":
-                return folded_alike(moments, widths, dense, context, self.metric, self.reach)
-            folded = folded_apart(moments, widths, dense, context, self.metric, self.reach)
-            for index, layer in enumerate(plain):
-                if layer is not None and layer.num_free and dense.mixes_keys[index]:
-                    free = free_moments(statistics.layers[index] or {}, self.metric)
-                    folded[index] |= free_subspace(free, layer.num_free)
-            return folded
+            found = [layer or {} for layer in statistics.layers]
+            how = self.context or dense.context, self.metric, self._reach
+            return folded_keys(plain, found, dense, *how, alike=self.profile == "stock")
         return shared_dense(plain, scores) if self.profile == "stock" else [{} for _ in plain]
 
     def _folds(self, dense: DenseLayers) -> bool:
@@ -370,4 +371,4 @@ class Rap(PairPruning):
 
     @property
     def _says_how_to_fold(self) -> bool:
-        return self.context is not None or self.reach is not None
+        return self.context is not None or self.reach not in (None, "far")

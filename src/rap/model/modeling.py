@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -124,8 +124,9 @@ def build_attention(
     `norm` and its `mode` say how queries and keys are normalised. Kinds beside pairs support no
     such model, and methods refuse it before.
     """
-    kind, dense_class = KINDS[entry.kind].attention, type(layer.module)
-    build: Any = attention_class(dense_class, kind or plain_attention(spec))
+    kind, dense_class = KINDS[entry.kind].attention, cast(Any, type(layer.module))
+    module: Any = kind or plain_attention(spec)
+    build: Any = attention_class(dense_class, module)
     if kind is None:
         pairs: RapAttention = build(layer.module, spec, layer.shape, entry, norm, mode)
         return pairs

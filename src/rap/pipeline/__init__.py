@@ -5,15 +5,15 @@ Out: a smaller checkpoint, and a report of what was pruned and what it costs.
 """
 
 from ..calibration.protocol import EVALUATION_WINDOWS
-from .places import WITHOUT_GRADIENTS
+from .objective import forward_only
 from .report import measure, measure_against, save
 from .run import Compression, compress
 
 __all__ = [
     "EVALUATION_WINDOWS",
-    "WITHOUT_GRADIENTS",
     "Compression",
     "compress",
+    "forward_only",
     "measure",
     "measure_against",
     "save",

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from ..calibration.bos import check_bos
 from ..calibration.memory import describe_memory, estimate_layers
+from ..calibration.own import refuse_samples
 from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.sources import StoredLayers
 from ..calibration.statistics import Statistics
-from ..calibration.streamed import StreamedBench, refuse_gradients
+from ..calibration.streamed import StreamedBench
+from ..calibration.text import named_sources
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.card import unmeasured
 from ..checkpoint.device import say_device, working_device
@@ -36,11 +38,8 @@ from ..recovery.streamed import StreamedStage
 from ..surgery.apply import apply
 from ..surgery.weights import PrunedWeights
 from ..surgery.write import apply_streamed
+from .objective import choose, in_memory
 from .report import fitting_window, made_with, measure_against, quality, save
-
-# What --stream takes where nothing is said: the best that needs no gradient of the loss.
-WITHOUT_GRADIENTS = {"metric": "output"}
-_REMEDY = "use settings without gradients (rap:metric=output, palu:ranks=uniform) or --statistics"
 
 
 class Place(Protocol):
@@ -54,8 +53,8 @@ class Place(Protocol):
     @property
     def model(self) -> Any: ...
 
-    def announce(self, method: Method, tokens: Tensor | None) -> None:
-        """Print what the run will take before it starts, if progress is shown."""
+    def announce(self, method: Method, tokens: Tensor | None) -> Method:
+        """The method that prunes here; what the run takes is printed if progress is shown."""
         ...
 
     def plan(self, method: Method) -> Plan:
@@ -103,15 +102,18 @@ class InMemory:
         self.bench = Workbench.open(
             source,
             tokenizer,
-            **loading,
+            dtype=loading["dtype"],
+            device=loading["device"],
+            device_map=loading["device_map"],
             reading=reading,
             kept_in=work_folder(output) / STATISTICS_FOLDER if output and kept else None,
             progress=progress,
         )
         self.model: Any = None
 
-    def announce(self, method: Method, tokens: Tensor | None) -> None:
-        """Nothing: calibration prints what it takes."""
+    def announce(self, method: Method, tokens: Tensor | None) -> Method:
+        """The same; calibration prints what it takes."""
+        return method
 
     def plan(self, method: Method) -> Plan:
         """As of every place; where there is no plan, statistics are not kept for a recovery."""
@@ -170,17 +172,18 @@ class FromFiles:
         source: str | Path,
         reading: CalibrationText,
         method: Method,
+        instead: Method | None,
         output: str | Path | None,
         recover: str,
         fit: FitConfig | None,
-        device: str,
-        statistics: str | Path | None,
+        loading: dict[str, Any],
         progress: bool,
     ):
         if output is None:
             raise RapError("--stream writes its result to files: give an output directory")
-        device = str(working_device(device))
-        self.output, self.device, self.file = output, device, statistics
+        refuse_samples(named_sources(reading.text), "which --stream does not hold")
+        device = str(working_device(loading["device"]))
+        self.output, self.device, self.file = output, device, loading["file"]
         self.work, self.model = work_folder(output), None
         self.stage = StreamedStage(
             recover,
@@ -194,7 +197,9 @@ class FromFiles:
         )
         check_bos(reading.bos)
         self.stored = StoredModel(resolve_source(source))
-        given, stored = _given(method, self.stored, statistics), self.stored
+        stored = self.stored
+        method.check_model(stored.model)
+        given = Statistics.load(self.file) if self.file is not None else None
         self.bench = StreamedBench(
             stored.model,
             load_tokenizer(stored.folder),
@@ -203,24 +208,24 @@ class FromFiles:
             self.work / STATISTICS_FOLDER,
             progress,
             layers=StoredLayers(stored, device),
+            folder=stored.folder,
             given=given,
         )
+        self.objective = choose(method, instead, self.bench, given)
         self.small: PrunedWeights | None = None
 
-    def announce(self, method: Method, tokens: Tensor | None) -> None:
-        """What is pruned by, and how much memory it takes, weights included."""
+    def announce(self, method: Method, tokens: Tensor | None) -> Method:
+        """That of the objective; what it keeps small, and the memory it takes, weights included."""
+        method = self.objective.method
         if not self.bench.progress:
-            return
-        say_device(self.bench.layers.device)
+            return method
         console = Console(stderr=True, markup=False, soft_wrap=True)
-        if getattr(method, "metric", "") == "output":
-            console.print(
-                f"method {method.name} cuts by metric 'output' here, which needs no gradients of "
-                "the loss"
-            )
+        console.print(str(self.objective))
         model, stage = self.bench.model, self.stage
-        needs = method.needs_for(model)
+        needs, whole = method.needs_for(model), self.objective.statistics == "in memory"
         parts = {"calibrating": estimate_layers(model, self.bench.windows, needs)["total"]}
+        if whole:
+            parts["calibrating"] = in_memory(self.bench, needs)
         if stage.name == "fit":
             estimate = estimate_fit(model, model, stage.sizes, stage.settings)
             parts["fitting"] = sum(estimate.values())
@@ -229,7 +234,10 @@ class FromFiles:
             windows = torch.empty(shape, dtype=torch.long, device="meta")
             parts["measuring"] = estimate_layers(model, windows, (), kept=2)["total"]
         total = parts | {"total": max(parts.values())}
-        console.print(describe_memory(total, "layer by layer it takes at most about", "in all"))
+        how = "" if whole else "layer by layer "
+        console.print(describe_memory(total, f"{how}it takes at most about", "in all"))
+        say_device(self.bench.layers.device)
+        return method
 
     def plan(self, method: Method) -> Plan:
         """As of every place."""
@@ -271,12 +279,14 @@ class FromFiles:
     def record(self, evaluate: str | None) -> dict[str, Any]:
         """As of every place; with statistics of a file also what was read for those."""
         read, given = self.bench.reading, self.bench.given
+        objective = self.objective.record()
         if given is None:
-            return {"provenance": made_with(read, evaluate, "auto", device=self.device)}
+            made = made_with(read, evaluate, "auto", device=self.device)
+            return {"objective": objective, "provenance": made}
         read = replace(read, num_windows=given.num_windows, window=given.window)
         text = f"{read.num_windows} windows of {read.window} tokens, from a file of statistics"
         made = made_with(read, evaluate, "auto", device=self.device, statistics=str(self.file))
-        return {"calibration": text, "provenance": made}
+        return {"objective": objective, "calibration": text, "provenance": made}
 
     def save(self, plan: Plan, report: dict[str, Any], *, force: bool) -> None:
         """As of every place, tensor by tensor."""
@@ -291,18 +301,3 @@ class FromFiles:
             progress=self.bench.progress,
         )
         clear_work(self.work)
-
-
-def _given(method: Method, stored: StoredModel, file: str | Path | None) -> Statistics | None:
-    """The statistics of the file; without one RapError for a method that needs gradients.
-
-    RapError too for what the config rules out.
-    """
-    method.check_model(stored.model)
-    needs, what = method.needs_for(stored.model), f"method {method.name}"
-    if file is None:
-        refuse_gradients(needs, what, _REMEDY)
-        return None
-    found = Statistics.load(file)
-    found.require(needs, what)
-    return found

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..calibration.bos import Bos, bos_token
 from ..calibration.held_out import check_enough, dataset_name, evaluation_tokens
+from ..calibration.own import with_samples
 from ..calibration.protocol import EVALUATION_WINDOWS
+from ..calibration.text import named_sources
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
@@ -134,10 +136,13 @@ def save(
 
 def describe(bench: Workbench, method: Method, plan: Plan) -> dict[str, Any]:
     """What was cut and how, as JSON-able data."""
+    names = named_sources(bench.reading.text)
+    _, drawn = with_samples(names, bench.model, bench.tokenizer)
     return {
         "source": bench.name,
         "model_type": plan.model_type,
         "calibration": bench.reading.describe(bench.bos),
+        **drawn,
         "retain": method.retain,
         "kept_fraction": plan.kept_fraction,
         "method": method.describe(),

@@ -18,7 +18,8 @@ from ..methods import Method, parse_method
 from ..planning.plan import Plan
 from ..recovery.layer_fit import FitConfig
 from ..recovery.stages import check_recovery
-from .places import WITHOUT_GRADIENTS, FromFiles, InMemory, Place
+from .objective import forward_only
+from .places import FromFiles, InMemory, Place
 from .report import describe, held_out
 
 
@@ -40,6 +41,7 @@ def compress(
     output: str | Path | None = None,
     *,
     method: Method | str = "rap",
+    instead: Method | None = None,
     tokenizer: Any = None,
     calibration: str | Path = "bundled",
     num_windows: int = CALIBRATION_WINDOWS,
@@ -68,22 +70,22 @@ def compress(
     names the evaluation dataset (by default a held-out split, `held_out.split`; None: no figures).
     `recover` is one of `recovery.stages.RECOVERIES`, with the settings `fit` of layer-wise
     distillation. With `stream` layers are read from files, one in memory at a time, and work in
-    float32 on `device`: methods that need gradients take a file of `statistics`, or metric `output`
-    where their text sets none. A killed run resumes, when repeated, after the statistics or the
-    last fitted layer. RapError for input that cannot work, before the work it would waste.
+    float32 on `device`: gradients come from a file of `statistics`, or the whole model if it fits,
+    else `instead` prunes, by metric `output`. A killed run resumes, when repeated. RapError for
+    input that cannot work, before the work it would waste.
     """
     calibration, evaluate = split(calibration, evaluate)
-    method = _chosen(method, float(retain), seed, forward_only=stream and statistics is None)
+    method, instead = _chosen(method, instead, float(retain), seed)
     _check(source, output, method, calibration, evaluate, recover, force=force)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
-    loading = {"dtype": dtype, "device": device, "device_map": device_map}
+    loading = {"device": device, "dtype": dtype, "device_map": device_map, "file": statistics}
     place: Place = (
-        FromFiles(source, reading, method, output, recover, fit, device, statistics, progress)
+        FromFiles(source, reading, method, instead, output, recover, fit, loading, progress)
         if stream
         else InMemory(source, tokenizer, reading, output, recover, fit, loading, progress)
     )
     tokens = held_out(evaluate, place.bench)
-    place.announce(method, tokens)
+    method = place.announce(method, tokens)
 
     plan = place.plan(method)
     place.prune(plan)
@@ -112,8 +114,12 @@ def _check(
         check_apart(output, source)
 
 
-def _chosen(method: Method | str, retain: float, seed: int, *, forward_only: bool) -> Method:
+def _chosen(
+    method: Method | str, instead: Method | None, retain: float, seed: int
+) -> tuple[Method, Method | None]:
+    """The method, and what prunes instead where it finds no gradients."""
     if not isinstance(method, str):
-        return method
-    defaults: dict[str, Any] = WITHOUT_GRADIENTS if forward_only else {}
-    return parse_method(method, retain, seed=seed, **defaults)
+        return method, instead
+    text = method
+    instead = forward_only(lambda **more: parse_method(text, retain, seed=seed, **more))
+    return parse_method(text, retain, seed=seed), instead

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..model.errors import RapError
 from .subspace import hermitian_root, weighted_subspace
 
 # Candidate edges in radians of theta * context; pairs between the same two edges form a group.
@@ -116,10 +117,9 @@ def fold_at(
 ) -> FoldedHead:
     """The best way to fill slots at the frequencies of `pairs`, ascending: as `fold_head`.
 
-    A pair may be listed up to g times, once for each of the g heads.
+    Groupings are passed over that have fewer directions in a group than the list has slots.
+    Raises RapError if all of `candidates` are: g times a pair alone is the most for edges ().
     """
-    heads = len(query_SS) // len(frequencies)
-    assert max(map(list(pairs).count, pairs)) <= heads, "more slots than directions"
     reach = usual_reach(context) if reach is None else reach
     filled = []
     for edges in candidates:
@@ -128,10 +128,15 @@ def fold_at(
         slots: dict[int, list[int]] = {}
         for pair in pairs:
             slots.setdefault(groups[pair], []).append(pair)
+        if any(len(kept) > len(directions[group]) for group, kept in slots.items()):
+            continue
         head = fill_slots(
             query_SS, key_SS, frequencies, groups, directions, slots, reach, turned=turned
         )
-        filled.append(head)
+        if head.frequency.tolist() == sorted(pairs):
+            filled.append(head)
+    if not filled:
+        raise RapError(f"no group of pairs has directions for slots at {list(pairs)}")
     return min(filled, key=lambda head: head.error)
 
 
@@ -257,8 +262,7 @@ def logit_error(
     With `turned`, C_q is of queries as the key sees them, R_d^H q, as gradients of keys are: those
     of queries are R_d C_q R_d^H. Distances are spaced evenly in log(1 + d) up to `reach` tokens.
     """
-    steps = torch.linspace(0, 1, NUM_DISTANCES, dtype=torch.float64)
-    distances = -torch.expm1(steps * math.log1p(reach))
+    distances = -spaced(reach)
     turning = torch.polar(torch.ones(()).double(), distances[:, None] * frequencies[frequency])
     frequencies = frequencies.repeat(len(key_root_SS) // len(frequencies))
     dense = torch.polar(torch.ones(()).double(), distances[:, None] * frequencies)
@@ -272,6 +276,11 @@ def logit_error(
         left = query_root_SS @ query_mix.mH
     kept = (left * turning[:, None]) @ (key_mix @ key_root_SS)
     return REAL_SHARE * float((full - kept).abs().square().sum((1, 2)).mean())
+
+
+def spaced(reach: float) -> Tensor:
+    """Distances at which logits are compared: evenly spaced in log(1 + d) up to `reach` tokens."""
+    return torch.expm1(torch.linspace(0, 1, NUM_DISTANCES, dtype=torch.float64) * math.log1p(reach))
 
 
 def _members(groups: Sequence[int], group: int, size: int) -> Tensor:

@@ -12,7 +12,9 @@ subspace of all heads' channels. One head is a group of one: then everything her
 without merging, to the bit.
 
 A moment of a group says what its heads have in common. What reads it is either of every head by
-itself (block-diagonal), or across heads where gradients were collected so (calibration.joint).
+itself (block-diagonal), or across heads where gradients were collected so (calibration.joint): that
+is worth nothing (docs/log.md). What is worth much is that values are taken as each query head's
+attention averages them (calibration.averages), and that slots and latents are refined.
 
 Shapes: G KV heads, g heads of a group, N = G/g groups, R query heads of a KV head, P pairs, F
 channels that never rotate, D dense head dim, S = g P, M slots and C value channels of a merged
@@ -29,7 +31,8 @@ from ..model.errors import RapError
 from ..model.rope import AttentionShape
 from .folding import FoldedHead
 from .losses import Metric, Moments, free_moments, key_moments, value_moments, value_subspace
-from .subspace import weighted_subspace
+from .refining import refine_latent
+from .subspace import shrunk, weighted_subspace
 
 # Channels of a cached head that attention kernels take at most.
 WIDEST = 256
@@ -62,7 +65,7 @@ def merge_needs(metric: Metric, readers: Readers = "apart") -> frozenset[str]:
     """
     if readers == "joint" and metric != "loss":
         raise RapError("joint readers are gradients across heads: use them with metric 'loss'")
-    return frozenset({"joint"} | ({"joint_gradients"} if readers == "joint" else set()))
+    return frozenset({"joint", "joint_gradients" if readers == "joint" else "averages"})
 
 
 def merged_keys(
@@ -109,16 +112,30 @@ def merged_values(
     metric: Metric,
     readers: Readers = "apart",
 ) -> Moments:
-    """As `losses.value_moments`, of groups of `merge` heads: [N, 1, V, V]."""
+    """As `losses.value_moments`, of groups of `merge` heads: [N, g R, V, V].
+
+    By query head, of all values of its group as its own attention averages them, and of what it
+    adds to by those of its own KV head. Where `averages` has no such groups the values count as
+    they are before attention. With joint readers so they do too, and there is one of both, not
+    one for each query head: [N, 1, V, V].
+    """
     if merge == 1:
         return value_moments(statistics, w_o, shape, metric)
-    moment = statistics["joint_value_moment"].double()
+    num_groups = shape.num_kv_heads // merge
+    raw_NVV = _groups(statistics["joint_value_moment"].double(), num_groups)
     if readers == "joint":
-        reader = _groups(statistics["joint_value_gradient"].double(), shape.num_kv_heads // merge)
-    else:
-        own = value_moments(statistics, w_o, shape, metric)[1].sum(1)
-        reader = _side_by_side(own, merge)
-    return _groups(moment, shape.num_kv_heads // merge)[:, None], reader[:, None]
+        reader = _groups(statistics["joint_value_gradient"].double(), num_groups)
+        return raw_NVV[:, None], reader[:, None]
+    averaged = _averaged(statistics.get("averaged_moment"), shape, merge)
+    if averaged is None:
+        averaged = raw_NVV[:, None].expand(-1, merge * shape.group_size, -1, -1)
+    own_GRDD = value_moments(statistics, w_o, shape, metric)[1]
+    dim = shape.head_dim
+    reader = own_GRDD.new_zeros(*own_GRDD.shape[:2], merge * dim, merge * dim)
+    for head, own in enumerate(own_GRDD):
+        block = slice(head % merge * dim, (head % merge + 1) * dim)
+        reader[head, :, block, block] = own
+    return averaged, reader.unflatten(0, (num_groups, merge)).flatten(1, 2)
 
 
 def merged_slots(groups: Sequence[FoldedHead], merge: int) -> dict[str, Tensor]:
@@ -161,9 +178,13 @@ def merged_latent(
     """The value latent of `width` channels of every group, as fields of a plan.
 
     down [G, C, D] is summed over the heads of a group, up [G, D, C] gives each of them its values.
-    `shrinkage` as in `losses.value_subspace`.
+    `shrinkage` as in `losses.value_subspace`. Of merged heads the subspace is refined for each of
+    their query heads (refining.py).
     """
     factors = value_subspace(moments, width, shrinkage)
+    if merge > 1 and moments[0].shape[1] > 1:
+        each = (shrunk(part, shrinkage) for part in moments)
+        factors = refine_latent((next(each), next(each)), factors, merge)
     return {
         "value_down_GCD": _per_head(factors.down, merge),
         "value_up_GDC": _per_head(factors.up.mT, merge).mT.contiguous(),
@@ -180,6 +201,20 @@ def _groups(joint: Tensor, num_groups: int) -> Tensor:
     size = len(joint) // num_groups
     blocks = joint.view(num_groups, size, num_groups, size)
     return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0).contiguous()
+
+
+def _averaged(moment_HVV: Tensor | None, shape: AttentionShape, merge: int) -> Tensor | None:
+    """Blocks [N, g R, V, V] of groups of those that `averages` collected, if they are of these."""
+    width = merge * shape.head_dim
+    if moment_HVV is None or len(moment_HVV) != shape.num_heads or moment_HVV.shape[-1] % width:
+        return None
+    group, per_group = moment_HVV.shape[-1] // shape.head_dim, merge * shape.group_size
+    blocks = []
+    for begin in range(0, shape.num_heads, per_group):
+        at = begin // shape.group_size % group * shape.head_dim
+        rows = slice(at, at + width)
+        blocks.append(moment_HVV[begin : begin + per_group, rows, rows].double())
+    return torch.stack(blocks)
 
 
 def _side_by_side(heads_GXX: Tensor, merge: int) -> Tensor:

@@ -64,6 +64,18 @@ class Plan:
         ]
 
     @property
+    def pairs(self) -> tuple[PairPlan | None, ...]:
+        """The layers of a plan of pairs; PlanError for one with layers of another kind."""
+        found: list[PairPlan | None] = []
+        for index, layer in enumerate(self.layers):
+            if layer is not None and not isinstance(layer, PairPlan):
+                raise PlanError(
+                    f"layer {index} has attention of another kind: plan with a pair method"
+                )
+            found.append(layer)
+        return tuple(found)
+
+    @property
     def kept_fraction(self) -> float:
         """Cached elements of a token over those of the dense model, all layers counted."""
         kept = sum(cache.elements for cache in self.caches if cache is not None)

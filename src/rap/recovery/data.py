@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import assets
 from ..calibration.bos import Bos, bos_token, with_bos
+from ..calibration.hub import ALIASES
 from ..calibration.repeats import repeat_passages
 from ..calibration.splits import REPEATED
-from ..calibration.text import ALIASES, named_sources, read_text, windows_from_text
+from ..calibration.text import named_sources, read_text, windows_from_text
 from ..model.errors import RapError
 
 SHARED_RUN = 16  # tokens: natural text repeats fewer
@@ -111,8 +112,8 @@ def validation_text(source: str) -> str | None:
         return None if once is None else repeat_passages(once)
     if source == "bundled":
         return assets.reference_text("validation")
-    name = ALIASES.get(source)
-    if name is None:
+    name = ALIASES.get(source, "")
+    if not name.endswith(":train"):
         return None
     enough = _enough(1024, 1024)
     return read_text(f"{name.rpartition(':')[0]}:validation", max_characters=enough)

@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.bos import Bos, bos_token, describe_bos
+from ..calibration.own import with_samples
 from ..calibration.protocol import CALIBRATION_TOKENS
+from ..calibration.text import named_sources
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.layers import trained_length
@@ -24,7 +26,7 @@ from .data import apart, recovery_windows
 from .fit import fit_layers
 from .layer_fit import FitConfig
 from .projections import SETTINGS, train_projections
-from .runs import FIT_FOLDER, take_from_main
+from .runs import FIT_FOLDER, processes, take_from_main
 
 RECOVERIES = (
     *("none", "closed-form", "fit", "projections"),
@@ -116,6 +118,7 @@ def recover_stage(
     which begin with `bos`, see `data.recovery_windows`; no stage trains on them. `small` and
     `dense` are left untouched. The report has the perplexity after each step and what distillation
     reports; it is empty for `none`.
+    The source `own` is what `dense` wrote (`calibration.own`).
     With an `output`, checkpoints go to its `work_folder`, from which a killed run continues.
     """
     check_recovery(name)
@@ -123,7 +126,9 @@ def recover_stage(
     if name == "none":
         return small, {}
     report: dict[str, Any] = {"name": name, "texts": list(texts)}
-    run = _Run(small, dense, tokenizer, texts, seed, output, bos, progress, report)
+    read, drawn = _with_samples(texts, dense, tokenizer, progress)
+    report |= drawn
+    run = _Run(small, dense, tokenizer, read, seed, output, bos, progress, report)
     first, _, last = name.rpartition("+")
     if fitted is not None:
         run.go_on(fitted)
@@ -139,6 +144,15 @@ def recover_stage(
     measured = (value for key, value in report.items() if key.startswith("perplexity_"))
     report["perplexity_after"] = min(measured)
     return run.small, report
+
+
+def _with_samples(
+    texts: Sequence[str], dense: PreTrainedModel, tokenizer: Any, progress: bool
+) -> tuple[list[str], dict[str, Any]]:
+    """The sources of all texts, as `own.with_samples`; several processes draw samples once."""
+    names = [name for text in texts for name in named_sources(text)]
+    with processes().main_process_first():
+        return with_samples(names, dense, tokenizer, progress=progress)
 
 
 def _check_settings(name: str, config: Any, fit: FitConfig | None) -> None:

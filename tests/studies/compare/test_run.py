@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.normalizers import Lowercase
 
 import rap
 from cases.command import error_violations, run
@@ -202,6 +203,25 @@ def test_a_config_that_changed_is_not_taken_for_what_was_measured(tiny, tmp_path
     with pytest.raises(RapError, match=r"another config \(rope_parameters\): name another output"):
         rap.compare(model, **asked)
     assert json.loads((tmp_path / "grid" / "compare.json").read_text())["cells"] == known["cells"]
+
+
+def test_a_tokenizer_that_changed_is_not_taken_for_what_was_measured(tiny, tmp_path):
+    """Cells are named by weights, and the same text is other tokens."""
+    model = assets.reference_model()
+    fast = replace(tiny, recall_documents=0, decode_steps=0, num_windows=1)
+    asked = {"output": tmp_path / "grid", "methods": ["rap"], "retain": (0.5,), **SMALL}
+    asked |= {"measures": fast, "tokenizer": assets.reference_tokenizer()}
+    known = rap.compare(model, **asked)
+    noted = tmp_path / "grid" / "dense.tokenizers"
+    assert rap.compare(model, **asked)["cells"] == known["cells"]
+    changed = assets.reference_tokenizer()
+    changed.backend_tokenizer.normalizer = Lowercase()
+    with pytest.raises(RapError, match="with another tokenizer: name another output"):
+        rap.compare(model, **asked | {"tokenizer": changed})
+    assert json.loads((tmp_path / "grid" / "compare.json").read_text())["cells"] == known["cells"]
+    noted.unlink()  # as a folder of an earlier release
+    assert rap.compare(model, **asked)["cells"] == known["cells"]
+    assert noted.is_file()
 
 
 def test_a_comparison_that_is_killed_again_loses_nothing(grid, tiny, monkeypatch):

@@ -12,7 +12,7 @@ from rap.calibration.text import load_windows
 from rap.calibration.workbench import CalibrationText
 from rap.cli.compare import DEMO_MEASURES, GRID_READING
 from rap.cli.groups import Reading, Windows
-from rap.pipeline import compress, compress_streamed
+from rap.pipeline import compress
 from rap.recovery.stages import REFIT_TOKENS
 from rap.studies.analyses.study import Study
 from rap.studies.compare.grid import Grid
@@ -32,7 +32,7 @@ def test_one_protocol_is_the_default_everywhere():
     calibration = protocol.CALIBRATION_WINDOWS, protocol.CALIBRATION_WINDOW
     assert calibration == (32, 1024)
     assert (protocol.EVALUATION_WINDOWS, protocol.EVALUATION_WINDOW) == (8, 2048)
-    for made in (compress, compress_streamed, load_windows, CalibrationText, Grid):
+    for made in (compress, load_windows, CalibrationText, Grid):
         assert _defaults(made) == calibration, made
     for options in (Windows(), Reading(), GRID_READING):
         assert (options.windows, options.window) == calibration

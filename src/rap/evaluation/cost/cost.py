@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from ...calibration.state import evaluating
-from ...model.kinds.latent import LatentAttention
+from ...model.cache_layout import PairEntry
+from ...model.kinds.latent import LatentEntry
 from ...model.modeling import CONFIG_VERSION, config_class, model_class
 from .footprint import footprint
 
@@ -133,12 +134,11 @@ def widths_of(
 ) -> dict[str, Any] | None:
     """A layer's entry in the `rap` section: kept pairs, or groups, ranks and fold; None: dense."""
     if pairs is not None:
-        return {"pairs": pairs, "free": 0, "values": 2 * pairs}
+        return PairEntry(pairs, 0, 2 * pairs).fields()
     if latent is None:
         return None
     groups, keys, values, fold = latent
-    sizes = {"groups": groups, "keys": keys, "values": values, "fold": fold}
-    return {"kind": LatentAttention.kind, **sizes}
+    return LatentEntry(groups=groups, fold=fold, keys=keys, values=values).fields()
 
 
 def built(name: str, widths: dict[str, Any] | None, num_layers: int = 1) -> Any:

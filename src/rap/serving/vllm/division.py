@@ -132,4 +132,5 @@ def _keep_all(shape: AttentionShape | None) -> PairPlan:
     assert shape is not None
     geometry, heads = shape.geometry, shape.num_kv_heads
     sizes = (geometry.num_pairs, geometry.num_free, geometry.head_dim)
-    return PairPlan(*(torch.arange(size).expand(heads, -1) for size in sizes))
+    pairs, free, values = (torch.arange(size).expand(heads, -1) for size in sizes)
+    return PairPlan(pairs, free, values)

@@ -63,6 +63,10 @@ def place_attention(
         rows.add(f"{name}.{path}")
     heads, groups = (part.stop - part.start for part in (query, key))
     attention.dense_shape = replace(shape, num_heads=heads, num_kv_heads=groups)
+    attention.num_kept_heads, attention.num_key_value_groups = groups, heads // groups
+    attention.role_heads = {
+        role: groups if role in ("k", "v") else heads for role in attention.role_heads
+    }
     kind: Any = type(attention)
     attention.__class__ = served_class(kind)
     return mapped, rows

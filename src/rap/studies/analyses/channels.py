@@ -36,7 +36,7 @@ def best_channels(plan: Plan, statistics: Sequence[Named | None]) -> list[LayerC
     Raises UnsupportedModelError for a plan that mixes values or leaves a layer dense.
     """
     chosen = []
-    for layer, shape, layer_statistics in zip(plan.layers, plan.shapes, statistics, strict=True):
+    for layer, shape, layer_statistics in zip(plan.pairs, plan.shapes, statistics, strict=True):
         if layer is None or shape is None or layer_statistics is None or layer.channels_GC is None:
             raise UnsupportedModelError("a plan of plain value channels in every layer is needed")
         order = torch.as_tensor(shape.geometry.canonical_order())

@@ -58,7 +58,7 @@ def expected(plan: Plan, curves: list[list[float]]) -> float:
     """Sum over layers of what their widths cost, nats per token; steps are of two channels."""
     return sum(
         curve[layer.value_width // 2]
-        for layer, curve in zip(plan.layers, curves, strict=True)
+        for layer, curve in zip(plan.pairs, curves, strict=True)
         if layer is not None
     )
 

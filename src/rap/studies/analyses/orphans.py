@@ -39,7 +39,7 @@ def chance(width: int, head_dim: int) -> float:
 
 def kept_channels(plan: Plan) -> Iterable[tuple[Tensor, int]]:
     """Key channels that a plan of whole pairs keeps: both halves of each, canonical."""
-    for layer, shape in zip(plan.layers, plan.shapes, strict=True):
+    for layer, shape in zip(plan.pairs, plan.shapes, strict=True):
         if layer is not None and shape is not None:
             pairs_GM, num_pairs = layer.frequency_GM.long(), shape.geometry.num_pairs
             yield torch.cat([pairs_GM, pairs_GM + num_pairs], dim=1), num_pairs

@@ -29,7 +29,7 @@ def kept_parts(plan: Plan) -> dict[str, float]:
     """Shares of the dense key and value channels that a plan keeps, over all layers."""
     kept = {"keys": 0, "values": 0}
     dense = 0
-    for layer, shape in zip(plan.layers, plan.shapes, strict=True):
+    for layer, shape in zip(plan.pairs, plan.shapes, strict=True):
         if shape is not None:
             kept["keys"] += layer.key_width if layer is not None else shape.head_dim
             kept["values"] += layer.value_width if layer is not None else shape.head_dim

@@ -15,7 +15,7 @@ def measure(study: Study) -> Data:
         plan = study.plan(paper_cut(retain, key_share="pooled"))
         layers = {
             str(index): layer.key_width / shape.head_dim
-            for index, (layer, shape) in enumerate(zip(plan.layers, plan.shapes, strict=True))
+            for index, (layer, shape) in enumerate(zip(plan.pairs, plan.shapes, strict=True))
             if layer is not None and shape is not None
         }
         row = {"retain": retain, **kept_parts(plan), "layers": layers}

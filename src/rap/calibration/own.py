@@ -1,0 +1,109 @@
+"""The source `own`: samples that a model wrote, drawn once for its weights and then kept.
+
+OUT = the folder `own` of the user's cache (`checkpoint.home`)
+OUT/<key>.jsonl    the documents, as `rap sample` writes them
+OUT/<key>.json     what they were drawn from and with, and what it took
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..checkpoint.files import read_json, write_json
+from ..checkpoint.home import home
+from ..checkpoint.provenance import provenance
+from ..checkpoint.tokenizer import fingerprint_tokenizer
+from ..model.errors import CalibrationError
+from ..model.fingerprint import fingerprint_model
+from ..model.layers import trained_length
+from .sampling import Corpus, first_token, write_documents
+from .splits import REPEATED
+
+OWN = "own"
+# As many as the recommended recipe was measured with (docs/fit.md): enough for a third of the
+# default calibration, and of the default fit. The seed is not that of a command: these are data.
+SAMPLES = Corpus(documents=80, batch_size=80)
+DIGITS = 16
+
+
+def own_samples(model: Any, tokenizer: Any, *, progress: bool = False) -> Path:
+    """The file of a dense model's samples: the one that is kept, else drawn now.
+
+    They are named by the weights, the tokenizer and the settings of the sampling, so that another
+    model, or another release's settings, draws others. Raises RapError for a tokenizer without a
+    token to begin with.
+    """
+    longest = trained_length(model.config) or SAMPLES.tokens
+    asked = replace(SAMPLES, tokens=min(SAMPLES.tokens, longest))
+    path, drawn = _place(model, tokenizer, asked)
+    record = path.with_suffix(".json")
+    console = Console(stderr=True, markup=False, soft_wrap=True, quiet=not progress)
+    if path.is_file() and record.is_file():
+        console.print(f"own samples: reading {path}, which the model wrote before")
+        return path
+    console.print(
+        f"own samples: the model writes {asked.documents} documents of {asked.tokens} tokens, once "
+        f"for its weights (minutes on a CPU), kept in {path}"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    write_documents(model, tokenizer, path, asked, force=True, progress=progress)
+    seconds = time.monotonic() - began
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    made = provenance(sampled_seconds=seconds)
+    write_json(record, {"samples": {**drawn, "sha256": digest}, "made": made})
+    console.print(f"own samples: written in {seconds:.0f} s")
+    return path
+
+
+def with_samples(
+    names: Sequence[str], model: Any, tokenizer: Any, *, progress: bool = False
+) -> tuple[list[str], dict[str, Any]]:
+    """The sources, with the file of the model's own samples for `own`, also where it is repeated.
+
+    And for a report `own_samples`, what they were drawn with; nothing where no source is `own`.
+    Raises CalibrationError as `refuse_samples` if `model` is None.
+    """
+    if not any(_is_own(name) for name in names):
+        return list(names), {}
+    if model is None:
+        refuse_samples(names)
+    path = own_samples(model, tokenizer, progress=progress)
+    record = read_json(path.with_suffix(".json"), f"remove {path}, and repeat the command")
+    named = [f"{name.removesuffix(OWN)}{path}" if _is_own(name) else name for name in names]
+    return named, {"own_samples": record["samples"]}
+
+
+def refuse_samples(names: Sequence[str], why: str = "that is not loaded here") -> None:
+    """Raise CalibrationError if a source is `own`: there is no model in memory that could write."""
+    if any(_is_own(name) for name in names):
+        given = ",".join(
+            f"{name.removesuffix(OWN)}own.jsonl" if _is_own(name) else name for name in names
+        )
+        raise CalibrationError(
+            f"source 'own' is text by the model itself, {why}: run `rap sample MODEL -o own.jsonl` "
+            f"where it fits, and give {given} instead"
+        )
+
+
+def _is_own(name: str) -> bool:
+    return re.fullmatch(f"({REPEATED})*{OWN}", name) is not None
+
+
+def _place(model: Any, tokenizer: Any, asked: Corpus) -> tuple[Path, dict[str, Any]]:
+    """The file of a model's samples, and what it is named by."""
+    drawn = {
+        "model": fingerprint_model(model),
+        "tokenizer": fingerprint_tokenizer(tokenizer),
+        "first": first_token(tokenizer),
+        **asdict(asked),
+    }
+    key = hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()[:DIGITS]
+    return home() / OWN / f"{key}.jsonl", drawn
