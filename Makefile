@@ -41,8 +41,9 @@ test-faults: $(STAMP) ## kill, starve and damage everything (twenty minutes): do
 evidence: $(STAMP) ## measure every experiment again, beside the committed results (days; ARGS="cost --texts FOLDER")
 	$(BIN)/python experiments/again.py $(ARGS)
 
-test-real: $(STAMP) ## fetch the real model (93 MB, once) and run the tests on it
+test-real: $(STAMP) ## fetch the pretrained models (93 and 238 MB, once) and run the tests on them
 	$(BIN)/rap fetch smollm2
+	$(BIN)/rap fetch gemma3
 	$(BIN)/python -m pytest -m real tests/real $(ARGS)
 
 $(SERVE)/.installed: pyproject.toml constraints-serve.txt

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rap
+from cases.greedy import greedy
 from rap.calibration.held_out import evaluation_tokens
 from rap.checkpoint.load import load_dense, load_tokenizer
 from rap.checkpoint.source import resolve_source
@@ -47,18 +48,6 @@ def pruned(dense, tmp_path_factory):
         evaluate=None,
     )
     return made, folder
-
-
-def greedy(model, ids, count):
-    """`count` greedy tokens, step by step with a cache, and the logits [count, V] behind them."""
-    cache, logits = None, []
-    with torch.no_grad():
-        for _ in range(count):
-            found = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = found.past_key_values
-            logits.append(found.logits[0, -1])
-            ids = logits[-1].argmax()[None, None]
-    return torch.stack(logits).argmax(-1), torch.stack(logits)
 
 
 def test_the_cache_is_what_was_asked_for(dense, pruned):

@@ -59,6 +59,18 @@ SHOWS = {
         answers=(0.7, 0.5),
         tokens=40,
     ),
+    "gemma3": Show(
+        source="gemma3",
+        title="Gemma 3 270M, pruned without training; perplexity of novels",
+        retains=(0.7,),
+        calibration=(4, 512),
+        evaluation=(2, 1024),
+        align=None,
+        prompt="Monday, Tuesday, Wednesday,",
+        chat=False,
+        answers=(0.7,),
+        tokens=24,
+    ),
     BUNDLED: Show(
         source=BUNDLED,
         title="Bundled Llama on novels it was not trained on; only the last row was trained",
@@ -83,7 +95,7 @@ def add_commands(app: typer.Typer) -> None:
 
 def demo_command(
     model: Annotated[
-        str, typer.Argument(help="smollm2, a real chat model; bundled, a toy, needs no network.")
+        str, typer.Argument(help="smollm2, a chat model; gemma3, a base model; bundled, a toy.")
     ] = "smollm2",
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder of results.json and the figure.")

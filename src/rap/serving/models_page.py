@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
 
+from ..checkpoint.gguf_header import ARCHITECTURES
 from ..model.families import FAMILIES, WRAPPERS
 from ..model.refusals import REASONS
 from ..model.specs import NORM_MODES, AttentionSpec
@@ -84,6 +85,21 @@ image), every kept pair keeps its own axis, and pairs are kept whole, not folded
 
 {unserved}
 
+## GGUF files
+
+{read}
+
+Each is tested with a file laid out as llama.cpp's converter writes it: dequantized, it has the
+logits of the model that it was written from. Values of the header that transformers replaces by
+defaults (rope bases, rotating part, windows, soft caps, head and expert sizes, norm epsilon, BOS)
+are read from the header. The windows of Mistral, Qwen2 and StarCoder2 are in no GGUF file: these
+models have full attention when read from one, as in llama.cpp. Rejected:
+
+{unread}
+* Mixtral, which is stored as `llama`: transformers does not read its experts.
+* Rope scaling by yarn or by two lists of factors, and files with tensors that transformers drops.
+* Every other architecture.
+
 ## Refused
 
 * Multimodal models other than those above.
@@ -105,9 +121,17 @@ def models_page() -> str:
     footer = _FOOTER.format(
         wrappers=fill(f"Taken whole: {', '.join(WRAPPERS)}.", 100),
         refused=_reasons(REASONS),
+        read=_read_files(),
+        unread=_reasons({name: row.unread for name, row in ARCHITECTURES.items() if row.unread}),
         unserved=_reasons({**REFUSED, "gemma4_text with experts": BESIDE}),
     )
     return _HEADER + "\n".join(rows) + "\n" + footer
+
+
+def _read_files() -> str:
+    """The architectures of GGUF files that can be a source."""
+    names = [f"`{name}`" for name, row in sorted(ARCHITECTURES.items()) if not row.unread]
+    return fill(f"A .gguf file is a source of architecture {', '.join(names)}.", 100)
 
 
 def _reasons(reasons: Mapping[str, str]) -> str:
