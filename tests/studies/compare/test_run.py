@@ -516,7 +516,7 @@ def test_what_is_given_wins_over_the_demo(tmp_path, monkeypatch, arguments, reta
     ("arguments", "reason"),
     [
         ("--methods nothing", "unknown method 'nothing'"),
-        ("--methods rap:nothing", "has no recipe 'nothing'; it has: paper"),
+        ("--methods rap:nothing", "has no recipe 'nothing'; it has: general, paper"),
         ("--methods rap:rank=4", "has no setting 'rank'"),
         ("--methods rap:retain=0.4", "has no setting 'retain'"),
         ("--retain 0.5:0.9", "no list of ratios"),
