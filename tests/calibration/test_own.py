@@ -154,7 +154,7 @@ def test_compress_and_recover_share_samples_and_report_them(
         *("--set", "window=32", "--set", "validation_windows=3", "--evaluate", "none", "--json"),
     )
     recovery = json.loads(recovered.out)["recovery"]
-    assert recovery["texts"] == [f"general:{mine}"]
+    assert recovery["texts"] == [sources]
     assert recovery["own_samples"] == report["own_samples"]
     assert len(drawn) == 1
 
