@@ -9,7 +9,7 @@ from typing import Any
 
 from ..model.cache_layout import CacheLayout
 from ..model.errors import RapError
-from ..model.layers import base_model_type
+from ..model.layers import base_model_type, text_config
 from .layout import cache_layouts, dense_layouts, padded_width
 from .refusals import check_served
 from .stock import STOCK_FAMILIES
@@ -58,7 +58,9 @@ def held_by_engines(config: Any) -> list[Held]:
         return []  # `rap serve` says why
     both = zip(dense_layouts(config), cache_layouts(config), strict=True)
     caches = [LayerCache(dense, kept or dense, kept is not None) for dense, kept in both]
-    rows = [_backend(name, caches) for name in BACKENDS]
+    kinds = set(getattr(text_config(config), "layer_types", None) or ())
+    paged = kinds >= {"sliding_attention", "full_attention"}
+    rows = [_backend(name, caches, paged) for name in BACKENDS]
     return rows + ([_plain(caches)] if family in STOCK_FAMILIES else [])
 
 
@@ -71,15 +73,17 @@ def _dense(caches: Sequence[LayerCache]) -> int:
     return sum(one.dense.elements for one in caches)
 
 
-def _backend(name: str, caches: Sequence[LayerCache]) -> Held:
+def _backend(name: str, caches: Sequence[LayerCache], paged: bool) -> Held:
     accepts, better, step = BACKENDS[name]
     wanted = sorted({one.kept.width for one in caches})
     try:
         stored = {width: padded_width(width, accepts, name) for width in wanted}
     except RapError:
         return Held(name, "", None, f"takes no head of {wanted[-1]} channels")
-    held = sum(2 * one.kept.num_heads * stored[one.kept.width] for one in caches)
-    ratio = _dense(caches) / held
+    sizes = [one.kept.num_heads * stored[one.kept.width] for one in caches]
+    # vLLM gives layers with a window and layers without one pages of the same number of bytes.
+    pages = [_page(size, max(sizes)) for size in sizes] if paged else sizes
+    ratio = _dense(caches) / (2 * sum(pages))
     # Heads no wider than a step leave no width to choose, and multiples of it nothing to advise.
     other = any(
         one.dense.width > step and (one.kept.key_width % step or one.kept.value_width % step)
@@ -87,8 +91,15 @@ def _backend(name: str, caches: Sequence[LayerCache]) -> Held:
         if one.pruned
     )
     lost = other and ratio < _LOSS * asked_ratio(caches)
+    if sum(pages) * _LOSS > sum(sizes):
+        lost, better = True, "--budget uniform"
     shown = [f"{width} as {size}" for width, size in stored.items() if width != size]
     return Held(name, ", ".join(shown) or "as they are", ratio, better if lost else "")
+
+
+def _page(size: int, widest: int) -> int:
+    """What a layer costs beside the widest one: a size that divides its gets longer pages."""
+    return size if not size or widest % size == 0 else widest
 
 
 def _plain(caches: Sequence[LayerCache]) -> Held:

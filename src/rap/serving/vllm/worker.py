@@ -20,13 +20,22 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     started = time.monotonic()
     llm = LLM(**job["engine"])
     ready = time.monotonic()
-    cache = llm.llm_engine.vllm_config.cache_config
     return {
         "vllm": vllm.__version__,
         "start_seconds": ready - started,
-        "capacity_tokens": cache.num_gpu_blocks * cache.block_size,
+        "capacity_tokens": _capacity(llm.llm_engine),
         "rounds": [_round(llm, each) for each in job["rounds"]],
     }
+
+
+def _capacity(engine: Any) -> int:
+    """Tokens that the KV cache holds when every layer keeps all of them.
+
+    Layers with and without a window are groups that draw their blocks from one pool.
+    """
+    cache = engine.engine_core.engine_core.scheduler.kv_cache_config
+    sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
+    return int(cache.num_blocks / sum(1 / size for size in sizes))
 
 
 def _round(llm: LLM, job: dict[str, Any]) -> list[dict[str, Any]]:
