@@ -14,7 +14,6 @@ from rap.planning.folding import fold_at, fold_head, spectrum
 from rap.planning.losses import free_moments, key_moments, part_losses, value_moments, width_errors
 from rap.planning.merging import (
     check_merge,
-    merge_needs,
     merged_channels,
     merged_free,
     merged_keys,
@@ -197,7 +196,7 @@ def test_a_latent_holds_values_that_heads_have_in_common():
 def calibrated():
     """A tiny GLM (free channels, interleaved pairs) of four KV heads with every moment."""
     model = tiny_model("glm", dtype=torch.float64, heads=8, kv_heads=4)
-    needs = {"pairs", "values", "gradients", "joint", "joint_gradients", "averages"}
+    needs = {"pairs", "values", "gradients", "joint", "averages"}
     return model, rap.calibrate(model, random_tokens(6, 48), needs)
 
 
@@ -235,15 +234,14 @@ def test_a_group_of_one_is_todays_head_to_the_bit(calibrated, metric):
     assert all(torch.equal(getattr(plan, name), x) for name, x in latent.items())
 
 
-@pytest.mark.parametrize("readers", ["apart", "joint"])
 @pytest.mark.parametrize("merge", [2, 4])
-def test_a_group_reads_the_moments_of_its_own_heads(calibrated, merge, readers):
+def test_a_group_reads_the_moments_of_its_own_heads(calibrated, merge):
     model, statistics = calibrated
     found, shape = statistics.layers[1], dense_layers(model).shapes[1]
     w_o = dense_layers(model).weights[1]["o"]
     parts = {
-        "key": (merged_keys(found, shape, merge, "loss", readers), key_moments(found, "loss")),
-        "free": (merged_free(found, shape, merge, "loss", readers), free_moments(found, "loss")),
+        "key": (merged_keys(found, shape, merge, "loss"), key_moments(found, "loss")),
+        "free": (merged_free(found, shape, merge, "loss"), free_moments(found, "loss")),
     }
     for moments, single in parts.values():
         for merged, own in zip(moments, single, strict=True):
@@ -257,13 +255,10 @@ def test_a_group_reads_the_moments_of_its_own_heads(calibrated, merge, readers):
     keys = parts["key"][0]
     across = slice(0, shape.geometry.num_pairs), slice(shape.geometry.num_pairs, None)
     assert keys[0][:, across[0], across[1]].abs().max() > 0
-    assert (keys[1][:, across[0], across[1]].abs().max() > 0) == (readers == "joint")
-    values = merged_values(found, w_o, shape, merge, "loss", readers)
+    assert not keys[1][:, across[0], across[1]].any()
+    values = merged_values(found, w_o, shape, merge, "loss")
     size = merge * shape.head_dim
-    queries = 2 * merge if readers == "apart" else 1
-    assert [x.shape for x in values] == [(4 // merge, queries, size, size)] * 2
-    if readers == "joint":
-        return
+    assert [x.shape for x in values] == [(4 // merge, 2 * merge, size, size)] * 2
     for merged, own in zip(values, value_moments(found, w_o, shape, "loss"), strict=True):
         for head in range(8):
             begin = head // 2 % merge * shape.head_dim
@@ -309,15 +304,14 @@ def test_widths_of_a_group_go_beyond_a_head_and_fall_to_nothing(calibrated, merg
         assert lost[shape.head_dim // 2 + 1] > 0
 
 
-@pytest.mark.parametrize("readers", ["apart", "joint"])
-def test_values_of_a_group_lose_what_their_latent_takes_away(calibrated, readers):
+def test_values_of_a_group_lose_what_their_latent_takes_away(calibrated):
     """1/2 tr(O (1 - B A) C (1 - B A)^T) with the plan's own matrices is the curve's part."""
     model, statistics = calibrated
     dense, found = dense_layers(model), statistics.layers[1]
     shape, frequencies, w_o = dense.shapes[1], dense.frequencies[1], dense.weights[1]["o"]
-    values = merged_values(found, w_o, shape, 2, "loss", readers)
-    keys = merged_keys(found, shape, 2, "loss", readers)
-    free = merged_free(found, shape, 2, "loss", readers)
+    values = merged_values(found, w_o, shape, 2, "loss")
+    keys = merged_keys(found, shape, 2, "loss")
+    free = merged_free(found, shape, 2, "loss")
     _, lost = part_losses(keys, values, free, shape, frequencies, CONTEXT)
     fields, explicit = merged_latent(values, 6, 2), 0.0
     for group in range(2):
@@ -327,10 +321,8 @@ def test_values_of_a_group_lose_what_their_latent_takes_away(calibrated, readers
         explicit += 0.5 * float(
             torch.einsum("hij,jk,hkl,il->", values[1][group], rest, values[0][group], rest)
         )
-    if readers == "joint":
-        assert lost[3] == pytest.approx(explicit, rel=1e-5)
-    else:  # refined: less than what the curve expects of the closed form
-        assert 0.5 * lost[3] < explicit < 0.999 * lost[3]
+    # Refined: less than what the curve expects of the closed form.
+    assert 0.5 * lost[3] < explicit < 0.999 * lost[3]
 
 
 def test_all_free_channels_of_a_group_stay_plain(calibrated):
@@ -352,7 +344,3 @@ def test_what_cannot_be_merged_is_named():
     check_merge(3, 6)
     with pytest.raises(RapError, match="6 KV heads cannot be merged by 4: use one of 1, 2, 3, 6"):
         check_merge(4, 6)
-    with pytest.raises(RapError, match="use them with metric 'loss'"):
-        merge_needs("output", "joint")
-    assert merge_needs("output") == {"joint", "averages"}
-    assert merge_needs("loss", "joint") == {"joint", "joint_gradients"}

@@ -1,8 +1,8 @@
 """Second moments across the KV heads of a layer: what merging heads into one cached head needs.
 
 They are collected from activations, not computed as W M W^T from `InputMoment`: that holds [E, E]
-where this holds [G P, G P] and [G D, G D], smaller where queries share heads, is exact with biases
-and with values that are normalised, and gradients across heads have no such formula at all.
+where this holds [G P, G P] and [G D, G D], smaller where queries share heads, and is exact with
+biases and with values that are normalised.
 The blocks of a group of g heads on the diagonal are the moments of that group, for any g.
 
 Shapes: B batch, T tokens, N tokens of a batch, G KV heads, D head dim, P pairs, F channels that
@@ -17,15 +17,21 @@ from .observers import (
     COMPLEX,
     FLOAT,
     ForwardStatistic,
-    GradientStatistic,
     WatchedLayer,
     complex_pairs,
     free_channels,
 )
 
 
-class _Joint:
-    """Sums of x x^H over tokens, of all heads' pairs, free channels and values side by side."""
+class JointMoment(ForwardStatistic):
+    """Second moments of all KV heads together: keys before they rotate, and values as projected.
+
+    Keys as complex pairs E[x x^H] and, apart, their channels that never rotate, as in PairMoment.
+    """
+
+    need = "joint"
+    names = ("joint_key_moment", "joint_free_moment", "joint_value_moment")
+    roles = ("k", "v")
 
     def __init__(self, layer: WatchedLayer):
         self.shape, geometry = layer.shape, layer.shape.geometry
@@ -43,7 +49,8 @@ class _Joint:
         squares = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
         return layer.shape.num_kv_heads**2 * (squares + FLOAT * geometry.head_dim**2)
 
-    def add(self, role: str, states: Tensor) -> None:
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        states = outputs.float()
         heads_GND = split_heads(states, self.shape.head_dim).flatten(0, 1).transpose(0, 1)
         if role == "v":
             self.values += _square(heads_GND)
@@ -51,11 +58,11 @@ class _Joint:
         self.pairs += _square(complex_pairs(heads_GND, self.shape))
         self.free += _square(free_channels(heads_GND, self.shape))
 
-    def means(self, num_tokens: int, suffix: str) -> dict[str, Tensor]:
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
         return {
-            f"joint_key_{suffix}": torch.view_as_real(self.pairs / num_tokens),
-            f"joint_free_{suffix}": self.free / num_tokens,
-            f"joint_value_{suffix}": self.values / num_tokens,
+            "joint_key_moment": torch.view_as_real(self.pairs / num_tokens),
+            "joint_free_moment": self.free / num_tokens,
+            "joint_value_moment": self.values / num_tokens,
         }
 
 
@@ -63,38 +70,3 @@ def _square(heads_GNX: Tensor) -> Tensor:
     """Sum over tokens of x x^H [G X, G X], where x is the states of all heads, head by head."""
     rows = heads_GNX.transpose(0, 1).flatten(1)
     return rows.mT @ rows.conj()
-
-
-class JointMoment(_Joint, ForwardStatistic):
-    """Second moments of all KV heads together: keys before they rotate, and values as projected.
-
-    Keys as complex pairs E[x x^H] and, apart, their channels that never rotate, as in PairMoment.
-    """
-
-    need = "joint"
-    names = ("joint_key_moment", "joint_free_moment", "joint_value_moment")
-    roles = ("k", "v")
-
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
-        self.add(role, outputs.float())
-
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
-        return self.means(num_tokens, "moment")
-
-
-class JointGradient(_Joint, GradientStatistic):
-    """Second moments of the loss gradient by all KV heads' keys, and by their values, together.
-
-    In the frame of JointMoment. The gradient of a value is the sum over all query heads and
-    positions that read it, so that what query heads lose together is counted as such.
-    """
-
-    need = "joint_gradients"
-    names = ("joint_key_gradient", "joint_free_gradient", "joint_value_gradient")
-    roles = ("k", "v")
-
-    def see(self, role: str, gradient: Tensor) -> None:
-        self.add(role, gradient)
-
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
-        return self.means(num_tokens, "gradient")

@@ -26,7 +26,7 @@ from ..model.specs import QKNorm
 from .averages import AveragedValues
 from .backward import GradientMoment
 from .forward import InputMoment, LogitSamples, RotatedMoment
-from .joint import JointGradient, JointMoment
+from .joint import JointMoment
 from .norms import NormMoment, centred, shares
 from .observers import (
     COMPLEX,
@@ -239,7 +239,6 @@ STATISTICS: dict[str, type[Statistic]] = {
         GateFisher,
         GradientMoment,
         JointMoment,
-        JointGradient,
         AveragedValues,
     )
 }

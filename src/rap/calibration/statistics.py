@@ -39,8 +39,6 @@ class Statistics:
     joint     joint_key_moment [G P, G P, 2], joint_free_moment [G F, G F], joint_value_moment
               [G D, G D]: second moments of all KV heads side by side, head by head, of keys as in
               `pairs` and of values as they are projected
-    joint_gradients joint_key_gradient, joint_free_gradient, joint_value_gradient: as `joint`, of
-              the loss gradient by the same keys and values
     averages  averaged_moment [H, V, V]: second moment of the values of a group of KV heads (V
               channels side by side, `averages.averaged_group`) as each query head averages them
     energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens;

@@ -17,7 +17,6 @@ from ..planning.folding import FoldedHead, fold_head, usual_reach
 from ..planning.losses import Metric, Moments, one_width, part_losses, width_errors
 from ..planning.merging import (
     WIDEST,
-    Readers,
     check_merge,
     merged_channels,
     merged_free,
@@ -40,10 +39,9 @@ Merge = int | Literal["all", "auto"]
 
 @dataclass(frozen=True)
 class Merged:
-    """How a method merges: `readers` of groups, the metric, and settings of folding and values."""
+    """How a method merges: the metric, and settings of folding and values."""
 
     metric: Metric
-    readers: Readers
     context: int
     reach: float | None
     shrinkage: float
@@ -53,7 +51,7 @@ class Merged:
     ) -> tuple[Moments, Moments, Moments]:
         """Of a layer's groups: keys, values, and key channels that never rotate."""
         found, shape, weights = _layer(index, statistics, dense)
-        how = (merge, self.metric, self.readers)
+        how = (merge, self.metric)
         return (
             merged_keys(found, shape, *how),
             merged_values(found, weights["o"], shape, *how),

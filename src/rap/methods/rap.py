@@ -16,7 +16,6 @@ from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, LayerBudget
 from ..planning.knapsack import above_floor, allocate_by_error, offered_widths
 from ..planning.losses import DIRECTIONS, Metric, Orders, one_width
-from ..planning.merging import Readers, merge_needs
 from ..planning.plan import PairPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
@@ -151,18 +150,13 @@ class Rap(PairPruning):
         if self.budget == "search":
             needs |= {WINDOWS}
         if self.merge != 1:
-            needs |= {"pairs", "values"} | merge_needs(self.metric, self._readers)
+            needs |= {"pairs", "values", "joint", "averages"}
             needs |= {"gradients"} if self.metric == "loss" else set()
         return needs | ({"energy"} if by_error else frozenset())
 
-    @property
-    def _readers(self) -> Readers:
-        """What reads merged heads: each by itself, for gradients across heads are worth nothing."""
-        return "apart"
-
     def _merged(self, dense: DenseLayers) -> Merged:
         context = self.context or dense.context
-        return Merged(self.metric, self._readers, context, self._reach, self.shrinkage)
+        return Merged(self.metric, context, self._reach, self.shrinkage)
 
     def _merges(self, dense: DenseLayers) -> list[int]:
         return layer_merges(self.merge, self.retain, dense)

@@ -11,10 +11,10 @@ those of folding.py for the g heads' pairs side by side; values are the same in 
 subspace of all heads' channels. One head is a group of one: then everything here is what it is
 without merging, to the bit.
 
-A moment of a group says what its heads have in common. What reads it is either of every head by
-itself (block-diagonal), or across heads where gradients were collected so (calibration.joint): that
-is worth nothing (docs/log.md). What is worth much is that values are taken as each query head's
-attention averages them (calibration.averages), and that slots and latents are refined.
+A moment of a group says what its heads have in common. What reads it is of every head by itself
+(block-diagonal): gradients across heads are worth nothing (docs/log.md). What is worth much is that
+values are taken as each query head's attention averages them (calibration.averages), and that slots
+and latents are refined.
 
 Shapes: G KV heads, g heads of a group, N = G/g groups, R query heads of a KV head, P pairs, F
 channels that never rotate, D dense head dim, S = g P, M slots and C value channels of a merged
@@ -22,7 +22,6 @@ head, U = g F and V = g D.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,8 +35,6 @@ from .subspace import shrunk, weighted_subspace
 
 # Channels of a cached head that attention kernels take at most.
 WIDEST = 256
-# What reads a group: each head by itself, or all of them together by joint gradients.
-Readers = Literal["apart", "joint"]
 
 
 def check_merge(merge: int, num_kv_heads: int) -> None:
@@ -58,31 +55,17 @@ def merged_steps(head_dim: int, merge: int) -> int:
     return min(merge * head_dim, max(WIDEST, head_dim)) // 2
 
 
-def merge_needs(metric: Metric, readers: Readers = "apart") -> frozenset[str]:
-    """The statistics that merging asks for beside those of heads: "pairs", "values", "gradients".
-
-    Raises RapError for readers that the metric does not have.
-    """
-    if readers == "joint" and metric != "loss":
-        raise RapError("joint readers are gradients across heads: use them with metric 'loss'")
-    return frozenset({"joint", "joint_gradients" if readers == "joint" else "averages"})
-
-
 def merged_keys(
     statistics: Mapping[str, Tensor],
     shape: AttentionShape,
     merge: int,
     metric: Metric,
-    readers: Readers = "apart",
 ) -> Moments:
     """As `losses.key_moments`, of groups of `merge` heads: complex [N, S, S]."""
     if merge == 1:
         return key_moments(statistics, metric)
     moment = _complex(statistics["joint_key_moment"])
-    if readers == "joint":
-        reader = _groups(_complex(statistics["joint_key_gradient"]), shape.num_kv_heads // merge)
-    else:
-        reader = _side_by_side(key_moments(statistics, metric)[1], merge)
+    reader = _side_by_side(key_moments(statistics, metric)[1], merge)
     return _groups(moment, shape.num_kv_heads // merge), reader
 
 
@@ -91,16 +74,12 @@ def merged_free(
     shape: AttentionShape,
     merge: int,
     metric: Metric,
-    readers: Readers = "apart",
 ) -> Moments:
     """As `losses.free_moments`, of groups of `merge` heads: [N, U, U]."""
     if merge == 1:
         return free_moments(statistics, metric)
     moment = statistics["joint_free_moment"].double()
-    if readers == "joint":
-        reader = _groups(statistics["joint_free_gradient"].double(), shape.num_kv_heads // merge)
-    else:
-        reader = _side_by_side(free_moments(statistics, metric)[1], merge)
+    reader = _side_by_side(free_moments(statistics, metric)[1], merge)
     return _groups(moment, shape.num_kv_heads // merge), reader
 
 
@@ -110,22 +89,17 @@ def merged_values(
     shape: AttentionShape,
     merge: int,
     metric: Metric,
-    readers: Readers = "apart",
 ) -> Moments:
     """As `losses.value_moments`, of groups of `merge` heads: [N, g R, V, V].
 
     By query head, of all values of its group as its own attention averages them, and of what it
     adds to by those of its own KV head. Where `averages` has no such groups the values count as
-    they are before attention. With joint readers so they do too, and there is one of both, not
-    one for each query head: [N, 1, V, V].
+    they are before attention.
     """
     if merge == 1:
         return value_moments(statistics, w_o, shape, metric)
     num_groups = shape.num_kv_heads // merge
     raw_NVV = _groups(statistics["joint_value_moment"].double(), num_groups)
-    if readers == "joint":
-        reader = _groups(statistics["joint_value_gradient"].double(), num_groups)
-        return raw_NVV[:, None], reader[:, None]
     averaged = _averaged(statistics.get("averaged_moment"), shape, merge)
     if averaged is None:
         averaged = raw_NVV[:, None].expand(-1, merge * shape.group_size, -1, -1)
