@@ -63,10 +63,11 @@ test-families: $(SERVE)/.installed ## serve every family of docs/models.md in vL
 test-gpu: $(STAMP) ## run the tests that need a CUDA device, kernels compiled
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-lint: $(STAMP) ## ruff check, ruff format --check, mypy
+lint: $(STAMP) ## ruff check, ruff format --check, mypy, and the language of documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/prose.py
 
 format: $(STAMP) ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,87 @@
+"""The lint of documents: every rule sees a planted fault, and the checked documents have none."""
+
+import pytest
+
+from cases.scripts import load_script
+
+prose = load_script("docs/prose.py")
+CLEAN = "`rap` prunes the attention projections and writes a checkpoint.\n"
+
+
+def rules(text: str) -> list[str]:
+    """The rules that a document breaks."""
+    return [found.rule for found in prose.violations(text)]
+
+
+def test_checked_documents_follow_the_rules():
+    checked = prose.pages()
+    assert checked
+    found = {str(path): prose.violations(path.read_text("utf-8")) for path in checked}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule"),
+    [
+        ("`rap` cuts the attention projections.", "term"),
+        ("A fitted model has 0.1 nats a token more.", "term"),
+        ("The command refuses the model.", "term"),
+        ("It costs 14 % of the perplexity.", "term"),
+        ("The error is normalised per token.", "term"),
+        ("| method | rebuilt |", "term"),
+        ("One two three four five " * 5 + "six.", "sentence"),
+        ("`rap` reads\nthe file, and " + "then more of it, " * 7 + "and ends.", "sentence"),
+        ("* First item.\n* The second " + "goes on and on and " * 6 + "ends.", "sentence"),
+        ("Perplexity is 22.21, 21.81 and 45.0.", "numbers"),
+        ("See `docs/prose.py` for more.", "link"),
+        ("See `README.md` for more.", "link"),
+        ("A line of more than a hundred characters. " * 3, "line"),
+        ("An em dash \N{EM DASH} here.", "ascii"),
+    ],
+)
+def test_a_planted_fault_is_seen(fault, rule):
+    assert rules(CLEAN) == []
+    assert rule in rules(f"{CLEAN}\n{fault}\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Run `rap compare --recover fit` on SmolLM2-135M, Llama-3-8B and WikiText-2 at int8.",
+        "```sh\nrap serve out  # cuts, fitted, 1 2 3 4\n```",
+        "| 19.13 | 24.94 | 21.81 | 42.86 |",
+        "See [the lint](docs/prose.py) and [`README.md`](README.md).",
+        "<!-- measured: x -->\nfitted 1 2 3 4\n<!-- end of what is measured -->",
+        "$$\n1 + 2 + 3 + 4\n$$",
+        "Compare vs. PaLU, e.g. at 0.7. It has 0.5. " + "Short sentences end. " * 2,
+        "The cache fits in memory, and `rap export stock` writes it.",
+    ],
+)
+def test_code_tables_formulas_and_names_are_no_prose(text):
+    assert rules(f"{CLEAN}\n{text}\n") == []
+
+
+def test_violations_name_the_line_they_begin_in():
+    text = "# Title\n\n```sh\nrap doctor\n```\n\nA cut.\n"
+    assert [(found.line, found.rule) for found in prose.violations(text)] == [(7, "term")]
+
+
+def test_statistics_count_prose_alone():
+    text = "# T\n\n`rap` has 2 parts and [a link](x.md).\n\n```sh\nrap doctor 1 2 3\n```\n"
+    assert prose.stats(text) == {
+        "lines": 7,
+        "numbers per 100 words": 14.29,
+        "links": 1,
+        "first command, line": 6,
+        "longest sentence, words": 7,
+    }
+
+
+def test_the_exit_code_is_that_of_a_lint(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prose, "REPOSITORY", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(CLEAN)
+    assert prose.main([str(page)]) == 0
+    page.write_text("It stands here.\n")
+    assert prose.main([str(page)]) == 1
+    assert "page.md:1: term: 'stands'" in capsys.readouterr().out
