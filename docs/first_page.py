@@ -1,11 +1,12 @@
-"""The measured table and figure at the top of README.md, from the result files.
+"""The table of results and the figure of README.md, from the result files.
 
     python docs/first_page.py
 
-What no result file has yet is left open in the table.
+A table entry is empty, and a row or a column left out, where no result file has it yet.
 """
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import themed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, PercentFormatter
@@ -28,48 +30,68 @@ COMPARED = (
     *("smollm2", "smollm2-sweep", "smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods"),
     *("smollm2-fit-others", "smollm2-distil", "smollm2-distil-others"),
 )
+MERGED = "smollm2-merged"  # comparisons, zero-shot scores and perplexities of merged heads
 SCORED = "smollm2-zero-shot/zero-shot.json"
+WHOLE = "smollm2-whole-test"
 RATIOS = (0.7, 0.5)
+SHOWN = "fit"  # the recovery of the rows of the table
 STORED_BYTES = {"float32": 4}  # of the caches that were counted
 SERVED_BYTES = 2  # of bfloat16, in which a model is served
+HEADER = (
+    "SmolLM2-135M-Instruct",
+    "KV cache, bytes/token",
+    "decode-time reconstruction",
+    "perplexity",
+    "perplexity, full test set",
+    "KL, nats/token",
+    "zero-shot mean",
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model of the table: how it is called, its method and recovery, and its colour."""
+    """A method of the table: how it is called there, and its color in the figure."""
 
     name: str
     method: str
-    recover: str
     color: str
 
 
 ROWS = (
-    Row("the paper's cut", "rap:paper", "none", "#b5651d"),
-    Row("the paper's cut, fitted", "rap:paper", "fit", "#8f521a"),
-    Row("the paper's cut, fitted and distilled", "rap:paper", "fit+full", "#5a2f08"),
-    Row("PaLU, low rank", "palu", "none", "#a0a0a0"),
-    Row("PaLU, fitted", "palu", "fit", "#606060"),
-    Row("PaLU, fitted and distilled", "palu", "fit+full", "#000000"),
-    Row("**rap**", "rap", "none", "#7fb0e6"),
-    Row("**rap, fitted**", "rap", "fit", "#1f5fa8"),
-    Row("**rap, fitted and distilled**", "rap", "fit+full", "#0b2f5c"),
+    Row("RAP as published (`rap:paper`)", "rap:paper", "two"),
+    Row("PaLU (`palu`)", "palu", "soft"),
+    Row("**`rap`**", "rap", "one"),
 )
 
 
 class Measured:
-    """All cells of the comparisons of the real model, and its zero-shot means."""
+    """All runs of the comparisons on SmolLM2, and what else was measured of their models."""
 
     def __init__(self, experiments: Path = EXPERIMENTS) -> None:
         self.cells: dict[tuple[str, float, str], dict[str, Any]] = {}
-        for name in COMPARED:
-            for cell in _read(experiments / name / "compare.json")["cells"]:
-                self.cells[cell["method"], cell["retain"], cell["recover"]] = cell
+        compared = [_read(experiments / name / "compare.json") for name in COMPARED]
+        merged = [_read(file) for file in sorted((experiments / MERGED).glob("*.json"))]
+        self.merged = [one for one in merged if "cells" in one]
+        for one in (*compared, *self.merged):
+            for cell in one["cells"]:
+                if one in compared or "merge=" in cell["method"]:
+                    self.cells[cell["method"], cell["retain"], cell["recover"]] = cell
         self.dense = self.cells["dense", 1.0, "none"]
-        first = _read(experiments / COMPARED[0] / "compare.json")
-        self.protocol = caption(first, {"title": "", "header": []})
+        self.protocol = caption(compared[0], {"title": "", "header": []})
         rows = _read(experiments / SCORED)["rows"]
+        rows += [row for one in merged for row in one.get("rows", []) if "mean_stderr" in row]
         self.scores = {row["name"]: (row["mean"], row["mean_stderr"]) for row in rows}
+        self.whole = {
+            file.stem: found["value"]
+            for folder in (WHOLE, MERGED)
+            for file in sorted((experiments / folder).glob("*.json"))
+            if "value" in (found := _read(file))
+        }
+
+    def rows(self) -> list[Row]:
+        """The rows of every ratio: those of ROWS, and merged heads where there are results."""
+        methods = sorted({method for method, _, _ in self.cells if "merge=" in method})
+        return [*ROWS, *(_merged_row(method, len(methods) > 1) for method in methods)]
 
     def score(self, method: str, retain: float, recover: str) -> str:
         """The zero-shot mean of a model with its standard error."""
@@ -77,58 +99,97 @@ class Measured:
         found = self.scores.get(name if recover == "none" else f"{name} {recover}")
         return "" if found is None else f"{found[0]:.1%} +- {found[1]:.1%}"
 
-    def curve(self, row: Row) -> Iterator[tuple[float, float]]:
+    def full(self, method: str, retain: float, recover: str) -> str:
+        """The perplexity of a model over the whole test set."""
+        name = re.sub(r"[:=]", "-", method)
+        name = name if method == "dense" else f"{name}-{retain:g}"
+        name = name if recover == "none" else f"{name}-{recover}"
+        return f"{self.whole[name]:.2f}" if name in self.whole else ""
+
+    def curve(self, method: str, recover: str) -> Iterator[tuple[float, float]]:
         """Share of the cache, and perplexity over the dense model's less one, by share."""
-        for (method, _, recover), cell in sorted(self.cells.items()):
-            if (method, recover) == (row.method, row.recover):
+        for (name, _, after), cell in sorted(self.cells.items()):
+            if (name, after) == (method, recover):
                 share = cell["kv_bytes_per_token"] / self.dense["kv_bytes_per_token"]
                 yield share, cell["perplexity"] / self.dense["perplexity"] - 1
+
+    def captions(self) -> list[str]:
+        """How the table was measured, an item each."""
+        heads = {caption(one, {"title": "", "header": []}) for one in self.merged}
+        found = [self.protocol]
+        found += [f"Merged heads: {one}" for one in sorted(heads - {self.protocol})]
+        found += [
+            "Pruned models are recovered by layer-wise distillation (`--recover fit`). The dense "
+            "model is dequantized from 4-bit weights. KV cache: bfloat16. Zero-shot: six tasks, "
+            "500 questions each.",
+        ]
+        return found
+
+
+def _merged_row(method: str, several: bool) -> Row:
+    plain = "profile=stock" in method
+    name = "**`rap`, merged heads**" + (", plain checkpoint" if plain else "")
+    return Row(f"{name} (`{method}`)" if several else name, method, "four" if plain else "three")
 
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _line(name: str, cell: dict[str, Any], dense: dict[str, Any], score: str) -> list[str]:
+def _line(name: str, measured: Measured, key: tuple[str, float, str]) -> list[str]:
+    cell, dense = measured.cells[key], measured.dense
     served = cell["kv_bytes_per_token"] * SERVED_BYTES // STORED_BYTES[cell["kv_dtype"]]
     loss = cell["perplexity"] / dense["perplexity"] - 1
     return [
         name,
         f"{served:,} ({cell['kv_bytes_per_token'] / dense['kv_bytes_per_token']:.0%})",
-        "keys" if cell["reconstructs"] else "nothing",
+        "keys" if cell["reconstructs"] else "none",
         f"{cell['perplexity']:.2f}" + (f" ({loss:+.0%})" if loss else ""),
+        measured.full(*key),
         f"{cell['kl']['value']:.2f}" if loss else "0",
-        score,
+        measured.score(*key),
     ]
 
 
 def table(measured: Measured) -> str:
-    """The table of the first page, in Markdown, with how it was measured."""
-    rows = [_line("dense", measured.dense, measured.dense, measured.score("dense", 1.0, "none"))]
+    """The table of README.md, in Markdown, with how it was measured."""
+    rows = [_line("dense", measured, ("dense", 1.0, "none"))]
     for retain in RATIOS:
-        for row in ROWS:
-            cell = measured.cells.get((row.method, retain, row.recover))
-            if cell is not None:
-                score = measured.score(row.method, retain, row.recover)
-                rows.append(_line(row.name, cell, measured.dense, score))
-    header = ["SmolLM2-135M-Instruct", "cache bytes a token", "rebuilt at every step"]
-    header += ["perplexity", "KL", "zero-shot mean"]
-    shown = markdown_table({"header": header, "rows": rows})
-    return f"{shown}\n\n{textwrap.fill(measured.protocol, 100)}"
+        for row in measured.rows():
+            key = row.method, retain, SHOWN
+            if key in measured.cells:
+                rows.append(_line(row.name, measured, key))
+    columns = [
+        number
+        for number in range(len(HEADER))
+        if sum(bool(row[number]) for row in rows) > len(rows) / 2
+    ]
+    header = [HEADER[number] for number in columns]
+    shown = markdown_table(
+        {"header": header, "rows": [[row[number] for number in columns] for row in rows]}
+    )
+    items = (textwrap.fill(f"* {one}", 100, subsequent_indent="  ") for one in measured.captions())
+    return f"{shown}\n\n" + "\n".join(items)
 
 
 def draw(measured: Measured, path: Path) -> None:
-    """The figure of the first page: loss against cache, on a logarithmic axis."""
-    with matplotlib.rc_context({"svg.hashsalt": "rap", "svg.fonttype": "none", "font.size": 11}):
+    """The figure of README.md: perplexity against cache, on a logarithmic axis."""
+    with matplotlib.rc_context(themed.SETTINGS):
         figure = Figure(figsize=(8.6, 3.8), layout="constrained")
         axes = figure.subplots()
-        for row in ROWS:
-            points = list(measured.curve(row))
-            label = row.name.strip("*")
-            axes.plot(*zip(*points, strict=True), marker="o", color=row.color, label=label)
+        for row in measured.rows():
+            color, label = (
+                themed.COLORS[row.color],
+                re.sub(r"[*`]|, plain checkpoint", "", row.name),
+            )
+            for recover, style, after in (("none", "--", "no recovery"), ("fit", "-", "recovered")):
+                points = list(measured.curve(row.method, recover))
+                if points:
+                    look: dict[str, Any] = {"color": color, "marker": "o", "linestyle": style}
+                    axes.plot(*zip(*points, strict=True), label=f"{label}, {after}", **look)
         shown = PercentFormatter(1.0, decimals=0)
-        over_share(axes, "perplexity over dense", [0.03, 0.1, 0.3, 1, 10], shown)
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        over_share(axes, "increase in perplexity", [0.03, 0.1, 0.3, 1, 10], shown)
+        themed.save(figure, path)
 
 
 def over_share(axes: Axes, what: str, ticks: list[float], shown: Formatter) -> None:
@@ -139,9 +200,9 @@ def over_share(axes: Axes, what: str, ticks: list[float], shown: Formatter) -> N
     axes.yaxis.set_minor_locator(FixedLocator([]))
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.invert_xaxis()
-    axes.set_xlabel("KV cache, share of the dense model's")
+    axes.set_xlabel("KV cache, % of the dense model's")
     axes.set_ylabel(what)
-    axes.grid(axis="y", color="0.9")
+    axes.grid(axis="y", color=themed.COLORS["line"], linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 

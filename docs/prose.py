@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[1]
 MAX_LINE, MAX_WORDS, MAX_NUMBERS = 100, 25, 2
-PAGES = ("docs/reference/glossary.md",)
+PAGES = ("README.md", "docs/measurements/*.md", "docs/reference/glossary.md")
 # Generated from tables in src/, or a log of experiments.
 SKIPPED = ("docs/log.md", "docs/models.md", "docs/reliability.md", "docs/reference/commands.md")
 
@@ -35,7 +35,7 @@ DENIED = {
     r"drift(?:s|ed)?": "accumulated error",
     r"from files to files": "layer by layer (out of core)",
     r"given back|gives back": "recall accuracy",
-    r"fidelity|(?<!Leibler )divergences?|near(?:er)? (?:to )?(?:the )?dense": "KL to the dense model",
+    r"fidelity|(?<!Leibler )divergences?|near(?:er)? (?:to )?(?:the )?dense": "KL to dense",
     r"stands?|stood": "is, replaces",
     r"judged?|judges|judging": "evaluate",
     r"in turns": "interleaved",
@@ -79,8 +79,8 @@ SHORT_FORMULA = re.compile(r"\$[^$\n]+\$")
 CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)]*)\)")
 ITEM = re.compile(r"^ *(?:[*+-]|\d+\.) +")
-# A number by itself: not part of a name (SmolLM2, Llama-3-8B, int8) or of an address.
-NUMBER = re.compile(r"(?<![\w.:/-])\d[\d,.]*\d(?![\w-])|(?<![\w.:/-])\d(?![\w-]|\.\d)")
+# A number that is not part of a name (SmolLM2, Llama-3-8B, int8), of an address, or n=16.
+NUMBER = re.compile(r"(?<![\w.:/=-])\d[\d,.]*\d(?![\w-])|(?<![\w.:/=-])\d(?![\w-]|\.\d)")
 ENDS = re.compile(r"(?<=[.!?])[)\"'*_]*\s+(?=[\"'(*_\[]*[A-Z`\[(0-9])|(?<=[.!?]\*\*)\s+")
 NO_END = re.compile(r"\b(e\.g|i\.e|vs|al|cf|approx|No)\. ")
 WORD = re.compile(r"[\w`][\w'`./%-]*")

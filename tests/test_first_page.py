@@ -1,5 +1,7 @@
-"""The first page: what it shows is what was measured."""
+"""README.md: its table and its figure show what was measured, and it stays a first page."""
 
+import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +18,28 @@ def page() -> ModuleType:
     return load_script("docs/first_page.py")
 
 
+@pytest.fixture
+def experiments(page, tmp_path) -> Path:
+    """A copy of the results that the page reads, with results of merged heads."""
+    for name in (*page.COMPARED, page.WHOLE):
+        (tmp_path / name).mkdir()
+        for file in (REPOSITORY / "experiments" / name).glob("*.json"):
+            shutil.copy(file, tmp_path / name)
+    (tmp_path / page.SCORED).parent.mkdir()
+    shutil.copy(REPOSITORY / "experiments" / page.SCORED, tmp_path / page.SCORED)
+    merged = tmp_path / page.MERGED
+    merged.mkdir()
+    result = json.loads((tmp_path / "smollm2-fit-block" / "compare.json").read_text("utf-8"))
+    for cell in result["cells"]:
+        if cell["method"] == "rap":
+            cell |= {"method": "rap:merge=auto:profile=stock", "perplexity": 22.93}
+        else:  # the dense model, and whatever is no merged model, is that of the comparisons
+            cell["perplexity"] = 1.0
+    result["provenance"]["settings"]["num_windows"] = 32
+    (merged / "compare.json").write_text(json.dumps(result), encoding="utf-8")
+    return tmp_path
+
+
 def test_the_committed_table_is_built_from_the_committed_results(page):
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     assert page.with_table(text, page.Measured()) == text
@@ -24,14 +48,42 @@ def test_the_committed_table_is_built_from_the_committed_results(page):
 
 def test_a_row_says_what_its_cell_does(page):
     measured = page.Measured()
-    measured.cells["rap", 0.7, "none"] |= {"kv_bytes_per_token": 11_520, "perplexity": 38.26}
-    measured.scores["rap 0.7"] = (0.25, 0.0125)
+    measured.cells["rap", 0.7, "fit"] |= {"kv_bytes_per_token": 11_520, "perplexity": 38.26}
+    measured.scores["rap 0.7 fit"] = (0.25, 0.0125)
     (row,) = [
-        line for line in page.table(measured).splitlines() if line.startswith("| **rap** | 5,760")
+        line for line in page.table(measured).splitlines() if line.startswith("| **`rap`** | 5")
     ]
     dense = measured.dense["perplexity"]
-    assert f"| 5,760 (25%) | nothing | 38.26 ({38.26 / dense - 1:+.0%}) |" in row
+    assert f"| 5,760 (25%) | none | 38.26 ({38.26 / dense - 1:+.0%}) |" in row
     assert row.endswith("| 25.0% +- 1.2% |")
+
+
+def test_results_of_merged_heads_are_shown_once_there_are_some(page, experiments):
+    merged = "**`rap`, merged heads**, plain checkpoint"
+    found = page.Measured(experiments)
+    rows = [line for line in page.table(found).splitlines() if line.startswith(f"| {merged}")]
+    assert [row.split("|")[4].strip() for row in rows] == ["22.93 (+20%)"] * 2
+    assert found.dense["perplexity"] == page.Measured().dense["perplexity"]
+    assert "* Merged heads: Calibrated on 32 samples" in page.table(found)
+    shutil.rmtree(experiments / page.MERGED)
+    assert "erged" not in page.table(page.Measured(experiments))
+
+
+def test_other_results_of_merged_heads_are_found_beside_their_comparison(page, experiments):
+    key = ("rap:merge=auto:profile=stock", 0.5, "fit")
+    scores = {"rows": [{"name": f"{key[0]} 0.5 fit", "mean": 0.4, "mean_stderr": 0.01}]}
+    (experiments / page.MERGED / "zero-shot.json").write_text(json.dumps(scores), encoding="utf-8")
+    whole = experiments / page.MERGED / "rap-merge-auto-profile-stock-0.5-fit.json"
+    whole.write_text(json.dumps({"value": 24.5}), encoding="utf-8")
+    found = page.Measured(experiments)
+    assert (found.full(*key), found.score(*key)) == ("24.50", "40.0% +- 1.0%")
+
+
+def test_a_column_that_is_mostly_open_is_left_out(page, experiments):
+    assert "full test set" in page.table(page.Measured())
+    for file in (experiments / page.WHOLE).glob("*fit.json"):
+        file.unlink()
+    assert "full test set" not in page.table(page.Measured(experiments))
 
 
 def test_a_page_without_the_place_is_refused(page):
@@ -39,10 +91,21 @@ def test_a_page_without_the_place_is_refused(page):
         page.with_table("# rap\n", page.Measured())
 
 
-def test_the_figure_can_be_drawn_again(page, tmp_path):
+def test_the_figure_can_be_drawn_again(page, tmp_path, experiments):
     page.draw(page.Measured(), tmp_path / "figure.svg")
     committed = (REPOSITORY / page.FIGURE).read_text(encoding="utf-8")
     drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
-    for row in page.ROWS:
-        assert row.name.strip("*") in drawn
-        assert row.name.strip("*") in committed
+    for label in ("RAP as published (rap:paper)", "PaLU (palu)", "rap"):
+        for text in (drawn, committed):
+            assert f">{label}, no recovery<" in text
+            assert f">{label}, recovered<" in text
+    page.draw(page.Measured(experiments), tmp_path / "merged.svg")
+    assert ">rap, merged heads, recovered<" in (tmp_path / "merged.svg").read_text("utf-8")
+
+
+def test_figures_follow_the_page_light_and_dark(page, tmp_path):
+    page.draw(page.Measured(), tmp_path / "figure.svg")
+    drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in drawn
+    assert "#0000" not in drawn
+    assert drawn.count("--page:") == 2

@@ -1,4 +1,4 @@
-"""The page of all methods on the real model: it shows what was measured, the rest is open."""
+"""The pages of all methods on SmolLM2: they show what was measured, the rest is open."""
 
 import json
 import shutil
@@ -18,10 +18,13 @@ def script() -> ModuleType:
     return load_script("docs/real_model.py")
 
 
-def test_the_committed_page_is_built_from_the_committed_results(script):
-    page = (REPOSITORY / script.PAGE).read_text(encoding="utf-8")
-    assert script.page(script.Evidence()) == page
-    assert "real-model.svg" in page
+def test_the_committed_pages_are_built_from_the_committed_results(script):
+    evidence = script.Evidence()
+    methods = (REPOSITORY / script.METHODS).read_text(encoding="utf-8")
+    assert script.methods_page(evidence) == methods
+    assert f"({Path(script.FIGURE).name})" in methods
+    beyond = (REPOSITORY / script.BEYOND).read_text(encoding="utf-8")
+    assert script.beyond_page(evidence) == beyond
 
 
 def test_the_figure_can_be_drawn_again(script, tmp_path):
@@ -29,8 +32,8 @@ def test_the_figure_can_be_drawn_again(script, tmp_path):
     drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
     committed = (REPOSITORY / script.FIGURE).read_text(encoding="utf-8")
     for method in script.COLORS:
-        assert f">{method}, cut<" in drawn
-        assert f">{method}, cut<" in committed
+        assert f">{method}, no recovery<" in drawn
+        assert f">{method}, no recovery<" in committed
 
 
 def _rows(table: str, name: str) -> list[list[str]]:
@@ -38,13 +41,13 @@ def _rows(table: str, name: str) -> list[list[str]]:
     return [row for row in rows if row[0].strip("*") == name]
 
 
-def test_methods_that_rebuild_nothing_come_first_and_by_their_best(script):
+def test_methods_that_reconstruct_nothing_come_first_and_by_their_best(script):
     evidence = script.Evidence()
     evidence.timed = {}
     rap = script.Key("rap", 0.7)
     order = [keys[0].method for keys in evidence.at(0.7)]
-    rebuilding = [evidence.cells[keys[0]]["reconstructs"] for keys in evidence.at(0.7)]
-    assert rebuilding == sorted(rebuilding)
+    reconstructing = [evidence.cells[keys[0]]["reconstructs"] for keys in evidence.at(0.7)]
+    assert reconstructing == sorted(reconstructing)
     assert order[0] == "rap"
     # Its fit alone puts it there.
     for recover in ("fit", "fit+full"):
@@ -80,16 +83,40 @@ def test_what_single_files_say_is_found_by_their_names(script, tmp_path):
     assert "repeated" not in table
 
 
+def test_merged_heads_are_found_once_there_are_results(script, tmp_path):
+    experiments = tmp_path / "experiments"
+    shutil.copytree(
+        REPOSITORY / "experiments",
+        experiments,
+        ignore=lambda folder, names: {"cells", script.MERGED} & set(names),
+    )
+    assert "merge" not in script.methods_page(script.Evidence(experiments))
+    result = json.loads((experiments / "smollm2-fit-block" / "compare.json").read_text("utf-8"))
+    for cell in result["cells"]:
+        if cell["method"] == "rap":
+            texts = {"code.txt": {"perplexity": 7.77}}
+            cell |= {"method": "rap:merge=auto", "other_texts": texts}
+    merged = experiments / script.MERGED
+    merged.mkdir()
+    (merged / "compare.json").write_text(json.dumps(result), encoding="utf-8")
+    whole = json.dumps({"value": 22.22})
+    (merged / "rap-merge-auto-0.5-fit.json").write_text(whole, encoding="utf-8")
+    found = script.Evidence(experiments)
+    assert _rows(script.main_table(found, 0.5), "rap:merge=auto")
+    (row,) = _rows(script.beyond_table(found), "rap:merge=auto at 0.5, layer-wise")
+    assert row[1:4] == ["22.22", "", "7.77"]
+
+
 def test_times_of_prompts_are_shown_once_there_are_some(script):
     evidence = script.Evidence()
     evidence.timed = {}
-    assert "prefill" not in script.page(evidence)
+    assert "prefill" not in script.methods_page(evidence)
     cell = evidence.cells[script.Key("rap", 0.7)] | {
         "prefill_tokens": 512,
         "prefill_seconds": 1.0,
         "dense_prefill_seconds": 2.0,
     }
     evidence.timed = {script.Key("rap", 0.7): cell}
-    assert "reading 512 tokens (prefill)" in script.page(evidence)
+    assert "prefill (512 tokens)" in script.methods_page(evidence)
     (row,) = _rows(script.main_table(evidence, 0.7), "rap")
     assert row[6] == "50%"
