@@ -6,7 +6,7 @@ from pathlib import Path
 import rap
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "site"))
+sys.path[:0] = [str(HERE / "site"), str(HERE)]
 
 project = "rap"
 author = "the rap authors"
@@ -22,8 +22,11 @@ extensions = [
     "drawings",
     "commands",
     "docstrings",
+    "redirects",
 ]
 exclude_patterns = ["findings/*", "reliability/*", "site/*"]
+# Records, generated or grown: pages of the site, but not of its navigation.
+RECORDS = ("log", "reliability", "results/README", "results/real", "results/reliability")
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 
@@ -52,3 +55,14 @@ html_theme_options = {
     "dark_css_variables": {"color-brand-primary": "#6cb8e6", "color-brand-content": "#6cb8e6"},
 }
 copybutton_prompt_text = "$ "
+
+
+def outside_navigation(app, docname, source):
+    """Have Sphinx take the records for pages that no table of contents names."""
+    if docname in RECORDS:
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
+
+
+def setup(app):
+    """Connect what is above."""
+    app.connect("source-read", outside_navigation)

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from unittest import mock
 
@@ -17,10 +18,23 @@ from rap.calibration.registry import STATISTICS
 from rap.cli import app
 from rap.cli.completion import command_tree
 from rap.methods import METHODS
+from rap.recovery.config import RecoveryConfig
+from rap.recovery.layer_fit import FitConfig
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
-TUTORIALS = DOCS / "tutorials"
+EXTEND = DOCS / "how-to" / "extend"
+# Pages whose commands run on the bundled model, in the order in which they are printed.
+RUN = (
+    "tutorials/quickstart",
+    "how-to/combine",
+    "how-to/evaluate",
+    "how-to/other-engines",
+    "how-to/recover",
+    "how-to/serve-llamacpp",
+    "how-to/serve-vllm",
+    "how-to/speed",
+)
 # Pages of results name commands as they were typed then, the others as they are now.
 RECORDS = (DOCS / "results", DOCS / "log.md", DOCS / "reference" / "commands.md")
 BY_HAND = [
@@ -78,30 +92,29 @@ def test_commands_in_documents_exist(path):
 
 def test_documents_tell_many_commands_and_a_wrong_one_is_seen():
     told = [line for path in BY_HAND for line in commands(path.read_text("utf-8"))]
-    assert len(told) > 40
+    assert len(told) > 80
     assert violations("rap compress bundled --retain 0.7 -o out") == []
     assert violations("rap serve out -- --max-model-len 8") == []
     assert violations("rap compress bundled --keep 0.7") != []
     assert violations("rap evaluate out") != []
 
 
-@pytest.mark.parametrize("name", ["add-method", "add-family", "add-statistic"])
-def test_code_of_the_tutorials_runs(name):
-    text = (TUTORIALS / f"{name}.md").read_text("utf-8")
+@pytest.mark.parametrize("name", ["method", "family", "statistic"])
+def test_code_of_extensions_runs(name):
+    text = (EXTEND / f"{name}.md").read_text("utf-8")
     (code,) = [block for block, wanted in blocks(text, "python") if wanted]
     with mock.patch.dict(METHODS), mock.patch.dict(STATISTICS):
         exec(compile(code, name, "exec"), {"__name__": "__main__"})
 
 
-# Their files do not meet: each tutorial writes names of its own, and recover needs none of first.
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["first", "vllm", "llamacpp", "recover"])
-def test_commands_of_the_tutorials_run(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", RUN)
+def test_commands_of_pages_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = [
         line
-        for block, wanted in blocks((TUTORIALS / f"{name}.md").read_text("utf-8"), "sh")
+        for block, wanted in blocks((DOCS / f"{name}.md").read_text("utf-8"), "sh")
         if wanted
         for line in commands(block)
     ]
@@ -109,6 +122,38 @@ def test_commands_of_the_tutorials_run(name, tmp_path, monkeypatch):
     for line in told:
         result = run(*shlex.split(line)[1:])
         assert result.code == 0, (line, result.err)
+
+
+@pytest.mark.parametrize("name", ["tutorials/quickstart", "how-to/speed"])
+def test_code_of_pages_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rap.compress("bundled", 0.7, num_windows=2, window=64, evaluate=None, output="out")
+    found = blocks((DOCS / f"{name}.md").read_text("utf-8"), "python")
+    scope = {"__name__": "__main__"}
+    for code in [block for block, wanted in found if wanted]:
+        exec(compile(code, name, "exec"), scope)
+
+
+def test_settings_of_methods_and_recoveries_are_documented():
+    text = (DOCS / "reference" / "settings.md").read_text("utf-8")
+    configs = [*METHODS.values(), FitConfig, RecoveryConfig]
+    names = {field.name for config in configs for field in fields(config)}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def test_old_addresses_lead_to_pages(tmp_path):
+    redirects = load_script("docs/site/redirects.py")
+    for old, new in redirects.MOVED.items():
+        assert not (DOCS / f"{old}.md").exists()
+        assert (DOCS / f"{new}.md").is_file()
+    (tmp_path / "how-to").mkdir()
+    (tmp_path / "how-to" / "new.html").write_text("<p>new</p>")
+    redirects.write(tmp_path, {"a/old": "how-to/new"})
+    assert 'url=../how-to/new.html"' in (tmp_path / "a" / "old.html").read_text("utf-8")
+    with pytest.raises(ValueError, match="is no page"):
+        redirects.write(tmp_path, {"old": "gone"})
+    with pytest.raises(ValueError, match="still a page"):
+        redirects.write(tmp_path, {"how-to/new": "how-to/new"})
 
 
 def test_links_of_a_built_site_are_checked(tmp_path):

@@ -27,15 +27,15 @@ from rap.studies.report.findings import (
 RULED = {
     "dense": "dense",
     "rap-0.7": "rap at 0.7",
-    "rap-0.7-fit": "fitted",
-    "rap-paper-0.7-fit": "the paper's cut at 0.7, fitted",
-    "palu-0.7-fit": "PaLU at 0.7, fitted",
+    "rap-0.7-fit": "distilled",
+    "rap-paper-0.7-fit": "RAP as published at 0.7, distilled",
+    "palu-0.7-fit": "PaLU at 0.7, distilled",
 }
 FAR = {
     "dense": "dense",
-    "rap-0.7-fit": "rap at 0.7, fitted",
-    "rap-paper-0.7-fit": "the paper's cut at 0.7, fitted",
-    "general-0.7-fit": "rap at 0.7, cut and fitted for all texts (`docs/fit.md`)",
+    "rap-0.7-fit": "rap at 0.7, distilled",
+    "rap-paper-0.7-fit": "RAP as published at 0.7, distilled",
+    "general-0.7-fit": "rap:general at 0.7, distilled",
 }
 NEEDLES = ("dense", "rap at 0.7", "rap at 0.5", "palu at 0.5", "rap:paper at 0.5")
 
@@ -46,14 +46,15 @@ BASELINES = (
         real=Answer(
             verdict=CONFIRMED,
             figures=lambda r: (
-                f"cut only, {both(r, 'rap', 'palu', 'svdllm')}; KL at 0.5 "
+                f"no recovery, {both(r, 'rap', 'palu', 'svdllm')}; KL at 0.5 "
                 + ", ".join(f"{m} {r.kl(m, 0.5):.3f}" for m in COSTLY)
-                + f". After the fit rap has {r.ppl('rap', 0.7, 'fit'):.2f} at 0.7, and "
+                + f". After layer-wise distillation rap has {r.ppl('rap', 0.7, 'fit'):.2f} at 0.7, "
+                "and "
                 f"{r.ppl('rap', 0.5, 'fit'):.2f} and KL {r.kl('rap', 0.5, 'fit'):.3f} at 0.5; palu "
                 f"{r.ppl('palu', 0.7, 'fit'):.2f} at 0.7, KL {r.kl('palu', 0.7, 'fit'):.3f} for "
                 f"{r.kl('rap', 0.7, 'fit'):.3f}. Distilled, "
                 f"{both(r, 'rap', 'palu', recover='fit+full')}. Over the whole test set at 0.7 rap "
-                f"fitted has {whole(r, 'rap-0.7-fit'):.2f} and palu cut only "
+                f"distilled has {whole(r, 'rap-0.7-fit'):.2f} and palu no recovery "
                 f"{whole(r, 'palu-0.7'):.2f}."
             ),
             holds=lambda r: (
@@ -65,23 +66,24 @@ BASELINES = (
                 and 1.05 < r.ppl("rap", 0.7, "fit+full") / r.ppl("palu", 0.7, "fit+full") < 1.09
                 and 1.15 < r.ppl("rap", 0.5, "fit+full") / r.ppl("palu", 0.5, "fit+full") < 1.25
             ),
-            why="The lead grows as the cache shrinks, as in the paper. Cut only it is far larger "
-            "than there after recovery, fitted and distilled about as large: the paper's is 6 % "
-            "at 0.7 and 22 % at 0.5. Fitted, rap is level with PaLU cut only at 0.7 and level or "
-            "ahead at 0.5, with nothing rebuilt; PaLU, fitted in the same way, stays ahead.",
+            why="The lead grows as the cache shrinks, as in the paper. Without recovery it is far "
+            "larger than there after recovery, distilled about as large: the paper's is 6% "
+            "at 0.7 and 22% at 0.5. Distilled, rap is level with PaLU no recovery at 0.7 and level "
+            "or ahead at 0.5, with nothing reconstructed; PaLU, distilled in the same way, stays "
+            "ahead.",
         ),
         bundled=Answer(
             verdict=CONFIRMED,
             figures=lambda r: (
-                f"cut only, {both(r, *COSTLY)}. Recovered, {both(r, *COSTLY, recover='fast')}."
+                f"no recovery, {both(r, *COSTLY)}. Recovered, {both(r, *COSTLY, recover='fast')}."
             ),
             holds=lambda r: all(
                 r.ppl("palu", retain, recover) < r.ppl("rap", retain, recover)
                 for retain in (0.7, 0.5)
                 for recover in ("none", "fast")
             ),
-            why="A latent may mix all channels and be rotated after it is rebuilt. The default RAP "
-            "closes most of the gap at 0.7; at 0.5 the paper's concession stands.",
+            why="A latent may mix all channels and be rotated after it is reconstructed. The "
+            "default RAP closes most of the gap at 0.7; at 0.5 the paper's concession holds.",
         ),
     ),
     Finding(
@@ -89,7 +91,7 @@ BASELINES = (
         paper="136 for SVD-LLM against 8.59 for PaLU at 0.7 after distillation.",
         real=Answer(
             verdict=CONTRADICTED,
-            figures=lambda r: f"cut only, {both(r, 'palu', 'svdllm', 'svdllm2')}.",
+            figures=lambda r: f"no recovery, {both(r, 'palu', 'svdllm', 'svdllm2')}.",
             holds=lambda r: (
                 all(
                     r.ppl("palu", retain) < r.ppl("svdllm", retain) < 1.1 * r.ppl("palu", retain)
@@ -102,7 +104,7 @@ BASELINES = (
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
-            figures=lambda r: f"cut only, {both(r, 'palu', 'svdllm')}.",
+            figures=lambda r: f"no recovery, {both(r, 'palu', 'svdllm')}.",
             holds=lambda r: r.ppl("svdllm") < 1.02 * r.ppl("palu"),
             why="Both solve their whitened problem exactly here, which the tests check, and two "
             "optima of nearly the same problem cannot lie far apart. 136 after distillation is no "
@@ -111,13 +113,13 @@ BASELINES = (
     ),
     Finding(
         title="Only pruning shrinks attention's parameters and FLOPs with the cache",
-        paper="at 0.7, parameters are 70.3 % for RAP, 82.4 % for PaLU, 97.6 % for SVD-LLM.",
+        paper="at 0.7, parameters are 70.3% for RAP, 82.4% for PaLU, 97.6% for SVD-LLM.",
         real=Answer(
             verdict=CONFIRMED,
             figures=costs,
             holds=lambda r: only_rap_shrinks(r) and 0.97 < r.slower("rap") < 1.03,
             why="A quarter of attention's parameters are W_k and W_v here, so factors weigh more "
-            "than on Llama-3-8B. The step of the cut model takes as long as the dense one's on a "
+            "than on Llama-3-8B. The step of pruning model takes as long as the dense one's on a "
             "CPU: at this size attention is a small part of it.",
         ),
         bundled=Answer(
@@ -125,8 +127,8 @@ BASELINES = (
             figures=costs,
             holds=only_rap_shrinks,
             why="W_k and W_v are a third of attention here (a fifth in Llama-3-8B), so factors "
-            "weigh more. On a CPU rebuilding dominates the step, though at this size a pruned step "
-            "is no faster than a dense one either.",
+            "weigh more. On a CPU reconstruction dominates the step, though at this size a pruned "
+            "step is no faster than a dense one either.",
         ),
     ),
     Finding(
@@ -136,7 +138,7 @@ BASELINES = (
         real=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: (
-                "cut only, attention parameters and perplexity: "
+                "no recovery, attention parameters and perplexity: "
                 + "; ".join(
                     f"{method} at {retain:g} "
                     f"{r.share(method, 'attention_parameters', retain):.1%}, "
@@ -152,15 +154,15 @@ BASELINES = (
                 > 1.2 * r.share("rap", "attention_parameters", 0.7)
                 for method in ("palu", "svdllm")
             ),
-            why="At half of the cache either has more parameters than rap at 0.7 and, cut only, is "
-            "behind it already; fitted, both are ahead of it. The paper's PaLU, head by head, has "
-            "fewer; it was not measured, but at the same cache one factorisation of all heads "
-            "never errs more than one of each.",
+            why="At half of the cache either has more parameters than rap at 0.7 and, no recovery, "
+            "is behind it already; distilled, both are ahead of it. The paper's PaLU, head by "
+            "head, has fewer; it was not measured, but at the same cache one factorisation of all "
+            "heads never errs more than one of each.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: (
-                "cut only, attention parameters, perplexity, recall at 256 / 1,000 tokens: "
+                "no recovery, attention parameters, perplexity, recall at 256 / 1,000 tokens: "
                 + "; ".join(
                     f"{name} {share:.1%}, {ppl:.2f}, {recall}"
                     for name, (share, ppl, recall) in matched(r).items()
@@ -175,19 +177,19 @@ BASELINES = (
                 and max(share for share, _, _ in matched(r).values()) < 0.75
             ),
             why="RAP leads in both. PaLU head by head is the paper's, and so is the ratio it needs "
-            "there. But this is before recovery, and the default RAP: the paper's cut does not "
+            "there. But this is before recovery, and the default RAP: RAP as published does not "
             "lead.",
         ),
     ),
     Finding(
-        title="Dropping whole heads is as good, where the budget allows it",
+        title="Removing whole heads is as good, where the budget allows it",
         paper="10.94 against RAP's 10.82 at 0.5 after distillation; 0.7 cannot be expressed.",
         real=Answer(
             verdict=PARTLY,
             figures=lambda r: (
                 "asked for 0.7 or 0.5, heads caches "
                 f"{r.share('heads', 'kv_bytes_per_token'):.1%} (two of three) and has "
-                f"{r.ppl('heads'):.2f}; at 0.7 the paper's cut has {r.ppl('rap:paper'):.2f}, rap "
+                f"{r.ppl('heads'):.2f}; at 0.7 RAP as published has {r.ppl('rap:paper'):.2f}, rap "
                 f"{r.ppl('rap'):.2f}, which has {r.ppl('rap', 0.5):.2f} at 0.5."
             ),
             holds=lambda r: (
@@ -196,12 +198,12 @@ BASELINES = (
                 and r.ppl("heads", 0.5) < r.ppl("rap", 0.5) < 1.05 * r.ppl("heads", 0.5)
             ),
             why="Before recovery whole heads are far better than the paper's pairs and channels, "
-            "and hardly better with two thirds of the cache than the default cut with half of it.",
+            "and hardly better with two thirds of the cache than the default rap with half of it.",
         ),
         bundled=Answer(
             verdict=PARTLY,
             figures=lambda r: (
-                f"at 0.5 cut only heads {r.ppl('heads', 0.5):.2f}, the paper's cut "
+                f"at 0.5 no recovery heads {r.ppl('heads', 0.5):.2f}, RAP as published "
                 f"{r.ppl('rap:paper', 0.5):.2f}, rap {r.ppl('rap', 0.5):.2f}; recovered "
                 f"{r.ppl('heads', 0.5, 'fast'):.2f}, {r.ppl('rap:paper', 0.5, 'fast'):.2f}, "
                 f"{r.ppl('rap', 0.5, 'fast'):.2f}. Asked for 0.7, heads caches "
@@ -212,18 +214,18 @@ BASELINES = (
                 and r.share("heads", "kv_bytes_per_token") < 0.6
             ),
             why="It matches the paper's pairs and channels, as the paper says, and loses to the "
-            "default cut. With 2 KV heads the grid has one step, so 0.7 becomes 0.5.",
+            "default rap. With 2 KV heads the grid has one step, so 0.7 becomes 0.5.",
         ),
     ),
     Finding(
-        title="EliteKV and MatryoshkaKV do not come back under the shared recovery",
+        title="EliteKV and MatryoshkaKV are not recovered by the shared recipe",
         paper="EliteKV 6459 at 0.7 before and diverged after; MatryoshkaKV 213 and 624 "
         "(`tab:nonconverging`).",
         real=Answer(
             verdict=PARTLY,
             figures=lambda r: (
-                f"cut only, {cut_only(r, 'elitekv', 'elitekv:plus', 'matryoshka', 'rap')}; fitted, "
-                f"{both(r, 'elitekv:plus', 'matryoshka', 'rap', recover='fit')}."
+                f"no recovery, {cut_only(r, 'elitekv', 'elitekv:plus', 'matryoshka', 'rap')}; "
+                f"distilled, {both(r, 'elitekv:plus', 'matryoshka', 'rap', recover='fit')}."
             ),
             holds=lambda r: (
                 min(r.ppl("elitekv"), r.ppl("matryoshka")) > 3 * r.ppl("rap")
@@ -231,15 +233,16 @@ BASELINES = (
                 and r.ppl("elitekv:plus", 0.7, "fit") < r.ppl("rap", 0.7, "fit")
                 and r.ppl("matryoshka", 0.7, "fit") > 1.3 * r.ppl("rap", 0.7, "fit")
             ),
-            why="As published both are broken before any recovery, as in the paper. The fit brings "
-            "MatryoshkaKV back to a third more perplexity than rap's at 0.7, half more at 0.5. "
-            "EliteKV with a whitened SVD and a swept number of pairs is level with rap as it is "
-            "cut, and ahead fitted, with keys and values rebuilt at every step.",
+            why="As published both are broken before any recovery, as in the paper. Layer-wise "
+            "distillation brings MatryoshkaKV back to a third more perplexity than rap's at 0.7, "
+            "half more at 0.5. EliteKV with a whitened SVD and a swept number of pairs is level "
+            "with rap as it is cut, and ahead distilled, with keys and values reconstructed at "
+            "every step.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: (
-                f"cut only, {both(r, 'elitekv', 'matryoshka')}; recovered, "
+                f"no recovery, {both(r, 'elitekv', 'matryoshka')}; recovered, "
                 f"{both(r, 'elitekv', 'matryoshka', recover='fast')}."
             ),
             holds=lambda r: all(
@@ -265,8 +268,9 @@ BASELINES = (
                 )
                 and sum(recalls(r, 0.5)["rap:paper"]) == 0
             ),
-            why="Cut only, the gap opens from 0.7 on, and the paper's own cut recalls nothing at "
-            "any ratio. The fit closes a part of it, and brings the paper's cut back as far.",
+            why="Without recovery, the gap opens from 0.7 on, and RAP as published recalls nothing "
+            "at any ratio. Layer-wise distillation closes a part of it, and recovers RAP as "
+            "published as far.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
@@ -276,8 +280,8 @@ BASELINES = (
                 + "."
             ),
             holds=lambda r: r.recalled("rap", 0.5, "fast") > r.recalled("palu", 0.5, "fast"),
-            why="The paper's own cut does lose recall, and distillation does not bring it back. "
-            "What keeps it is widths by expected loss and keys folded for the whole context. "
+            why="RAP as published does lose recall, and distillation does not recover it. "
+            "What keeps it is widths by estimated loss and keys folded for the whole context. "
             "PaLU's latent has a small error on average, and loses numbers in long texts all the "
             "same (see the needles below).",
         ),
@@ -302,13 +306,14 @@ BASELINES = (
                 and needles(r, "rap-0.7-fit") < 0.4
                 and needles(r, "palu-0.7-fit") > 2 * needles(r, "rap-0.7-fit")
             ),
-            why="The dense model finds nearly all, and the cut ones differ more than in anything "
-            "else that was measured: far recall is what a cut of keys loses first.",
+            why="The dense model finds nearly all, and pruned models differ more than in anything "
+            "else that was measured: far recall is what a pruning of keys loses first.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: (
-                f"one of 4 numbers, cut only, over all documents and in those of {LONG:,} tokens: "
+                f"one of 4 numbers, no recovery, over all documents and in those of {LONG:,} "
+                "tokens: "
                 + ", ".join(f"{m} {r.found(m):.1%} and {r.found(m, LONG):.1%}" for m in NEEDLES)
                 + "."
             ),
@@ -319,9 +324,9 @@ BASELINES = (
                 and r.found("rap:paper at 0.5") == 0
                 and adjacent(r) < 0.1
             ),
-            why="Saturated for the dense model and the default cut, not for the others at 0.5. "
+            why="Saturated for the dense model and the default rap, not for the others at 0.5. "
             "PaLU fails with the length of the document, not with the distance: at 2,048 tokens it "
-            "loses even the number that stands right before the question. Why is not known.",
+            "loses even the number right before the question. The cause is not known.",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""The defaults that the bundled model chose, and what the real model says of them; see page.py."""
+"""The defaults that the bundled model chose, and what SmolLM2 says of them; see page.py."""
 
 from figures import by_budget, compared, cut_only
 
@@ -17,14 +17,14 @@ DEFAULTS = (
             figures=lambda r: (
                 f"{r.loss('rap', 0.7):.0%} at 0.7 and {r.loss('rap', 0.5):.0%} at 0.5, "
                 f"{r.loss('rap', 0.7, 'fit'):.0%} and {r.loss('rap', 0.5, 'fit'):.0%} after the "
-                "fit; PaLU, cut only, "
+                "fit; PaLU, no recovery, "
                 f"{r.loss('palu', 0.7):.0%} and {r.loss('palu', 0.5):.0%}."
             ),
             holds=lambda r: (
                 r.loss("rap", 0.7) > 0.2 and r.loss("rap", 0.5, "fit") < 0.5 * r.loss("rap", 0.5)
             ),
-            why="`--recover fit` belongs to a cut of a real model. It reads the text of the "
-            "calibration, twice as many tokens of it, and needs no other.",
+            why="`--recover fit` belongs to pruning of a pretrained model. It reads the text of "
+            "the calibration, twice as many tokens of it, and needs no other.",
         ),
     ),
     Default(
@@ -41,12 +41,11 @@ DEFAULTS = (
                 and r.ppl(POOLED, 0.5) > 1.02 * r.ppl("rap", 0.5)
                 and r.slower(POOLED) > 1.15 * r.slower("rap")
             ),
-            why="A pool gains half a per cent at 0.7 and loses more at 0.5, and a fifth of the "
-            "speed.",
+            why="A pool gains 0.5% at 0.7 and loses more at 0.5, and a fifth of the speed.",
         ),
     ),
     Default(
-        title="`budget=error`, widths by expected loss",
+        title="`budget=error`, widths by estimated loss",
         bundled=lambda r: (
             "on the windows of analyses "
             + ", ".join(
@@ -67,7 +66,7 @@ DEFAULTS = (
                 and 0.94 < r.ppl(SEARCHED, 0.5) / r.ppl("rap", 0.5) < 0.97
             ),
             why="Equal widths lose four tenths more than widths that go by the loss. A search "
-            "gains some per cent more, for many times the cost of the cut.",
+            "gains a few percent more, for many times the cost of pruning.",
         ),
     ),
     Default(
@@ -88,13 +87,14 @@ DEFAULTS = (
     ),
     Default(
         title="The refit of output projections, off unless asked for",
-        bundled=lambda r: "it repairs cuts of channels and little else (`docs/log.md`).",
+        bundled=lambda r: "it repairs channel pruning and little else (`docs/log.md`).",
         real=Answer(
             verdict=STAYS,
             figures=lambda r: (
                 f"at 0.5 from {r.ppl('rap', 0.5):.2f} to {r.ppl('rap', 0.5, 'closed-form'):.2f}, "
-                f"KL from {r.kl('rap', 0.5):.3f} to {r.kl('rap', 0.5, 'closed-form'):.3f}; the fit "
-                f"{r.ppl('rap', 0.5, 'fit'):.2f} and {r.kl('rap', 0.5, 'fit'):.3f}."
+                f"KL from {r.kl('rap', 0.5):.3f} to {r.kl('rap', 0.5, 'closed-form'):.3f}; "
+                f"layer-wise distillation {r.ppl('rap', 0.5, 'fit'):.2f} and "
+                f"{r.kl('rap', 0.5, 'fit'):.3f}."
             ),
             holds=lambda r: (
                 r.ppl("rap", 0.5, "closed-form") > 0.95 * r.ppl("rap", 0.5)
@@ -107,7 +107,7 @@ DEFAULTS = (
     Default(
         title="Rates of recovery",
         bundled=lambda r: "the 5e-3 of `fast` is its own (`docs/log.md`, 2026-11-20).",
-        real="the rates of `fit` and `full` were chosen on the real model (`docs/log.md`, "
+        real="the rates of `fit` and `full` were chosen on SmolLM2 (`docs/log.md`, "
         "2026-11-22). That of `fast` was not measured there.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Findings on a cut before and after a recovery, and with rounded weights; see page.py."""
+"""Findings on pruned models before and after a recovery, and with rounded weights; see page.py."""
 
 from figures import packed, ranks, rounded, slashed, sweep
 
@@ -14,12 +14,12 @@ STEPS = ("none", "fit", "fit+full")
 
 RECOVERY = (
     Finding(
-        title="Without recovery, only about a tenth can be cut",
+        title="Without recovery, only about a tenth can be pruned",
         paper="8.85 at 0.9, 11.65 at 0.8 and 28.9 at 0.7, pooled budgets (`app:limitations`).",
         real=Answer(
             verdict=CONFIRMED,
             figures=lambda r: (
-                f"from 0.9 to 0.5, the default cut {sweep(r, 'rap')}, which is "
+                f"from 0.9 to 0.5, the default rap {sweep(r, 'rap')}, which is "
                 f"{r.loss('rap', 0.9):.1%} above dense at 0.9, {r.loss('rap', 0.8):.0%} at 0.8 and "
                 f"{r.loss('rap', 0.7):.0%} at 0.7; the paper's {sweep(r, 'rap:paper')}."
             ),
@@ -27,31 +27,31 @@ RECOVERY = (
                 r.loss("rap", 0.9) < 0.07 < 0.1 < r.loss("rap", 0.8)
                 and r.loss("rap:paper", 0.9) > 1
             ),
-            why="The default cut (folded keys, value subspaces, widths by expected loss) costs at "
-            "0.9 a little less than the paper's costs Llama-3-8B (7 %). The paper's own selection "
+            why="The default rap (folded keys, value subspaces, widths by estimated loss) costs at "
+            "0.9 a little less than the paper's costs Llama-3-8B (7%). The paper's own selection "
             "cannot take even a tenth from a model this small.",
         ),
         bundled=Answer(
             verdict=PARTLY,
             figures=lambda r: (
-                f"the paper's cut costs {r.loss('rap:paper', 0.7):.0%} at 0.7 and "
+                f"RAP as published costs {r.loss('rap:paper', 0.7):.0%} at 0.7 and "
                 f"{r.loss('rap:paper', 0.5):.0%} at 0.5; the default one {r.loss('rap', 0.7):.1%} "
                 f"and {r.loss('rap', 0.5):.1%}."
             ),
             holds=lambda r: r.loss("rap:paper", 0.7) > 0.1 > r.loss("rap", 0.7),
-            why="It is true of the paper's selection. The default cut costs at 0.5 what the "
+            why="It is true of the paper's selection. The default rap costs at 0.5 what the "
             "paper's costs Llama-3-8B at 0.9.",
         ),
         follows="no ratio is free because the bundled model says so; `--recover fit` belongs to a "
-        "cut below 0.9.",
+        "pruned below 0.9.",
     ),
     Finding(
-        title="A short distillation brings 0.7 back",
+        title="A short distillation recovers retain 0.7",
         paper="28.9 becomes 9.12, a tenth above dense, in nine GPU-hours.",
         real=Answer(
             verdict=CONFIRMED,
             figures=lambda r: (
-                "cut, fitted layer by layer, then 131 k tokens of distillation into the "
+                "distilled layer by layer, then 131 k tokens of distillation into the "
                 "attention's matrices, an hour of one core: "
                 + "; ".join(
                     f"at {x:g} "
@@ -61,7 +61,7 @@ RECOVERY = (
                     for x in (0.7, 0.5)
                 )
                 + f" (dense {r.dense['perplexity']:.2f}), {r.loss('rap', 0.7, 'fit+full'):.1%} and "
-                f"{r.loss('rap', 0.5, 'fit+full'):.0%} above dense. The paper's cut, recovered in "
+                f"{r.loss('rap', 0.5, 'fit+full'):.0%} above dense. RAP as published, recovered in "
                 "the same way: "
                 + "; ".join(
                     f"at {x:g} "
@@ -80,21 +80,22 @@ RECOVERY = (
                     for x in (0.7, 0.5)
                 )
             ),
-            why="A tenth above dense at 0.7, as in the paper. The fit, without a gradient through "
-            "the model, is the longer part of the way. The paper's cut comes nearly as far at 0.7, "
-            "from eight times our perplexity: recovery brings back most of what a bad choice lost.",
+            why="A tenth above dense at 0.7, as in the paper. Layer-wise distillation, without a "
+            "gradient through the model, is the longer part of the way. RAP as published comes "
+            "nearly as far at 0.7, from eight times our perplexity: recovery restores most of what "
+            "a bad choice lost.",
         ),
         bundled=Answer(
             verdict=CONFIRMED,
             figures=lambda r: (
-                f"the paper's cut goes from {r.ppl('rap:paper'):.2f} to "
+                f"RAP as published goes from {r.ppl('rap:paper'):.2f} to "
                 f"{r.ppl('rap:paper', 0.7, 'fast'):.2f} ({r.loss('rap:paper', 0.7, 'fast'):.0%} "
                 "above dense); recall at 256 / 1,000 tokens stays "
                 f"{r.recall('rap:paper', 0.7, 'fast')} (dense {r.recall('dense', 1.0)})."
             ),
             holds=lambda r: r.loss("rap:paper", 0.7, "fast") < 0.6 * r.loss("rap:paper", 0.7),
-            why="Perplexity comes back, recall does not: windows of 256 tokens of novels never ask "
-            "for it. A cut that keeps recall needs no recovery of it.",
+            why="Perplexity recovers, recall does not: samples of 256 tokens of novels never ask "
+            "for it. A method that keeps recall needs no recovery of it.",
         ),
     ),
     Finding(
@@ -105,7 +106,7 @@ RECOVERY = (
         bundled=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: (
-                "the paper's cut at 0.5, distilled without a refit: "
+                "RAP as published at 0.5, distilled without a refit: "
                 f"{slashed([ranks(r)[f'rank {n}'] for n in (4, 8, 16)])} for rank 4 "
                 f"/ 8 / 16, from {ranks(r)['no recovery']:.2f}. Recovered at 0.7: "
                 f"Fisher {r.ppl('rap:paper', 0.7, 'fast'):.2f}, magnitude (uniform widths) "
@@ -116,7 +117,7 @@ RECOVERY = (
                 ranks(r)["rank 4"] > 1.05 * ranks(r)["rank 16"]
                 and r.ppl("magnitude", 0.7, "fast") > 1.05 * r.ppl("rap:paper", 0.7, "fast")
             ),
-            why="Each is worth over 5 % of perplexity here. Forty steps are a short recovery: "
+            why="Each is worth over 5% of perplexity here. Forty steps are a short recovery: "
             "where the model starts from, and how much an adapter can move, still show after it.",
         ),
     ),
@@ -128,8 +129,8 @@ RECOVERY = (
             verdict=CONTRADICTED,
             figures=lambda r: (
                 "what weights in nf4, a scale for 64 of them, add, in nats per token: dense "
-                f"{packed(r, 'dense', 1.0):.3f}; rap at 0.7 {packed(r, 'rap', 0.7):.3f} cut only, "
-                f"{packed(r, 'rap', 0.7, 'fit'):.3f} fitted and "
+                f"{packed(r, 'dense', 1.0):.3f}; rap at 0.7 {packed(r, 'rap', 0.7):.3f} no "
+                f"recovery, {packed(r, 'rap', 0.7, 'fit'):.3f} distilled and "
                 f"{packed(r, 'rap', 0.7, 'fit+full'):.3f} distilled, at 0.5 "
                 f"{packed(r, 'rap', 0.5):.3f}, {packed(r, 'rap', 0.5, 'fit'):.3f} and "
                 f"{packed(r, 'rap', 0.5, 'fit+full'):.3f}."
@@ -140,16 +141,16 @@ RECOVERY = (
                 for recover in ("none", "fit", "fit+full")
             ),
             why="Rounding adds the same to all of them, recovered or not. It is a finer rounding "
-            "than one scale a tensor; the cut alone costs 0.3 and 0.8 nats, in the paper 1.2.",
+            "than one scale a tensor; pruning alone costs 0.3 and 0.8 nats, in the paper 1.2.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: (
                 "what the same rounding adds, in nats per token: dense "
-                f"{rounded(r, 'dense', 1.0):.3f}; the paper's cut at 0.7 "
+                f"{rounded(r, 'dense', 1.0):.3f}; RAP as published at 0.7 "
                 f"{rounded(r, 'paper', 0.7):.3f} before recovery and "
                 f"{rounded(r, 'paper', 0.7, 'fast'):.3f} after 40 steps of distillation, without a "
-                "refit; the default cut "
+                "refit; the default rap "
                 f"{rounded(r, 'default', 0.7):.3f} and {rounded(r, 'default', 0.7, 'fast'):.3f}, "
                 f"at 0.5 {rounded(r, 'default', 0.5):.3f} before."
             ),
@@ -158,7 +159,7 @@ RECOVERY = (
                 and rounded(r, recipe, 0.7) < 1.5 * rounded(r, "dense", 1.0)
                 for recipe in ("paper", "default")
             ),
-            why="The two costs add up here, recovered or not. The cut alone costs this model 0.2 "
+            why="The two costs add up here, recovered or not. Pruning alone costs this model 0.2 "
             "nats before recovery, in the paper 1.2: whether rounding hurts a model more that is "
             "broken already, it cannot say.",
         ),

@@ -1,4 +1,4 @@
-"""Findings on what is cut: pairs or channels, and which of them; see page.py."""
+"""Findings on what is pruned: pairs or channels, and which of them; see page.py."""
 
 import itertools
 
@@ -24,14 +24,14 @@ from rap.studies.report.findings import CONFIRMED, CONTRADICTED, PARTLY, Answer,
 
 UNITS = (
     Finding(
-        title="Cutting single channels breaks the model, whole pairs do not",
+        title="Pruning single channels breaks the model, RoPE pairs do not",
         paper="after the same distillation, perplexity 397 for KVPruner and 9.12 for RAP at 0.7 "
         "(dense 8.28); KVPruner is not monotonic in the budget (`tab:pplsweep`).",
         real=Answer(
             verdict=PARTLY,
             figures=lambda r: (
-                f"cut only, {cut_only(r, 'kvpruner:paper', 'rap:paper', 'rap')}; from 0.9 to 0.5 "
-                f"rap:paper has {sweep(r, 'rap:paper')}, and with equal widths "
+                f"no recovery, {cut_only(r, 'kvpruner:paper', 'rap:paper', 'rap')}; from 0.9 to "
+                f"0.5 rap:paper has {sweep(r, 'rap:paper')}, and with equal widths "
                 f"{both(r, 'rap:paper:budget=uniform')}."
             ),
             holds=lambda r: (
@@ -52,7 +52,7 @@ UNITS = (
         bundled=Answer(
             verdict=PARTLY,
             figures=lambda r: (
-                f"from 0.9 to 0.5, cut only: rap:paper {sweep(r, 'rap:paper')}, kvpruner:paper "
+                f"from 0.9 to 0.5, no recovery: rap:paper {sweep(r, 'rap:paper')}, kvpruner:paper "
                 f"{sweep(r, 'kvpruner:paper')}. Recovered: rap:paper "
                 f"{sweep(r, 'rap:paper', 'fast')}, kvpruner:paper "
                 f"{sweep(r, 'kvpruner:paper', 'fast')}, the default rap {sweep(r, 'rap', 'fast')}."
@@ -79,7 +79,7 @@ UNITS = (
         real=Answer(
             verdict=CONFIRMED,
             figures=lambda r: (
-                "cut only, "
+                "no recovery, "
                 + cut_only(r, "rap:paper", "kvpruner-indexed:paper", "kvpruner:paper")
                 + "."
             ),
@@ -88,13 +88,13 @@ UNITS = (
                 and r.ppl("kvpruner-indexed:paper", retain) < r.ppl("kvpruner:paper", retain)
                 for retain in ratios(r, "rap:paper", "kvpruner-indexed:paper", "kvpruner:paper")
             ),
-            why="Their own frequencies help, and what is left is still far above whole pairs by "
+            why="Their own frequencies help, and what is left is still far above RoPE pairs by "
             "the same scores and budgets. Channels after distillation were not measured.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: (
-                f"cut only, {both(r, 'rap:paper', 'kvpruner-indexed:paper')}. Recovered, "
+                f"no recovery, {both(r, 'rap:paper', 'kvpruner-indexed:paper')}. Recovered, "
                 f"{both(r, 'rap:paper', 'kvpruner-indexed:paper', recover='fast')}."
             ),
             holds=lambda r: r.ppl("kvpruner-indexed:paper") < 1.1 * r.ppl("rap:paper"),
@@ -106,8 +106,8 @@ UNITS = (
     ),
     Finding(
         title="Channel pruning orphans most of what it keeps",
-        paper="orphans rise from 12.1 % of the kept key channels at 0.9 to 62.7 % at 0.5, broken "
-        "pairs from 21.5 % to 77.1 % (`fig:kept_pairs`).",
+        paper="orphans rise from 12.1% of the kept key channels at 0.9 to 62.7% at 0.5, broken "
+        "pairs from 21.5% to 77.1% (`fig:kept_pairs`).",
         real=Answer(
             verdict=PARTLY,
             figures=orphaned,
@@ -116,7 +116,7 @@ UNITS = (
                 and orphans(r, -1)["broken"] > 0.5
             ),
             why="A third of what is kept and half of the pairs that are touched: nearer to the "
-            "paper than the bundled model, and still below chance, which the paper's 62.7 % is "
+            "paper than the bundled model, and still below chance, which the paper's 62.7% is "
             "above.",
         ),
         bundled=Answer(
@@ -144,7 +144,7 @@ UNITS = (
             "so one pair of it can stand for another (which folding uses).",
         ),
         follows="slow pairs are not cheap because they are slow; what folding saves has to be "
-        "shown on the real model.",
+        "shown on SmolLM2.",
     ),
     Finding(
         title="The base frequency is not what breaks single channels",
@@ -178,13 +178,14 @@ UNITS = (
             ),
             why="Channels cost more than pairs at every base, and the base moves neither by a "
             "fifth. The weights stay those trained at 500,000, as the paper's stay: this says what "
-            "a rotation does to a cut, not what a model trained at another base would be like.",
+            "a rotation does to a pruned model, not what a model trained at another base would be "
+            "like.",
         ),
     ),
     Finding(
         title="The two Fisher scores choose differently, and it hardly matters",
-        paper="root-Fisher and weighted Fisher: Spearman 0.67, pairs in common 95 %, 85 % and 75 % "
-        "at 0.9, 0.7 and 0.5, under 4 % of the heads with one set (`app:method`).",
+        paper="root-Fisher and weighted Fisher: Spearman 0.67, pairs in common 95%, 85% and 75% "
+        "at 0.9, 0.7 and 0.5, under 4% of the heads with one set (`app:method`).",
         real=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: f"{told_scores(r)} Equal widths, one window of 1,024 tokens.",
@@ -209,7 +210,7 @@ UNITS = (
             "But they choose nearly the same pairs, so this model cannot say what another choice "
             "costs.",
         ),
-        follows="whoever cuts pairs and channels by a score should try `score=weighted-fisher`. "
-        "The default cut ranks nothing by either.",
+        follows="whoever prunes pairs and channels by a score should try `score=weighted-fisher`. "
+        "The default rap ranks nothing by either.",
     ),
 )

@@ -66,7 +66,7 @@ WIDTHS = (
         real=Answer(
             verdict=CONFIRMED,
             figures=lambda r: (
-                "the paper's cut at 0.5 on one window of 1,024 tokens (dense "
+                "RAP as published at 0.5 on one window of 1,024 tokens (dense "
                 f"{dense_window(r, 'share')}): "
                 + slashed([shares(r)[share] for share in ("0.35", "0.5", "0.65")])
                 + f" for the same shares, pooled {shares(r)['pooled']:,.2f}, where K keeps "
@@ -82,12 +82,12 @@ WIDTHS = (
             ),
             why="Equal budgets are the best by far; less for K and a pool cost more than twice as "
             "much, more for K most, though all four are broken by their adaptive budgets. Where "
-            "widths go by expected loss a pool costs little: see the last section.",
+            "widths go by estimated loss a pool costs little: see the last section.",
         ),
         bundled=Answer(
             verdict=PARTLY,
             figures=lambda r: (
-                f"cut only at 0.7: {r.ppl('rap:paper:key_share=0.35'):.2f} / "
+                f"no recovery at 0.7: {r.ppl('rap:paper:key_share=0.35'):.2f} / "
                 f"{r.ppl('rap:paper'):.2f} / {r.ppl('rap:paper:key_share=0.65'):.2f}, pooled "
                 f"{r.ppl('rap:paper:key_share=pooled'):.2f}."
             ),
@@ -105,13 +105,13 @@ WIDTHS = (
     ),
     Finding(
         title="Early and late layers are more fragile than the middle",
-        paper="one layer cut to 0.5: 10.8 on average for the first four, 9.0 for the last four, "
+        paper="one layer pruned to 0.5: 10.8 on average for the first four, 9.0 for the last four, "
         "8.6 between (dense 8.28); layer 2 alone 13.4 (`fig:layer_probe`).",
         real="not measured.",
         bundled=Answer(
             verdict=PARTLY,
             figures=lambda r: (
-                f"one layer cut to 0.5, first to last of six: {slashed(probe(r))} (dense "
+                f"one layer pruned to 0.5, first to last of six: {slashed(probe(r))} (dense "
                 f"{probe_dense(r):.2f} on these 12 windows)."
             ),
             holds=lambda r: (
@@ -121,7 +121,7 @@ WIDTHS = (
             ),
             why="Layers differ as much as there, and the last one hurts most; the first hurts "
             "least, against the paper. Why is not known; with six layers there is hardly a "
-            "middle. Widths by expected loss come to the same: the last layer keeps all its "
+            "middle. Widths by estimated loss come to the same: the last layer keeps all its "
             "channels (`docs/log.md`).",
         ),
     ),

@@ -1,4 +1,4 @@
-"""The figure of docs/composition.md, and what it says to pick, from pareto.json.
+"""The figure and the table of docs/explanation/pruning-vs-quantization.md, from pareto.json.
 
 python experiments/smollm2-pareto/page.py
 """
@@ -18,7 +18,8 @@ from rap.studies.report.report import markdown_table
 
 REPOSITORY = Path(__file__).parents[2]
 RESULT = Path(__file__).with_name("pareto.json")
-PAGE, FIGURE = REPOSITORY / "docs/composition.md", REPOSITORY / "docs/composition.png"
+PAGE = REPOSITORY / "docs/explanation/pruning-vs-quantization.md"
+FIGURE = PAGE.with_suffix(".png")
 BEGIN = "<!-- measured: python experiments/smollm2-pareto/page.py -->\n"
 END = "<!-- end of what is measured -->\n"
 SIZE, DPI = (8.0, 6.0), 160  # inches: readable at 800 pixels
@@ -28,14 +29,14 @@ FLOOR = LOSSES[0]  # what is nearer to dense stands on it
 GREY = "#b9b9b9"
 # What matters: the sort of a row, how it is drawn, and how the legend calls it.
 SORTS: dict[str, tuple[str, str, str]] = {
-    "bits": ("#1f5fa8", "o", "fewer bits"),
-    "press": ("#2c8a4b", "s", "half of the tokens"),
-    "press bits": ("#7cc08f", "s", "half of the tokens, 4 or 3 bits"),
-    "rap": ("#d9480f", "D", "rap distilled"),
-    "rap bits": ("#f08c00", "D", "rap distilled, fewer bits"),
-    "rap press": ("#9c36b5", "^", "rap distilled, half of the tokens (4 bits)"),
-    "palu": ("#7a4a21", "v", "PaLU, cut only (fewer bits)"),
-    "rest": (GREY, ".", "all others (rap cut only or fitted, ...)"),
+    "bits": ("#1f5fa8", "o", "quantized cache"),
+    "press": ("#2c8a4b", "s", "50% of the tokens evicted"),
+    "press bits": ("#7cc08f", "s", "50% evicted, quantized (4 or 3 bits)"),
+    "rap": ("#d9480f", "D", "rap, distilled end to end"),
+    "rap bits": ("#f08c00", "D", "rap, distilled, quantized"),
+    "rap press": ("#9c36b5", "^", "rap, distilled, 50% evicted (4-bit)"),
+    "palu": ("#7a4a21", "v", "PaLU, no recovery (quantized)"),
+    "rest": (GREY, ".", "all others"),
 }
 LABEL = (7, -3)  # where the name of a point on the front begins, in points from it
 NAMED = ("rap", "rap bits")  # sorts whose points are named beside the front too
@@ -94,7 +95,7 @@ def draw(rows: Sequence[front.Row], path: Path) -> None:
 
 def _draw_front(axes: Axes, best: Sequence[front.Row]) -> None:
     xs, ys = zip(*map(place, best), strict=True)
-    axes.plot(xs, ys, color="0.25", linewidth=1.1, zorder=1, label="nothing is better: the front")
+    axes.plot(xs, ys, color="0.25", linewidth=1.1, zorder=1, label="Pareto front")
     for row in best:
         said = front.name_of(row).replace(" distilled +", " +")  # the legend says it
         named = {"textcoords": "offset points", "fontsize": 8.5, "va": "top", "zorder": 4}
@@ -126,8 +127,8 @@ def _scale(axes: Axes, rows: Sequence[front.Row]) -> None:
         axes.axvline(times, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     largest = max(row["kl"] for row in rows)
     axes.set(xlim=(1, 2.4 / min(row["share"] for row in rows)), ylim=(0.75 * FLOOR, 1.4 * largest))
-    axes.set_xlabel("how many times smaller the cache is, bytes a token (log)")
-    axes.set_ylabel("KL from the dense model, nats a token (log)")
+    axes.set_xlabel("compression of the KV cache, bytes/token (log)")
+    axes.set_ylabel("KL to the dense model, nats/token (log)")
     axes.grid(axis="y", color="0.93")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -33,7 +33,7 @@ def findings() -> ModuleType:
 
 
 def test_the_committed_page_is_built_from_the_committed_results(findings):
-    committed = (REPOSITORY / "docs" / "findings.md").read_text(encoding="utf-8")
+    committed = (REPOSITORY / findings.PAGE).read_text(encoding="utf-8")
     assert committed == findings.page(findings.models(findings.EXPERIMENTS))
 
 
