@@ -109,3 +109,20 @@ def test_figures_follow_the_page_light_and_dark(page, tmp_path):
     assert "prefers-color-scheme: dark" in drawn
     assert "#0000" not in drawn
     assert drawn.count("--page:") == 2
+
+
+def test_the_site_has_the_colors_of_drawings(page):
+    style = (REPOSITORY / "docs" / "site" / "static" / "site.css").read_text(encoding="utf-8")
+    for palette, count in ((page.themed.LIGHT, 1), (page.themed.DARK, 2)):
+        for name, color in palette.items():
+            assert style.count(f"--{name}: {color};") == count, name
+
+
+def test_the_drawing_of_the_first_page_can_be_drawn_again(tmp_path):
+    sketches = load_script("docs/sketches.py")
+    sketches.main(tmp_path)
+    drawn = (tmp_path / "merged-heads.svg").read_text(encoding="utf-8")
+    committed = (REPOSITORY / "docs" / "merged-heads.svg").read_text(encoding="utf-8")
+    for text in ("KV head 2", "merged head", "slot 4"):
+        assert f">{text}<" in drawn
+        assert f">{text}<" in committed
