@@ -37,6 +37,8 @@ _TWO_FACTORS = ("k_up.0", "v_up.0")
 
 CASES = [
     MethodCase("rap", {"keys": "pairs", "values": "channels", "budget": "uniform"}, exact=True),
+    MethodCase("rap", {"merge": 2}),
+    MethodCase("rap", {"merge": 2, "queries": "factored"}),
     MethodCase("random", exact=True),
     MethodCase("magnitude", exact=True),
     MethodCase("a3"),

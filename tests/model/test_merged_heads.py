@@ -1,34 +1,25 @@
 """Merged heads of every family are the dense model with its keys and values projected, float64.
 
-Slots of one frequency mix the pairs of that frequency alone, so that the map from dense keys to
-what their readers see commutes with the rotation: hooks in the dense model apply it. The maps are
-made of a plan's numbers by loops that know nothing of the package's own products.
+What they are held against is in cases.merged_plans.
 """
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import rap
 from cases.family_cases import CASES, Case
+from cases.merged_plans import ALIKE, MERGE, RECURRENT, layer_plan, merged_plan, projected_by_hooks
 from cases.models import random_tokens, tiny_model
-from cases.plans import plan_of
 from rap.checkpoint.load import load
 from rap.methods.dense import dense_layers
 from rap.model.cache_layout import CacheLayout
 from rap.model.errors import PlanError
-from rap.model.layers import AttentionLayer, attention_layers
+from rap.model.layers import attention_layers
 from rap.planning.plan import PairPlan, Plan
 from rap.surgery.apply import apply
 from rap.surgery.write import apply_streamed
-
-MERGE = 2
-RECURRENT = ("granitemoehybrid", "falcon_h1")
-ALIKE = {"rtol": 0, "atol": 1e-9}  # sums of a few hundred float64 products of size 10
 
 
 def _can_merge(case: Case) -> bool:
@@ -38,132 +29,6 @@ def _can_merge(case: Case) -> bool:
 
 MERGED = [case for case in CASES if not case.around and _can_merge(case)]
 names = {"ids": lambda case: case.name}
-
-
-def merged_plan(model: Any, case: Case, *, seed: int = 0) -> Plan:
-    """Random slots, free channels and latents of pairs of heads; layer 0 stays dense."""
-    generator = torch.Generator().manual_seed(seed)
-    layers: list[PairPlan | None] = []
-    limits = dense_layers(model).merge_limits
-    for index, layer in enumerate(attention_layers(model)):
-        dense = limits[index] or (index == 0 and not case.absent)
-        layers.append(None if dense else _layer_plan(layer, case, generator))
-    return plan_of(model, layers)
-
-
-def _layer_plan(layer: AttentionLayer, case: Case, generator: torch.Generator) -> PairPlan:
-    shape = layer.shape
-    size, rotated = case.sizes(layer.index)
-    heads, groups, pairs = shape.num_kv_heads, shape.num_kv_heads // MERGE, rotated // 2
-    # More slots than one head has pairs, some frequencies twice.
-    slots = pairs + pairs // 4 if pairs else 0
-    index = torch.stack(
-        [
-            torch.randperm(2 * pairs, generator=generator)[:slots].sort().values // 2
-            for _ in range(groups)
-        ]
-    ).reshape(groups, slots)
-    mixes = torch.zeros(2, heads, slots, pairs, 2, dtype=torch.float64)
-    for head in range(heads):
-        for slot in range(slots):
-            drawn = torch.randn(2, 2, generator=generator, dtype=torch.float64)
-            mixes[:, head, slot, index[head // MERGE, slot]] = 0.5 * drawn
-    free = size - rotated
-    kept, width = free + free // 2, size + 3
-
-    def drawn(*sizes: int) -> Tensor:
-        return 0.4 * torch.randn(sizes, generator=generator, dtype=torch.float64)
-
-    fields: dict[str, Tensor] = {}
-    if pairs:
-        fields |= {"key_mix_GMP2": mixes[0], "query_mix_GMP2": mixes[1]}
-    if kept:
-        fields |= {"key_free_mix_GNF": drawn(heads, kept, free)}
-        fields |= {"query_free_mix_GNF": drawn(heads, kept, free)}
-    return PairPlan(
-        frequency_GM=index.to(torch.int32),
-        free_GN=torch.arange(kept, dtype=torch.int32).expand(groups, -1).contiguous(),
-        value_down_GCD=drawn(heads, width, size),
-        value_up_GDC=drawn(heads, size, width),
-        **fields,
-    )
-
-
-def projected_by_hooks(model: Any, plan: Plan, case: Case) -> Any:
-    """A copy of a stock model in which hooks map the keys and values of all heads."""
-    model = copy.deepcopy(model)
-    layers = getattr(model.get_decoder(), "model", model.get_decoder()).layers
-    for index, (layer, planned) in enumerate(zip(layers, plan.layers, strict=True)):
-        if planned is None:
-            continue
-        size, rotated = case.sizes(index)
-        maps = _key_map(planned, size, rotated, case), _value_map(planned, size)
-        attention = getattr(layer, case.attention)
-        if not case.fused:
-            attention.k_proj.register_forward_hook(_mapped(maps[0]))
-            attention.v_proj.register_forward_hook(_mapped(maps[1]))
-            continue
-        heads = len(planned.value_down_GCD)
-        queries = 6 * size
-        if case.fused == "q, k, v":
-            places = torch.arange(queries + 2 * heads * size)[queries:].chunk(2)
-            attention.qkv_proj.register_forward_hook(_mapped_at(places, maps))
-        else:
-            rows = torch.arange(3 * queries).view(6, 3, size)
-            places = rows[:, 1].flatten(), rows[:, 2].flatten()
-            attention.query_key_value.register_forward_hook(_mapped_at(places, maps))
-    return model
-
-
-def _key_map(planned: PairPlan, size: int, rotated: int, case: Case) -> Tensor:
-    """[G D, G D] from dense keys to those that the merged logits are of, in the dense order."""
-    heads, pairs = len(planned.value_down_GCD), rotated // 2
-    whole = torch.zeros(heads * size, heads * size, dtype=torch.float64)
-    slots = planned.frequency_GM.shape[1] if pairs else 0
-    for to in range(heads):
-        for back in range(to // MERGE * MERGE, (to // MERGE + 1) * MERGE):
-            for p in range(pairs):
-                factor = sum(
-                    torch.view_as_complex(planned.query_mix_GMP2[to, s, p]).conj()
-                    * torch.view_as_complex(planned.key_mix_GMP2[back, s, p])
-                    for s in range(slots)
-                )
-                a, b = complex(factor).real, complex(factor).imag
-                first, second = (2 * p, 2 * p + 1) if case.interleaved else (p, p + pairs)
-                row, column = to * size, back * size
-                whole[row + first, column + first] = a
-                whole[row + first, column + second] = -b
-                whole[row + second, column + first] = b
-                whole[row + second, column + second] = a
-            if size > rotated:
-                mixed = planned.query_free_mix_GNF[to].mT @ planned.key_free_mix_GNF[back]
-                rows = slice(to * size + rotated, (to + 1) * size)
-                whole[rows, back * size + rotated : (back + 1) * size] = mixed
-    return whole
-
-
-def _value_map(planned: PairPlan, size: int) -> Tensor:
-    heads = len(planned.value_down_GCD)
-    whole = torch.zeros(heads * size, heads * size, dtype=torch.float64)
-    for to in range(heads):
-        for back in range(to // MERGE * MERGE, (to // MERGE + 1) * MERGE):
-            block = planned.value_up_GDC[to] @ planned.value_down_GCD[back]
-            whole[to * size : (to + 1) * size, back * size : (back + 1) * size] = block
-    return whole
-
-
-def _mapped(matrix: Tensor) -> Callable[..., Tensor]:
-    return lambda module, inputs, output: output @ matrix.mT
-
-
-def _mapped_at(places: Any, maps: Any) -> Callable[..., Tensor]:
-    def hook(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        output = output.clone()
-        for where, matrix in zip(places, maps, strict=True):
-            output[..., where] = output[..., where] @ matrix.mT
-        return output
-
-    return hook
 
 
 @pytest.mark.parametrize("case", MERGED, **names)
@@ -290,7 +155,7 @@ def test_plans_of_merged_heads_are_checked() -> None:
     model = tiny_model(heads=8, kv_heads=4, dtype=torch.float64)
     case = CASES[0]
     shape = attention_layers(model)[0].shape
-    good = _layer_plan(attention_layers(model)[0], case, torch.Generator().manual_seed(0))
+    good = layer_plan(attention_layers(model)[0], case, torch.Generator().manual_seed(0))
     good.check(0, shape)
     tensors = good.tensors()
     for name, replaced, message in (

@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..model.layers import split_heads
 from ..model.rope import AttentionShape
-from .backward import linear_of
-from .observers import FLOAT, ForwardStatistic, Reading, WatchedLayer
+from .observers import FLOAT, ForwardStatistic, Reading, WatchedLayer, linear_of
 
 # Channels of a group at most: twice what a cached head may have (planning.merging).
 WIDEST_GROUP = 512

@@ -5,7 +5,6 @@ rotate.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +79,7 @@ def watch_gradients(
     One hook for each layer and each of its statistic's `roles`: of k the gradient by what the
     projection gives, of o by what it reads, [B, T, ...], float32, in nats (the loss is a mean over
     `tokens` - 1 predictions, the statistic sees the gradient of their sum). `reading` says which
-    windows are being read; where a linear is shared by several roles, the role's rows are taken.
+    windows are being read; a statistic says whether another module than the projection is watched.
 
     Returns the handles, for the caller to remove. A gradient that is not finite raises
     CalibrationError out of the backward pass, naming layer and window (`check_gradient`).
@@ -102,17 +101,17 @@ def watch_gradients(
     def arrive(
         layer: WatchedLayer, statistic: GradientStatistic, role: str, gradient: Tensor
     ) -> None:
-        rows = linear_of(layer, role)[1]
-        taken = gradient if rows is None else gradient[..., rows.to(gradient.device)]
+        taken = statistic.taken(layer, role, gradient)
         check_gradient(layer, role, taken, reading.windows.start)
         # The loss is a mean over the window; moments are of the gradient of the sum.
         statistic.see(role, taken.float() * (tokens - 1))
 
     return [
-        linear_of(layer, role)[0].register_forward_hook(partial(attach, layer, statistic, role))
+        watched.register_forward_hook(partial(attach, layer, statistic, role))
         for layer, statistic in moments
         for role in statistic.roles
         if role in layer.linears
+        if (watched := statistic.watched(layer, role)) is not None
     ]
 
 
@@ -123,9 +122,3 @@ def check_gradient(layer: WatchedLayer, role: str, gradient: Tensor, window: int
             f"layer {layer.index}, window {window}: the gradient of {role}_proj is not "
             "finite: calibrate in float32 or bfloat16, and check the weights"
         )
-
-
-def linear_of(layer: WatchedLayer, role: str) -> tuple[Any, Tensor | None]:
-    """The linear of a role, and its rows of it where it is shared with others."""
-    part = layer.linears[role]
-    return getattr(part, "linear", part), getattr(part, "rows", None)

@@ -118,9 +118,24 @@ class GradientStatistic(Statistic):
 
     roles: ClassVar[tuple[str, ...]]
 
+    def watched(self, layer: WatchedLayer, role: str) -> Any:
+        """The module whose output (k) or input (o) it is the gradient of; None for none."""
+        return linear_of(layer, role)[0]
+
+    def taken(self, layer: WatchedLayer, role: str, gradient: Tensor) -> Tensor:
+        """The role's part [B, T, ...] of what arrives there."""
+        rows = linear_of(layer, role)[1]
+        return gradient if rows is None else gradient[..., rows.to(gradient.device)]
+
     @abstractmethod
     def see(self, role: str, gradient: Tensor) -> None:
         """Take in one window's gradient [B, T, ...], float32."""
+
+
+def linear_of(layer: WatchedLayer, role: str) -> tuple[Any, Tensor | None]:
+    """The linear of a role, and its rows of it where it is shared with others."""
+    part = layer.linears[role]
+    return getattr(part, "linear", part), getattr(part, "rows", None)
 
 
 def by_kv_head(states_BTHD: Tensor, shape: AttentionShape) -> Tensor:

@@ -27,19 +27,17 @@ from .averages import AveragedValues
 from .backward import GradientMoment
 from .forward import InputMoment, LogitSamples, RotatedMoment
 from .joint import JointMoment
+from .normed import NormedGradient, NormedMoment
 from .norms import NormMoment, centred, shares
 from .observers import (
-    COMPLEX,
     FLOAT,
     BackwardStatistic,
     ForwardStatistic,
     Statistic,
     WatchedLayer,
-    by_kv_head,
     by_query_head,
-    complex_pairs,
-    free_channels,
 )
+from .pair_moment import PairMoment
 
 
 class Energy(ForwardStatistic):
@@ -108,44 +106,6 @@ class ValueMoment(ForwardStatistic):
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
         return {"value_moment": self.sum / num_tokens}
-
-
-class PairMoment(ForwardStatistic):
-    """Second moments E[x x^H] of q (summed over the group) and of k, before they rotate.
-
-    Complex ones of pairs: a pair is its first plus i times its second channel, and a rotation
-    multiplies it by a unit number. Real ones of the channels that never rotate.
-    """
-
-    need = "pairs"
-    names = ("query_moment", "query_free_moment", "key_moment", "key_free_moment")
-    roles = ("q", "k")
-
-    def __init__(self, layer: WatchedLayer):
-        self.shape, pairs = layer.shape, layer.shape.geometry.num_pairs
-        heads, free = layer.shape.num_kv_heads, layer.shape.geometry.num_free
-        self.sums = {r: layer.zeros(r, heads, pairs, pairs).to(torch.complex64) for r in "qk"}
-        self.free = {role: layer.zeros(role, heads, free, free) for role in "qk"}
-
-    @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
-        geometry = layer.shape.geometry
-        matrices = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
-        return 2 * layer.shape.num_kv_heads * matrices
-
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
-        heads_GND = by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
-        pairs_GNP = complex_pairs(heads_GND, self.shape)
-        self.sums[role] += pairs_GNP.mT @ pairs_GNP.conj()
-        free_GNF = free_channels(heads_GND, self.shape)
-        self.free[role] += free_GNF.mT @ free_GNF
-
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
-        moments = {}
-        for role, side in (("q", "query"), ("k", "key")):
-            moments[f"{side}_moment"] = torch.view_as_real(self.sums[role] / num_tokens)
-            moments[f"{side}_free_moment"] = self.free[role] / num_tokens
-        return moments
 
 
 class Fisher(BackwardStatistic):
@@ -240,6 +200,8 @@ STATISTICS: dict[str, type[Statistic]] = {
         GradientMoment,
         JointMoment,
         AveragedValues,
+        NormedMoment,
+        NormedGradient,
     )
 }
 # No statistic of a layer: some of the text itself, to try cuts on.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_layers, check_dense, trained_length
-from .backward import check_gradient, linear_of, watch_gradients
+from .backward import check_gradient, watch_gradients
 from .forward import watch_activations
 from .logits import decoder_of
 from .loss import output_gradient
@@ -26,6 +26,7 @@ from .observers import (
     GradientStatistic,
     Reading,
     WatchedLayer,
+    linear_of,
 )
 from .progress import Progress
 from .registry import STATISTICS, WINDOWS, check_needs, watched_layers

@@ -135,6 +135,8 @@ def _say_report(report: dict[str, Any], made: Made, cut: Cut, config: Any, as_js
             "it with a quantized cache)",
             style="yellow",
         )
+    for line in report.get("attention", ()):
+        console.print(line)
     inspected = shlex.join(["rap", "inspect", str(made.output)])
     console.print(f"wrote {made.output}; `{inspected}` shows every layer")
     scored = report["dense"].get("evaluation")
@@ -279,4 +281,6 @@ def _say_plan(
     if as_json:
         print_json(data)
     else:
+        for line in plan.about():
+            console.print(line)
         console.print(f"wrote {output}: keeps {plan.kept_fraction:.1%} of the KV cache")

@@ -22,7 +22,7 @@ from ..model.layers import (
 from ..model.rope import AttentionShape
 from ..planning.budgets import kv_budgets
 from ..planning.mixing import key_limit, value_limit
-from ..planning.plan import PairPlan, Plan
+from ..planning.plan import PairPlan, Plan, ranges
 from ..planning.scores import LayerScores
 from . import options
 from .options import print_json, print_table
@@ -64,6 +64,8 @@ def inspect_command(
     each = " each" if len(rows) < len(report["layers"]) else ""
     names = [name.replace("_", " ") + (each if "bytes" in name else "") for name in header]
     print_table(report["title"], names, [_cells(row, header) for row in rows])
+    for line in report.get("attention", ()):
+        typer.echo(line)
     for note in _notes(report["layers"]):
         typer.echo(note)
     if target != "plan":
@@ -148,6 +150,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "retain": plan.retain,
         "kept_fraction": plan.kept_fraction,
         "method": plan.method,
+        "attention": plan.about(),
         "layers": _kept_rows(plan) if _is_of_pairs(plan) else _sizes_by_layer(plan),
     }
 
@@ -219,17 +222,6 @@ def _indices(text: str) -> set[int]:
     """What `ranges` wrote, as a set."""
     spans = [[int(end) for end in part.split("-")] for part in text.split()]
     return {index for span in spans for index in range(span[0], span[-1] + 1)}
-
-
-def ranges(indices: list[int]) -> str:
-    """[0, 1, 2, 5] as "0-2 5"."""
-    parts: list[list[int]] = []
-    for index in indices:
-        if parts and index == parts[-1][-1] + 1:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
-    return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
 def _describe_layer(

@@ -179,10 +179,15 @@ class PairPruning(Method):
     def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
         """Score, budget, select (the paper's Budget-Alloc)."""
         fingerprint, dense = self.check(source, statistics), dense_layers(source.model, source)
+        dense, statistics = self.seen(dense, statistics)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
         budgets = self.budgets(scores, statistics, dense)
         layers = self.divided(scores, budgets, statistics, dense)
         return self.plan_of(layers, dense, base_model_type(source.model.config), fingerprint)
+
+    def seen(self, dense: DenseLayers, statistics: Statistics) -> tuple[DenseLayers, Statistics]:
+        """The dense layers and their statistics as the method plans on them."""
+        return dense, statistics
 
     def plan_of(
         self,

@@ -20,7 +20,7 @@ from ..model.layers import (
 from ..model.rope import AttentionShape
 from ..model.specs import AttentionSpec
 from ..planning.budgets import LayerBudget, layer_budget
-from ..planning.mixing import key_limit, merge_limit, value_limit
+from ..planning.mixing import key_limit, maps_keys, maps_values, merge_limit, value_limit
 from ..planning.norms import row_sizes
 from ..planning.scores import Named
 from ..planning.sharing import joined
@@ -38,7 +38,9 @@ class DenseLayers:
     Layers that read the keys and values of another are part of that one (calibration.sharing);
     `every_shape` has them by themselves.
     `merge_limits` say why the KV heads of a layer cannot be merged ("": they can).
-    `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing).
+    `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing),
+    `maps_keys` and `maps_values` true where maps of every head could mix them nevertheless, and
+    `mapped_limits` are what then limits merging (rap.model.factored).
     """
 
     shapes: Sequence[AttentionShape | None]
@@ -49,6 +51,9 @@ class DenseLayers:
     mixes_values: Sequence[bool]
     every_shape: Sequence[AttentionShape | None] = ()
     merge_limits: Sequence[str] = ()
+    maps_keys: Sequence[bool] = ()
+    maps_values: Sequence[bool] = ()
+    mapped_limits: Sequence[str] = ()
 
     def normalises_keys(self, index: int) -> bool:
         """Whether something divides a layer's keys by their size."""
@@ -101,6 +106,9 @@ def dense_layers(model: PreTrainedModel, source: LayerSource | None = None) -> D
         mixes_values=[not value_limit(model.config) for _ in layers],
         every_shape=every_shape,
         merge_limits=[merge_limit(layer, layers, model.config) for layer in layers],
+        maps_keys=[maps_keys(layer, layers, model.config) for layer in layers],
+        maps_values=[maps_values(layer, layers, model.config) for layer in layers],
+        mapped_limits=[merge_limit(x, layers, model.config, mapped=True) for x in layers],
     )
 
 

@@ -11,7 +11,7 @@ from ..calibration.registry import WINDOWS
 from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
-from ..model.layers import base_model_type
+from ..model.layers import attention_layers, base_model_type
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, LayerBudget
 from ..planning.knapsack import above_floor, allocate_by_error, offered_widths
@@ -21,6 +21,7 @@ from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
 from .base import PairPruning
 from .dense import DenseLayers, dense_layers, kept_budgets
+from .factored import Queries, behind_norms, factored, opened
 from .keys import folded_keys, shared_dense
 from .merged import Merge, Merged, check_merging, layer_merges, merged_budget, noted
 from .search import Search, Widths
@@ -57,6 +58,9 @@ class Rap(PairPruning):
     merge: KV heads that become one cached head: a number that divides them, `all`, or `auto`, the
         most that keep W_q and W_o within twice the dense size and a head within 256 channels.
         Needs keys `fold` and values `subspace`; layers that cannot be merged stay as they are.
+    queries: `absorbed`, W_q and W_o take in what merged or folded heads are multiplied by;
+        `factored`, they stay dense and every head has a map of its own, which also merges and folds
+        keys behind QK-norm; `auto`, of merged heads the smaller of the two, else absorbed.
     profile: `per-head` lets every head choose its pairs, `stock` gives all heads and layers one
         width and one list of slot frequencies, which `rap export stock` needs.
     """
@@ -77,6 +81,7 @@ class Rap(PairPruning):
     shrinkage: float = 0.0
     profile: Literal["per-head", "stock"] = "per-head"
     merge: Merge = 1
+    queries: Queries = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +109,8 @@ class Rap(PairPruning):
         if self.shrinkage and (self.values != "subspace" or self.shrinkage < 0):
             raise RapError("shrinkage is 0 or more, and of a value subspace: values 'subspace'")
         check_merging(self)
+        if self.queries == "factored" and (self.keys != "fold" or self.profile == "stock"):
+            raise RapError("queries 'factored' needs keys 'fold' and profile 'per-head'")
         if self.profile == "stock" and (self.budget != "uniform" or self.key_share != 0.5):
             raise RapError(
                 "profile 'stock' needs one width for all: budget 'uniform', key_share 0.5"
@@ -122,7 +129,7 @@ class Rap(PairPruning):
 
     def describe(self) -> dict[str, Any]:
         """As of every method, but no reach or shrinkage unless set: older records have neither."""
-        unset = {"reach": None, "shrinkage": 0.0, "merge": 1}
+        unset = {"reach": None, "shrinkage": 0.0, "merge": 1, "queries": "auto"}
         return {key: x for key, x in super().describe().items() if (key, x) not in unset.items()}
 
     def _spends_by_error(self) -> bool:
@@ -153,6 +160,37 @@ class Rap(PairPruning):
             needs |= {"pairs", "values", "joint", "averages"}
             needs |= {"gradients"} if self.metric == "loss" else set()
         return needs | ({"energy"} if by_error else frozenset())
+
+    @property
+    def _maps(self) -> bool:
+        """Whether layers may have maps of every head, so that QK-norm and gates limit nothing."""
+        merges = self.merge != 1 and self.queries == "auto" and self.profile != "stock"
+        return merges or self.queries == "factored"
+
+    def needs_for(self, model: PreTrainedModel) -> frozenset[str]:
+        """As of every pair method; and moments behind norms that maps may follow."""
+        normalised = any(layer.norm is not None for layer in attention_layers(model))
+        return super().needs_for(model) | (self._normed if normalised else frozenset())
+
+    @property
+    def _normed(self) -> frozenset[str]:
+        if not self._maps:
+            return frozenset()
+        return frozenset({"normed"} | ({"normed_gradients"} if self.metric == "loss" else set()))
+
+    def seen(self, dense: DenseLayers, statistics: Statistics) -> tuple[DenseLayers, Statistics]:
+        """As of every method; QK-norm and gates limit nothing where maps are to be had."""
+        dense = self._opened(dense)
+        if not self._maps or not any(dense.maps_keys):
+            return dense, statistics
+        statistics.require(self._normed, self.name)
+        return dense, behind_norms(statistics, dense)
+
+    def _opened(self, dense: DenseLayers) -> DenseLayers:
+        if not self._maps:
+            return dense
+        wanted = [self.queries == "factored" or not limit for limit in dense.mapped_limits]
+        return opened(dense, wanted)
 
     def _merged(self, dense: DenseLayers) -> Merged:
         context = self.context or dense.context
@@ -188,7 +226,7 @@ class Rap(PairPruning):
     def check_model(self, model: PreTrainedModel) -> None:
         """As of every method; folding and the stock profile ask for frequencies they can share."""
         super().check_model(model)
-        dense = dense_layers(model)
+        dense = self._opened(dense_layers(model))
         self._folds(dense)
         if self.profile == "stock":
             shared_frequencies(dense.frequencies)
@@ -227,7 +265,7 @@ class Rap(PairPruning):
             return super().plan_from(source, statistics)
         model = source.whole("budget 'search', which tries pruned layers,")
         fingerprint, family = self.check(source, statistics), base_model_type(model.config)
-        dense = dense_layers(source.model, source)
+        dense, statistics = self.seen(dense_layers(source.model, source), statistics)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
 
         def planned(kept: dict[int, tuple[int, ...]]) -> Plan:
@@ -305,8 +343,13 @@ class Rap(PairPruning):
             if self.values == "subspace" and dense.mixes_values[index]:
                 values = layer_values(index, statistics, dense, self.metric)
                 made = in_subspace(made, values, self.shrinkage)
-            cut.append(made)
+            cut.append(factored(made, index, dense, self._queries))
         return cut
+
+    @property
+    def _queries(self) -> Queries:
+        """As asked for; plain configs have no place for maps."""
+        return "absorbed" if self.profile == "stock" else self.queries
 
     def _merged_layers(
         self,
@@ -330,7 +373,8 @@ class Rap(PairPruning):
         for index, (budget, merge) in enumerate(zip(budgets, merges, strict=True)):
             if budget is not None and merge > 1:
                 given = None if slots is None else slots[index]
-                made[index] = how.layer(index, merge, budget, statistics, dense, given)
+                whole = how.layer(index, merge, budget, statistics, dense, given)
+                made[index] = factored(whole, index, dense, self._queries)
         return made
 
     def _keys(

@@ -41,7 +41,7 @@ def layer_losses(
     assert frequencies is not None
     layer_statistics = statistics.layers[index] or {}
     keys, free = key_moments(layer_statistics, "loss"), free_moments(layer_statistics, "loss")
-    if dense.normalises_keys(index):
+    if dense.normalises_keys(index) and not dense.mixes_keys[index]:
         keys, free = apart(keys), apart(free)
     values = layer_values(index, statistics, dense, "loss")
     return part_losses(keys, values, free, shape, frequencies, context, orders)

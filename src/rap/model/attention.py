@@ -40,7 +40,8 @@ class RapAttention(nn.Module):
     sliding window, biases, sinks) it keeps. `frequency_index` [G, M] says which dense pair's
     frequency each slot rotates at. Cache and attention see W = 2M + N channels of K and C of V.
 
-    Other kinds of attention override `prepare`, `project`, `position` or `rotate`. What they say of
+    Other kinds of attention override `projected_sizes`, `prepare`, `project`, `position`, `rotate`
+    or `read_out`. What they say of
     themselves: `fusable`, that a kernel may rotate, cache and attend at once, which takes whole
     pairs cached as they are; `places_by_slot`, that tokens rotate by their slot, whatever position
     the model gives them; `factors`, the linears that a role has beside its projection;
@@ -86,17 +87,7 @@ class RapAttention(nn.Module):
         self.exact_norm = norm is not None and norm_mode == "exact"
         self.norm_rows = entry.norm_rows
         self.fusable &= norm is None and spec.query_scale is None and self.num_slots > 0
-        projected = dense_shape.head_dim if self.exact_norm else self.key_width + self.norm_rows
-        self.role_widths = {
-            **dict.fromkeys("qk", projected),
-            **dict.fromkeys(("v", "o", "gate"), self.value_width),
-        }
-        self.role_heads = {
-            **dict.fromkeys(("q", "o", "gate"), dense_shape.num_heads),
-            **dict.fromkeys("kv", self.num_kept_heads),
-        }
-        if spec.value_norm is not None:  # which sees all rows: `sharing` says why
-            self.role_widths["v"] = dense_shape.head_dim
+        self.role_widths, self.role_heads = self.projected_sizes(entry)
         for name, roles in spec.linears().items():
             setattr(self, name, _narrowed(self, getattr(dense, name), roles))
         # Kept here, because a decode step feels what is looked up in every layer.
@@ -113,6 +104,22 @@ class RapAttention(nn.Module):
         if self.exact_norm:
             kept = torch.arange(self.key_width, dtype=torch.int32, device=device)
             self.register_buffer("kept_channels", kept.expand(self.num_kept_heads, -1).clone())
+
+    def projected_sizes(self, entry: PairEntry) -> tuple[dict[str, int], dict[str, int]]:
+        """Rows of a head, and heads, of what every role projects (o: columns that it reads)."""
+        dense = self.dense_shape
+        projected = dense.head_dim if self.exact_norm else self.key_width + self.norm_rows
+        widths = {
+            **dict.fromkeys("qk", projected),
+            **dict.fromkeys(("v", "o", "gate"), self.value_width),
+        }
+        heads = {
+            **dict.fromkeys(("q", "o", "gate"), dense.num_heads),
+            **dict.fromkeys("kv", self.num_kept_heads),
+        }
+        if self.spec.value_norm is not None:  # which sees all rows: `sharing` says why
+            widths["v"] = dense.head_dim
+        return widths, heads
 
     def forward(
         self,
@@ -153,7 +160,7 @@ class RapAttention(nn.Module):
                 **self._arguments(),
                 **kwargs,
             )
-        output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        output = self.read_out(output.reshape(*hidden_states.shape[:-1], -1).contiguous())
         if gate is not None:
             output = output * torch.sigmoid(gate)
         output = getattr(self, self.spec.projections[3])(output)
@@ -191,6 +198,10 @@ class RapAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """What is attended to: the new keys and values, behind those the cache has."""
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
+
+    def read_out(self, output: Tensor) -> Tensor:
+        """What the gate and the output projection take, of what attention gives [B, T, H C]."""
+        return output
 
     def num_cached(self, cache: StateCache | None) -> int:
         """The tokens that this layer's part of a cache holds."""

@@ -122,3 +122,27 @@ class PairEntry(Entry):
             and 0 <= self.free <= merged * geometry.num_free
             and 0 < self.values <= merged * shape.head_dim
         )
+
+
+@dataclass(frozen=True)
+class FactoredEntry(PairEntry):
+    """As PairEntry, of a layer that keeps W_q, W_o or both dense and maps every head instead.
+
+    With `queries` each query head gets its slots by a map behind its projection, or behind its norm
+    where queries and keys are normalised; with `outputs` attention's output comes back to the dense
+    D channels of every head by a map.
+    """
+
+    kind: ClassVar[str] = "factored"
+
+    queries: bool = True
+    outputs: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm_rows or not (self.queries or self.outputs):
+            raise ValueError("a factored layer has maps of queries or outputs, and no norm rows")
+
+    def fields(self) -> dict[str, Any]:
+        """As of every entry."""
+        return {"kind": self.kind, **super().fields()}

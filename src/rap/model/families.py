@@ -56,6 +56,7 @@ _DENSE = ("q_proj", "k_proj", "v_proj", "dense")
 _FUSED_DENSE = ("query_key_value", "query_key_value", "query_key_value", "dense")
 _LAYER_NORM = QKNorm(("q_layernorm", "k_layernorm"), centred=True)
 _ZERO_CENTRED = QKNorm(weight_offset=1.0)
+_HEADS_FIRST = QKNorm(layout="BHTD")
 _ALL_HEADS = QKNorm(over="all")
 _SHARING: dict[str, Any] = {"norm": QKNorm(), "value_norm": "v_norm"}
 _LFM2 = QKNorm(("q_layernorm", "k_layernorm"))
@@ -95,7 +96,10 @@ FAMILIES: dict[str, AttentionSpec] = {
             arguments=(("softcap", "attn_logit_softcapping"),),
         ),
         AttentionSpec(
-            "gemma3_text", needs_bos=True, norm=_ZERO_CENTRED, sliding_window_from="module"
+            "gemma3_text",
+            needs_bos=True,
+            norm=replace(_ZERO_CENTRED, layout="BHTD"),
+            sliding_window_from="module",
         ),
         AttentionSpec("gemma3n_text", needs_bos=True, sliding_window_from="module", **_SHARING),
         AttentionSpec("gemma4_text", needs_bos=True, sliding_window_from="module", **_SHARING),
@@ -182,15 +186,21 @@ FAMILIES: dict[str, AttentionSpec] = {
         AttentionSpec("nemotron"),
         AttentionSpec("helium", pairing="interleaved"),
         AttentionSpec(
-            "exaone4", norm=QKNorm(), rotates=rotates_unless_global, sliding_window_from="module"
+            "exaone4",
+            norm=_HEADS_FIRST,
+            rotates=rotates_unless_global,
+            sliding_window_from="module",
         ),
         AttentionSpec(
-            "exaone_moe", norm=QKNorm(), rotates=rotates_unless_global, sliding_window_from="module"
+            "exaone_moe",
+            norm=_HEADS_FIRST,
+            rotates=rotates_unless_global,
+            sliding_window_from="module",
         ),
         AttentionSpec("hunyuan_v1_dense", norm=_HUNYUAN),
         AttentionSpec("hunyuan_v1_moe", norm=_HUNYUAN),
         AttentionSpec("minimax_m2", norm=_ALL_HEADS),
-        AttentionSpec("apertus", norm=QKNorm()),
+        AttentionSpec("apertus", norm=_HEADS_FIRST),
         AttentionSpec("lfm2", norm=_LFM2, projections=_OUT),
         AttentionSpec("lfm2_moe", norm=_LFM2, projections=_OUT),
         AttentionSpec(
@@ -201,7 +211,7 @@ FAMILIES: dict[str, AttentionSpec] = {
             sliding_window_from="module",
         ),
         AttentionSpec("nanochat", clockwise=True, norm=QKNorm(after_rotation=True)),
-        AttentionSpec("hy_v3", norm=QKNorm()),
+        AttentionSpec("hy_v3", norm=_HEADS_FIRST),
     )
 }
 

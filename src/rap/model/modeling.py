@@ -28,8 +28,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .attention import RapAttention
-from .cache_layout import Entry, PairEntry
+from .cache_layout import Entry, FactoredEntry, PairEntry
 from .errors import CheckpointError, UnsupportedModelError
+from .factored import FactoredAttention
 from .families import FAMILIES, WRAPPERS
 from .fingerprint import fingerprint_saved
 from .layers import (
@@ -53,16 +54,21 @@ class KindOfAttention:
     """What building a model needs of one kind: the type of its entry, and its module.
 
     `attention` is None for pairs, whose module depends on the family, and for a kind that leaves
-    the family's own module. `unsupported` says, by engine, why that engine does not run it.
+    the family's own module. `normed` says that it takes normalised queries and keys, as pairs do.
+    `unsupported` says, by engine, why that engine does not run it.
     """
 
     entry: type[Entry]
     attention: type[RapAttention] | None = None
+    normed: bool = False
     unsupported: Mapping[str, str] = field(default_factory=dict)
 
 
-# By name. What a checkpoint ships knows pairs alone: `kinds.register_kinds` adds the package's.
-KINDS: dict[str, KindOfAttention] = {PairEntry.kind: KindOfAttention(PairEntry)}
+# By name, as a checkpoint ships them: `kinds.register_kinds` adds the package's.
+KINDS: dict[str, KindOfAttention] = {
+    PairEntry.kind: KindOfAttention(PairEntry),
+    FactoredEntry.kind: KindOfAttention(FactoredEntry, FactoredAttention, normed=True),
+}
 
 
 if TYPE_CHECKING:
@@ -121,13 +127,14 @@ def build_attention(
 ) -> RapAttention:
     """The attention with this entry for a dense layer of the model, its weights not yet set.
 
-    `norm` and its `mode` say how queries and keys are normalised. Kinds beside pairs support no
-    such model, and methods refuse it before.
+    `norm` and its `mode` say how queries and keys are normalised. Kinds that are not `normed`
+    support no such model, and methods refuse it before.
     """
-    kind, dense_class = KINDS[entry.kind].attention, cast(Any, type(layer.module))
+    row, dense_class = KINDS[entry.kind], cast(Any, type(layer.module))
+    kind = row.attention
     module: Any = kind or plain_attention(spec)
     build: Any = attention_class(dense_class, module)
-    if kind is None:
+    if kind is None or row.normed:
         pairs: RapAttention = build(layer.module, spec, layer.shape, entry, norm, mode)
         return pairs
     built: RapAttention = build(layer.module, spec, layer.shape, entry)

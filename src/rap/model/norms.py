@@ -94,6 +94,15 @@ def norm_names(norm: QKNorm, *, exact: bool) -> tuple[str, str]:
     return norm.names if exact or norm.names[0] != norm.names[1] else ("q_norm", "k_norm")
 
 
+def mapped_limit(norm: QKNorm) -> str:
+    """Why normalised queries and keys cannot be combined behind their norm, or ""."""
+    if norm.after_rotation:
+        return "queries and keys are normalised after their rotation"
+    if norm.one_module_per_head:
+        return "this family has a norm module per head"
+    return "" if norm.names[0] != norm.names[1] else "one norm module serves queries and keys"
+
+
 def pruned_norms(
     norm: QKNorm, dense: nn.Module, shape: AttentionShape, key_width: int, *, exact: bool
 ) -> dict[str, nn.Module]:

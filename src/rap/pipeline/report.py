@@ -146,6 +146,7 @@ def describe(bench: Workbench, method: Method, plan: Plan) -> dict[str, Any]:
         "retain": method.retain,
         "kept_fraction": plan.kept_fraction,
         "method": method.describe(),
+        "attention": plan.about(),
         "traits": traits(method),
     }
 

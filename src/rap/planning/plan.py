@@ -82,6 +82,15 @@ class Plan:
         dense = sum(dense_layout(shape).elements for shape in self.shapes if shape is not None)
         return kept / dense
 
+    def about(self) -> list[str]:
+        """What `LayerPlan.about` says, a line for all layers that it is the same of."""
+        said: dict[str, list[int]] = {}
+        for index, (layer, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
+            line = layer.about(shape) if layer is not None and shape is not None else ""
+            if line:
+                said.setdefault(line, []).append(index)
+        return [f"layers {ranges(places)}: {line}" for line, places in said.items()]
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
@@ -211,3 +220,14 @@ def read_shapes(
         else None
         for entry in entries
     )
+
+
+def ranges(indices: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2 5"."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if parts and index == parts[-1][-1] + 1:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

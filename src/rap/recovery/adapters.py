@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..model.attention import pruned_attention
 from ..model.errors import RapError
+from ..model.factored import FactoredAttention
 from ..model.fingerprint import fingerprint_model, fingerprint_tensors, tied_names
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 from .config import RecoveryConfig
@@ -32,7 +33,7 @@ def add_adapters(student: PreTrainedModel, config: RecoveryConfig) -> PeftModel:
     if config.tune == "full":
         copies = LoraConfig(
             target_modules=DUMMY_TARGET_MODULES,
-            modules_to_save=_targets(student),
+            modules_to_save=[*_targets(student), *_maps(student)],
             task_type="CAUSAL_LM",
         )
         adapted = get_peft_model(student.float(), copies)
@@ -113,6 +114,17 @@ def _targets(student: PreTrainedModel) -> list[str]:
             ),
             *_reconstructing(layer),
         )
+    ]
+
+
+def _maps(student: PreTrainedModel) -> list[str]:
+    """Maps of every head, which are no linears, and so beyond LoRA."""
+    return [
+        f"{layer.path}.{name}"
+        for layer in attention_layers(student)
+        if isinstance(own := pruned_attention(layer), FactoredAttention)
+        for names in own.factors.values()
+        for name in names
     ]
 
 

@@ -5,11 +5,12 @@ Out: the tensors of the pruned layer, its entry in config.json, and its module.
 """
 
 from ..modeling import KINDS
-from . import elite, heads, latent, pairs, projected, single_channels
+from . import elite, factored, heads, latent, pairs, projected, single_channels
 from .base import Kind, LayerPlan
 
 _ROWS: tuple[Kind, ...] = (
     pairs.KIND,
+    factored.KIND,
     heads.KIND,
     latent.KIND,
     elite.KIND,

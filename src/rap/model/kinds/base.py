@@ -86,6 +86,10 @@ class LayerPlan(ABC):
     def read(cls, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> Self:
         """The plan that wrote `record` and `tensors`; PlanError if none did."""
 
+    def about(self, shape: AttentionShape) -> str:
+        """One line for people on what the sizes do not show; "" if they show everything."""
+        return ""
+
     def cache(self, shape: AttentionShape) -> CacheLayout:
         """What the layer caches."""
         return self.entry().cache(shape)

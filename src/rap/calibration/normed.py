@@ -1,0 +1,104 @@
+"""Moments of queries and keys behind their norm: what maps of normalised heads are chosen by.
+
+Where a family normalises queries and keys, what is combined are the normalised ones, before they
+rotate (rap.model.factored). The names are those of `pairs`, `joint` and `gradients` with NORMED in
+front; layers without such a norm have none of them.
+
+Shapes: B batch, T tokens, G KV heads, D head dim.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..model.layers import split_heads
+from ..model.norms import mapped_limit, normalise_dense
+from .backward import GradientMoment
+from .joint import JointMoment
+from .observers import ForwardStatistic, GradientStatistic, WatchedLayer
+from .pair_moment import PairMoment
+
+NORMED = "normed_"
+_JOINT = ("joint_key_moment", "joint_free_moment")
+_GRADIENTS = ("key_gradient", "free_gradient")
+
+
+def behind_norm(statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same statistics, of keys and queries behind their norm where there are such."""
+    seen = {x.removeprefix(NORMED): v for x, v in statistics.items() if x.startswith(NORMED)}
+    return {**statistics, **seen}
+
+
+def _mapped(layer: WatchedLayer) -> bool:
+    return layer.norm is not None and not mapped_limit(layer.norm) and layer.shape.source is None
+
+
+class NormedMoment(ForwardStatistic):
+    """As `pairs` of queries and keys, and `joint` of keys, behind their norm."""
+
+    need = "normed"
+    names = ()
+    norm_names = tuple(NORMED + name for name in (*PairMoment.names, *_JOINT))
+    roles = ("q", "k")
+
+    def __init__(self, layer: WatchedLayer):
+        self.layer = layer
+        self.parts = (PairMoment(layer), JointMoment(layer)) if _mapped(layer) else ()
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        parts = (PairMoment, JointMoment) if _mapped(layer) else ()
+        return sum(part.num_bytes(layer, num_windows) for part in parts)
+
+    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+        if not self.parts:
+            return
+        norm, dim = self.layer.norm, self.layer.shape.head_dim
+        assert norm is not None
+        module = getattr(self.layer.module, norm.names["qk".index(role)])
+        heads_BHTD = split_heads(outputs, dim).transpose(1, 2)
+        normed = normalise_dense(norm, module, heads_BHTD).transpose(1, 2).flatten(-2)
+        for part in self.parts[: 2 if role == "k" else 1]:
+            part.see(role, inputs, normed)
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        found = {n: x for part in self.parts for n, x in part.result(num_tokens).items()}
+        return {NORMED + n: x for n, x in found.items() if NORMED + n in self.norm_names}
+
+
+class NormedGradient(GradientStatistic):
+    """As `gradients` of keys, by what their norm gives."""
+
+    need = "normed_gradients"
+    names = ()
+    norm_names = tuple(NORMED + name for name in _GRADIENTS)
+    roles = ("k",)
+
+    def __init__(self, layer: WatchedLayer):
+        self.moment = GradientMoment(layer) if _mapped(layer) else None
+
+    @staticmethod
+    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+        return GradientMoment.num_bytes(layer, num_windows) if _mapped(layer) else 0
+
+    def watched(self, layer: WatchedLayer, role: str) -> Any:
+        """The norm of keys."""
+        if self.moment is None or layer.norm is None:
+            return None
+        return getattr(layer.module, layer.norm.names[1])
+
+    def taken(self, layer: WatchedLayer, role: str, gradient: Tensor) -> Tensor:
+        """[B, T, G D], however the family lays out what it normalises."""
+        assert layer.norm is not None
+        if layer.norm.layout == "BHTD":
+            gradient = gradient.transpose(1, 2)
+        return gradient.reshape(*gradient.shape[:2], -1)
+
+    def see(self, role: str, gradient: Tensor) -> None:
+        assert self.moment is not None
+        self.moment.see(role, gradient)
+
+    def result(self, num_tokens: int) -> dict[str, Tensor]:
+        found = {} if self.moment is None else self.moment.result(num_tokens)
+        return {NORMED + n: x for n, x in found.items() if NORMED + n in self.norm_names}
