@@ -1,8 +1,15 @@
 """The lint of documents: every rule sees a planted fault, and the checked documents have none."""
 
+import re
+from collections.abc import Iterator
+
 import pytest
+import typer
 
 from cases.scripts import load_script
+from rap.cli import app
+from rap.cli.completion import command_tree
+from rap.cli.topics import TOPICS
 
 prose = load_script("docs/prose.py")
 CLEAN = "`rap` prunes the attention projections and writes a checkpoint.\n"
@@ -85,3 +92,37 @@ def test_the_exit_code_is_that_of_a_lint(tmp_path, capsys, monkeypatch):
     page.write_text("It stands here.\n")
     assert prose.main([str(page)]) == 1
     assert "page.md:1: term: 'stands'" in capsys.readouterr().out
+
+
+def helps() -> Iterator[tuple[str, str]]:
+    """Every help text of the command line: of commands (their first line) and of options."""
+    for place, command in command_tree(typer.main.get_command(app)):
+        yield f"rap {place}", (command.help or "").split("\n\n")[0]
+        for one in command.params:
+            yield f"rap {place} {one.opts[0]}", getattr(one, "help", None) or ""
+    for entries in TOPICS.values():
+        for name, entry in entries.items():
+            yield f"topic of rap {name}", entry.summary
+
+
+def test_help_texts_use_the_terms_of_the_glossary():
+    values = re.compile(r"\b(?:stock|fidelity)\b")  # of options, among their choices
+    found = {
+        place: [
+            one.what for one in prose.violations(f"{values.sub('x', text)}\n") if one.rule == "term"
+        ]
+        for place, text in helps()
+        # Typer adds these two.
+        if "completion" not in place
+    }
+    assert {place: what for place, what in found.items() if what} == {}
+
+
+def test_help_texts_are_short_sentences():
+    long = {
+        place: sentence
+        for place, text in helps()
+        for sentence in prose.sentences(" ".join(text.split()))
+        if prose.words(sentence) > prose.MAX_WORDS and "one of" not in sentence.lower()
+    }
+    assert long == {}

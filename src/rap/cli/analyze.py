@@ -38,11 +38,13 @@ def add_commands(app: typer.Typer) -> None:
 @grouped
 def analyze_command(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(ANALYSES)}; or {ALL}.")],
-    model: Annotated[str, typer.Argument(help="Dense checkpoint or hub name.")] = "bundled",
+    model: Annotated[
+        str, typer.Argument(help="Dense model: local directory, Hub ID or GGUF file.")
+    ] = "bundled",
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of the result files and figures.")
+        Path, typer.Option("--output", "-o", help="Directory of result files and figures.")
     ] = Path("runs/analysis"),
-    figure: Annotated[str, typer.Option(help="Kind of figure: png or svg.")] = "png",
+    figure: Annotated[str, typer.Option(help="Figure format: png or svg.")] = "png",
     *,
     text: Windows,
     evaluate: options.Evaluate = HELD_OUT,

@@ -33,25 +33,26 @@ def bench_command(
     model: options.Model,
     dense: Annotated[
         str | None,
-        typer.Option(help="Dense checkpoint to compare with; default: random weights."),
+        typer.Option(help="Dense checkpoint to compare with [random weights]."),
     ] = None,
     retain: Annotated[
         float | None,
-        typer.Option(help="For a dense MODEL: the retain ratio of a pruned stand-in."),
+        typer.Option(help="For a dense MODEL: retain ratio of a pruned model with random weights."),
     ] = None,
     contexts: Annotated[
         list[int], typer.Option("--context", help="Tokens in the cache; repeatable.")
     ] = [512, 2048, 8192],  # noqa: B006 - typer copies it
     batch: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Steps timed of each model, in turns.")] = 9,
+    rounds: Annotated[int, typer.Option(help="Timed steps per model, interleaved.")] = 9,
     prefill: Annotated[
         bool,
-        typer.Option("--prefill", help="Time reading such a context too, until its last token."),
+        typer.Option("--prefill", help="Also time prefill of the context."),
     ] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = AUTO,
     cpu_time: Annotated[
-        bool, typer.Option("--cpu-time", help="Count the process's CPU time: a machine is shared.")
+        bool,
+        typer.Option("--cpu-time", help="Measure CPU time of the process, for shared machines."),
     ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSON file to write.")
@@ -59,7 +60,7 @@ def bench_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Time decode steps of MODEL, pruned and dense in turns, over a growing context.
+    """Time decode steps of MODEL, pruned and dense interleaved, over a growing context.
 
     Dense and pruned are each timed with SDPA and with this package's attention and judged by the
     faster one. Time does not depend on weights, so the dense model needs no checkpoint.

@@ -46,21 +46,15 @@ Evict = Annotated[
 Text = Annotated[
     str,
     typer.Option(
-        help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset."
+        help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset ID."
     ),
 ]
 Window = Annotated[int, typer.Option(help="Tokens per window.")]
-Prefix = Annotated[
-    int, typer.Option(help="Tokens of a window that are read before the cache is compressed.")
-]
-Piece = Annotated[
-    int, typer.Option(help="Tokens read at a time afterwards; 1 is what decoding does.")
-]
-MaxWindows = Annotated[
-    int | None, typer.Option(help="Stop after so many windows; default the whole text.")
-]
+Prefix = Annotated[int, typer.Option(help="Tokens per window before the cache is compressed.")]
+Piece = Annotated[int, typer.Option(help="Tokens per forward pass afterwards; 1 equals decoding.")]
+MaxWindows = Annotated[int | None, typer.Option(help="Number of evaluation windows [all].")]
 Distance = Annotated[int, typer.Option(help="Recall: tokens between a fact and its question.")]
-Documents = Annotated[int, typer.Option(help="Recall: questions that are asked; 0 for none.")]
+Documents = Annotated[int, typer.Option(help="Recall: number of questions, 0 for none.")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,18 +25,18 @@ Quantize = Annotated[
     str | None, typer.Option(help=f"Quantize the weights first: {', '.join(KINDS)}.")
 ]
 Dense = Annotated[
-    str, typer.Option("--dense", help="The model it was cut from: a directory or hub name.")
+    str, typer.Option("--dense", help="The dense model: local directory, Hub ID or GGUF file.")
 ]
 Haystack = Annotated[
-    str, typer.Option(help="What the facts are hidden in: 'bundled', a file, or a dataset.")
+    str, typer.Option(help="Text around the facts: 'bundled', a file, or a dataset ID.")
 ]
 Words = Annotated[
     str,
     typer.Option(
         "--wording",
         callback=check_wording,
-        help=f"How facts are told and asked for: {', '.join(WORDINGS)}. A model that was not "
-        "trained on the plain one needs the natural one.",
+        help=f"Wording of facts and questions: {', '.join(WORDINGS)}. Pretrained models need "
+        "the natural one.",
     ),
 ]
 

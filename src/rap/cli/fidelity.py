@@ -19,19 +19,19 @@ from .options import print_table
 Text = Annotated[
     str,
     typer.Option(
-        help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset."
+        help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset ID."
     ),
 ]
 Window = Annotated[
-    int | None, typer.Option(help="Tokens per window; default 2048 or the model's maximum.")
+    int | None, typer.Option(help="Tokens per evaluation window [2048, or the model's maximum].")
 ]
-MaxWindows = Annotated[
-    int | None, typer.Option(help="Stop after so many windows; default the whole text.")
-]
+MaxWindows = Annotated[int | None, typer.Option(help="Number of evaluation windows [all].")]
 
 
 def fidelity_command(
-    pruned: Annotated[str, typer.Argument(help="Pruned checkpoint, or any of that vocabulary.")],
+    pruned: Annotated[
+        str, typer.Argument(help="Pruned checkpoint, or any model with the same vocabulary.")
+    ],
     dense: Dense,
     text: Text = "bundled",
     window: Window = None,
@@ -43,7 +43,7 @@ def fidelity_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Divergence of PRUNED from its dense model: KL per token, top-1 agreement, perplexities.
+    """KL of PRUNED to its dense model, top-1 agreement, and perplexities.
 
     Both run in float32 over contiguous non-overlapping windows, as for perplexity. Intervals are
     bootstrap intervals over windows; that of the ratio of perplexities is over pairs of windows.

@@ -40,28 +40,25 @@ class Continuations:
 
     text: Annotated[
         str | None,
-        typer.Option(help="What prompts are cut from: 'bundled' (default), a file, or a dataset."),
+        typer.Option(help="Source of prompts: 'bundled' (default), a file, or a dataset ID."),
     ] = None
     chat: Annotated[
         str | None,
         typer.Option(
-            help="Answer prompts of a chat instead: 'bundled' (50), a .txt with one a line, or a "
-            ".jsonl."
+            help="Answer chat prompts instead: 'bundled' (50), a .txt (one per line), or a .jsonl."
         ),
     ] = None
     prompts: Annotated[
-        int | None, typer.Option(help="Prompts to continue; default 64, of a chat all.")
+        int | None, typer.Option(help="Number of prompts [64; with --chat all].")
     ] = None
-    prompt_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt cut from a text; default 64.")
-    ] = None
-    tokens: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 512
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens per prompt [64].")] = None
+    tokens: Annotated[int, typer.Option(help="Tokens per continuation.")] = 512
     temperature: Annotated[
-        float, typer.Option(help="With --chat: draw tokens at this temperature; 0 is greedy.")
+        float, typer.Option(help="With --chat: sampling temperature; 0 is greedy.")
     ] = 0.0
-    top_p: Annotated[
-        float, typer.Option(help="With --temperature: of the most likely with this probability.")
-    ] = 1.0
+    top_p: Annotated[float, typer.Option(help="With --temperature: nucleus (top-p) threshold.")] = (
+        1.0
+    )
     batch_size: Annotated[int, typer.Option(help="Prompts per forward pass.")] = 16
 
     def check(self, bos: str) -> None:
@@ -87,7 +84,9 @@ class Continuations:
 
 @grouped
 def generation_command(
-    pruned: Annotated[str, typer.Argument(help="Pruned checkpoint, or any of that vocabulary.")],
+    pruned: Annotated[
+        str, typer.Argument(help="Pruned checkpoint, or any model with the same vocabulary.")
+    ],
     dense: Dense,
     *,
     asked: Continuations,

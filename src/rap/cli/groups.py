@@ -179,13 +179,15 @@ class Streaming:
 
     stream: Annotated[
         bool,
-        typer.Option("--stream", help="Layer by layer from the files, without holding the model."),
+        typer.Option(
+            "--stream", help="Process layer by layer from the files, without loading the model."
+        ),
     ] = False
     statistics: Annotated[
         Path | None,
         typer.Option(
             "--statistics",
-            help="With --stream: a file of rap.calibrate(...).save, for methods that need "
+            help="With --stream: file of rap.calibrate(...).save, for methods that need "
             "gradients of the loss.",
         ),
     ] = None

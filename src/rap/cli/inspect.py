@@ -40,7 +40,7 @@ def inspect_command(
     path: Annotated[Path | None, typer.Argument(help="Plan file, after the word 'plan'.")] = None,
     retain: Annotated[
         float,
-        typer.Option(help="Also show the cache at this budget, with equal widths in all layers."),
+        typer.Option(help="Also show the cache at this ratio, with equal head dimensions."),
     ] = 0.7,
     as_json: options.Json = False,
 ) -> None:

@@ -41,11 +41,9 @@ from .groups import grouped
 from .options import console, print_json, print_table
 from .training import Training, configured
 
-Teacher = Annotated[
-    str, typer.Option("--teacher", "--dense", help="The dense checkpoint it was cut from.")
-]
+Teacher = Annotated[str, typer.Option("--teacher", "--dense", help="The dense model (teacher).")]
 TeacherDtype = Annotated[
-    str, typer.Option(help=f"As --dtype, for the teacher, or its weights in {', '.join(KINDS)}.")
+    str, typer.Option(help=f"Data type of the teacher, or quantized weights: {', '.join(KINDS)}.")
 ]
 
 

