@@ -141,6 +141,15 @@ def test_settings_of_methods_and_recoveries_are_documented():
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_code_of_the_first_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (REPOSITORY / "README.md").read_text("utf-8")
+    (code,) = [block for block, _ in blocks(text, "python")]
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+
+
 def test_old_addresses_lead_to_pages(tmp_path):
     redirects = load_script("docs/site/redirects.py")
     for old, new in redirects.MOVED.items():

@@ -18,13 +18,11 @@ Recipe = Annotated[
 ]
 Texts = Annotated[
     list[str] | None,
-    typer.Option("--text", help="Training text, as --calibration of compress; repeat to mix."),
+    typer.Option("--text", help="Training data, as --calibration of compress; repeatable."),
 ]
 Changes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", help="Setting of the preset (of its last part) to change, as steps=100; repeat."
-    ),
+    typer.Option("--set", help="Preset setting such as steps=100; repeatable (for fit+X, of X)."),
 ]
 
 
