@@ -47,7 +47,7 @@ SHIPPED = {
     "layers",
     "norms",
 }
-SHIPPED |= {"cache_layout", "attention", "sharing", "modeling"}
+SHIPPED |= {"cache_layout", "attention", "factored", "sharing", "modeling"}
 PURE = {"planning"}
 IN_OUT = ("In: ", "Out: ")
 

@@ -123,7 +123,7 @@ def test_what_cannot_be_merged_stays_and_says_why() -> None:
         ("llama", 1, "one KV head leaves nothing to merge"),
     ):
         model = tiny_model(family, heads=4, kv_heads=kv_heads, dtype=torch.float64)
-        method = rap.Rap(retain=0.5, merge="auto")
+        method = rap.Rap(retain=0.5, merge="auto", queries="absorbed")
         statistics = rap.calibrate(model, random_tokens(4, 32), method.needs_for(model))
         plan = method.plan(model, statistics)
         assert {layer.note for layer in plan.layers} == {f"heads not merged: {reason}"}
