@@ -15,78 +15,21 @@ from torch import Tensor
 
 import rap
 from cases.family_cases import CASES, Case
+from cases.merged_plans import MERGE, MERGED, merged_layer, merged_plan
 from cases.models import random_tokens, tiny_model
-from cases.plans import plan_of
 from rap.checkpoint.load import load
-from rap.methods.dense import dense_layers
 from rap.model.cache_layout import CacheLayout
 from rap.model.errors import PlanError
-from rap.model.layers import AttentionLayer, attention_layers
+from rap.model.layers import attention_layers
 from rap.planning.plan import PairPlan, Plan
 from rap.surgery.apply import apply
 from rap.surgery.write import apply_streamed
 
-MERGE = 2
 RECURRENT = ("granitemoehybrid", "falcon_h1")
 ALIKE = {"rtol": 0, "atol": 1e-9}  # sums of a few hundred float64 products of size 10
 
 
-def _can_merge(case: Case) -> bool:
-    limits = dense_layers(case.model()).merge_limits
-    return any(not limit for limit in limits)
-
-
-MERGED = [case for case in CASES if not case.around and _can_merge(case)]
 names = {"ids": lambda case: case.name}
-
-
-def merged_plan(model: Any, case: Case, *, seed: int = 0) -> Plan:
-    """Random slots, free channels and latents of pairs of heads; layer 0 stays dense."""
-    generator = torch.Generator().manual_seed(seed)
-    layers: list[PairPlan | None] = []
-    limits = dense_layers(model).merge_limits
-    for index, layer in enumerate(attention_layers(model)):
-        dense = limits[index] or (index == 0 and not case.absent)
-        layers.append(None if dense else _layer_plan(layer, case, generator))
-    return plan_of(model, layers)
-
-
-def _layer_plan(layer: AttentionLayer, case: Case, generator: torch.Generator) -> PairPlan:
-    shape = layer.shape
-    size, rotated = case.sizes(layer.index)
-    heads, groups, pairs = shape.num_kv_heads, shape.num_kv_heads // MERGE, rotated // 2
-    # More slots than one head has pairs, some frequencies twice.
-    slots = pairs + pairs // 4 if pairs else 0
-    index = torch.stack(
-        [
-            torch.randperm(2 * pairs, generator=generator)[:slots].sort().values // 2
-            for _ in range(groups)
-        ]
-    ).reshape(groups, slots)
-    mixes = torch.zeros(2, heads, slots, pairs, 2, dtype=torch.float64)
-    for head in range(heads):
-        for slot in range(slots):
-            drawn = torch.randn(2, 2, generator=generator, dtype=torch.float64)
-            mixes[:, head, slot, index[head // MERGE, slot]] = 0.5 * drawn
-    free = size - rotated
-    kept, width = free + free // 2, size + 3
-
-    def drawn(*sizes: int) -> Tensor:
-        return 0.4 * torch.randn(sizes, generator=generator, dtype=torch.float64)
-
-    fields: dict[str, Tensor] = {}
-    if pairs:
-        fields |= {"key_mix_GMP2": mixes[0], "query_mix_GMP2": mixes[1]}
-    if kept:
-        fields |= {"key_free_mix_GNF": drawn(heads, kept, free)}
-        fields |= {"query_free_mix_GNF": drawn(heads, kept, free)}
-    return PairPlan(
-        frequency_GM=index.to(torch.int32),
-        free_GN=torch.arange(kept, dtype=torch.int32).expand(groups, -1).contiguous(),
-        value_down_GCD=drawn(heads, width, size),
-        value_up_GDC=drawn(heads, size, width),
-        **fields,
-    )
 
 
 def projected_by_hooks(model: Any, plan: Plan, case: Case) -> Any:
@@ -290,7 +233,8 @@ def test_plans_of_merged_heads_are_checked() -> None:
     model = tiny_model(heads=8, kv_heads=4, dtype=torch.float64)
     case = CASES[0]
     shape = attention_layers(model)[0].shape
-    good = _layer_plan(attention_layers(model)[0], case, torch.Generator().manual_seed(0))
+    sizes = case.sizes(0)
+    good = merged_layer(shape.num_kv_heads, *sizes, torch.Generator().manual_seed(0))
     good.check(0, shape)
     tensors = good.tensors()
     for name, replaced, message in (

@@ -14,9 +14,7 @@ import rap
 from cases.command import run
 from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of
-from rap.model.errors import UnsupportedModelError
 from rap.planning.plan import PairPlan
-from rap.serving.refusals import check_served
 from rap.serving.stock import export_stock, stock_model
 
 SIZES: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 32, "hidden": 48, "layers": 3}
@@ -103,11 +101,3 @@ def test_methods_without_merging_are_refused_for_the_target(tmp_path: Path) -> N
     given = ("compress", "bundled", "--retain", 0.5, "--target", "plain", "-o", tmp_path / "out")
     assert "needs a method with" in run(*given, "--method", "palu").err
     assert "decides merge" in run(*given, "--method", "rap:merge=2").err
-
-
-def test_the_plugin_refuses_merged_layers_with_the_way_that_works() -> None:
-    model = tiny_model(**SIZES)
-    method = rap.Rap(retain=0.5, merge=2)
-    plan = method.plan(model, rap.calibrate(model, random_tokens(6, 48), method.needs))
-    with pytest.raises(UnsupportedModelError, match="merged heads yet; prune with --target plain"):
-        check_served(rap.apply(model, plan).config)
