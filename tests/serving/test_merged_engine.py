@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cases.merged_plans import MERGED, merged_layer, merged_plan
+from cases.models import tiny_model
 from cases.plans import plan_of, random_plan
 from cases.served import (
     SERVED,
@@ -36,9 +37,10 @@ FEW = ("gemma2", "glm4", "gpt_oss", "llama", "mixtral", "phi3", "qwen2")
 LENGTHS = (3, 40, 140)
 
 
-def several(tiny: Any, path: Path, *, kv_heads: int = 4) -> Any:
+def several(path: Path, *, kv_heads: int = 4) -> Any:
     """Layers with one head of 96 channels of all, half of the heads, all heads, and a dense one."""
-    model = tiny("llama", heads=2 * kv_heads, kv_heads=kv_heads)
+    heads = {"heads": 2 * kv_heads, "kv_heads": kv_heads}
+    model = tiny_model("llama", head_dim=64, hidden=96, layers=4, **heads)
     generator = torch.Generator().manual_seed(0)
     made = [
         merged_layer(kv_heads, 64, 64, generator, merge=merge, slots=slots, width=width)
@@ -50,9 +52,9 @@ def several(tiny: Any, path: Path, *, kv_heads: int = 4) -> Any:
     return small
 
 
-def test_layers_cache_numbers_of_heads_of_their_own(tiny, tmp_path):
+def test_layers_cache_numbers_of_heads_of_their_own(tmp_path):
     """Chunks of 64 tokens, and a second round from the cache of prefixes."""
-    small = several(tiny, tmp_path)
+    small = several(tmp_path)
     prompts = prompts_of(*LENGTHS)
     rounds = [Round(prompts, max_tokens=8, prompt_logprobs=True), Round(prompts, max_tokens=8)]
     run = run_tiny(tmp_path, *rounds, max_num_batched_tokens=64, enable_prefix_caching=True)
@@ -64,25 +66,25 @@ def test_layers_cache_numbers_of_heads_of_their_own(tiny, tmp_path):
     assert run.capacity_tokens == pytest.approx(2**27 / held, rel=0.02)
 
 
-def test_merged_heads_on_two_ranks(tiny, tmp_path):
+def test_merged_heads_on_two_ranks(tmp_path):
     """Four, two and one cached head: the first two are divided, the last is on both ranks."""
-    assert_agrees(several(tiny, tmp_path), run_divided(tmp_path, *LENGTHS))
+    assert_agrees(several(tmp_path), run_divided(tmp_path, *LENGTHS))
 
 
-def test_frequencies_of_the_other_rank_are_noticed(tiny, damaged, tmp_path):
+def test_frequencies_of_the_other_rank_are_noticed(damaged, tmp_path):
     """The negative control: two merged heads, which are on two ranks, swap their frequencies."""
 
     def swap(tensors):
         name = "model.layers.1.self_attn.frequency_index"
         tensors[name] = tensors[name].flip(0).contiguous()
 
-    small = several(tiny, tmp_path)
+    small = several(tmp_path)
     found = agreement(small, run_divided(damaged(tmp_path, tensors=swap), 40, 140))
     assert found.max_logprob_error > 100 * TOLERANCE
 
 
-def test_heads_that_devices_cannot_divide_are_refused_in_a_sentence(tiny, tmp_path):
-    several(tiny, tmp_path, kv_heads=6)
+def test_heads_that_devices_cannot_divide_are_refused_in_a_sentence(tmp_path):
+    several(tmp_path, kv_heads=6)
     with pytest.raises(EngineError, match="layer 1 caches 3 heads, which 2 devices cannot divide"):
         run_divided(tmp_path, 3)
 

@@ -16,6 +16,7 @@ from ..model.errors import CheckpointError, RapError
 from ..model.layers import attention_layers, text_config, trained_length
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
+from .layout import check_division
 from .refusals import check_served
 
 ENGINES = ("transformers", "vllm")
@@ -83,6 +84,7 @@ def verify(
     if engine == "vllm":
         if is_pruned(config):
             check_served(config)
+            check_division(config, tensor_parallel_size)
         run = run_vllm(
             source,
             [Round(prompts, MAX_TOKENS, prompt_logprobs=True)],
