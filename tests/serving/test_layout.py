@@ -119,14 +119,21 @@ def test_cached_heads_are_divided_over_devices_or_replicated(merged):
         check_division(config, 2)
     with pytest.raises(UnsupportedModelError, match="layer 1 caches 3 heads, which 4 devices"):
         check_division(config, 4)
-    config = config_of_readers()
-    check_division(config, 2)
 
 
-def config_of_readers():
+def test_devices_that_are_named_divide_the_query_heads_too():
+    model = tiny_model("llama", heads=12, kv_heads=4, hidden=48, layers=1)
+    layer = merged_layer(4, 16, 16, torch.Generator().manual_seed(0))
+    config = apply(model, plan_of(model, [layer])).config
+    with pytest.raises(UnsupportedModelError, match="-size 1, 2, 4, 6, 12$"):
+        check_division(config, 3)
+
+
+def test_a_layer_that_reads_the_cache_of_another_has_no_heads_to_divide():
     case = next(case for case in CASES if case.name == "gemma3n_text")
     model = case.model()
-    return apply(model, random_case_plan(model, case)).config
+    config = apply(model, random_case_plan(model, case)).config
+    check_division(config, 2)
 
 
 @pytest.mark.parametrize(("width", "padded"), [(8, 32), (32, 32), (44, 64), (90, 96), (512, 512)])

@@ -122,8 +122,8 @@ def check_division(config: PreTrainedConfig, num_devices: int) -> None:
 
 
 def _is_divided(num_heads: int, num_devices: int) -> bool:
-    # A layer that reads the cache of another has none.
-    return not num_heads or num_heads % num_devices == 0 or num_devices % num_heads == 0
+    # A layer that reads the cache of another has no heads: any number of devices will do.
+    return num_heads % num_devices == 0 or num_devices % num_heads == 0
 
 
 def padded_width(width: int, accepts: Callable[[int], bool], engine: str) -> int:
