@@ -125,7 +125,7 @@ def test_devices_that_are_named_divide_the_query_heads_too():
     model = tiny_model("llama", heads=12, kv_heads=4, hidden=48, layers=1)
     layer = merged_layer(4, 16, 16, torch.Generator().manual_seed(0))
     config = apply(model, plan_of(model, [layer])).config
-    with pytest.raises(UnsupportedModelError, match="-size 1, 2, 4, 6, 12$"):
+    with pytest.raises(UnsupportedModelError, match=r"-size 1, 2, 4, 6, 12$"):
         check_division(config, 3)
 
 
