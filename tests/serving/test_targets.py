@@ -33,7 +33,8 @@ def test_cpu_widths_are_declared(head_dim: int, budget: str) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
-        ("gemma", {}, "gemma has no stock form"),
+        ("olmo", {"clip_qkv": 1.0}, "olmo with clip_qkv has no stock form"),
+        ("qwen2_moe", {"num_experts": 4}, "(engines derive its head size from the hidden size)"),
         (
             "gemma3_text",
             {},

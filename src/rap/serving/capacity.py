@@ -11,8 +11,8 @@ from ..model.cache_layout import CacheLayout
 from ..model.errors import RapError
 from ..model.layers import base_model_type, text_config
 from .layout import cache_layouts, dense_layouts, padded_width
+from .plain_forms import STOCK_FAMILIES, WIDELY_READ
 from .refusals import check_served
-from .stock import STOCK_FAMILIES
 
 # What vLLM 0.32 declares for CPUs; the sizes of the others are conditions (docs/serving.md).
 CPU_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -71,7 +71,7 @@ def held_by_engines(config: Any) -> list[Held]:
     kinds = set(getattr(text_config(config), "layer_types", None) or ())
     paged = kinds >= {"sliding_attention", "full_attention"}
     rows = [_backend(name, caches, paged) for name in BACKENDS]
-    return rows + ([_plain(caches)] if family in STOCK_FAMILIES else [])
+    return rows + ([_plain(caches)] if STOCK_FAMILIES.get(family) in WIDELY_READ else [])
 
 
 def asked_ratio(caches: Sequence[LayerCache]) -> float:

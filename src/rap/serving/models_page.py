@@ -13,8 +13,8 @@ from ..checkpoint.gguf_header import ARCHITECTURES
 from ..model.families import FAMILIES, WRAPPERS
 from ..model.refusals import REASONS
 from ..model.specs import NORM_MODES, AttentionSpec
+from .plain_forms import STOCK_FAMILIES
 from .refusals import BESIDE, REFUSED, is_served
-from .stock import STOCK_FAMILIES
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = "5.19.0, those of the first release in 5.16.1 too"

@@ -21,12 +21,12 @@ BESIDE = (
     "top_k_experts, and gives all experts but gpt-oss's SiLU"
 )
 IMAGES = "the text model of a multimodal one is not served by itself yet"
-_WITH_STATES = (
+WITH_STATES = (
     *("falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 REFUSED = {
-    **dict.fromkeys(_WITH_STATES, STATES),
+    **dict.fromkeys(WITH_STATES, STATES),
     "llama4_text": SLOTS,
     **dict.fromkeys((*WRAPPERS, *INNER), IMAGES),
 }
