@@ -131,7 +131,8 @@ def test_merged_heads_of_several_kinds_name_the_target_that_plain_engines_need()
 
 def test_families_without_an_engine_have_no_rows():
     assert held((16, 32), family="llama4_text") == {}
-    assert "llama.cpp, MLX" not in held((16, 32), family="qwen3")
+    for family in ("qwen3", "arcee"):  # one without a plain form, one whose form is of its own
+        assert "llama.cpp, MLX" not in held((16, 32), family=family)
 
 
 def test_compress_prints_what_engines_hold(tmp_path):

@@ -62,6 +62,22 @@ def test_a_model_without_such_a_form_is_refused_before_it_is_read(
     assert said in result.err
 
 
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("mlx", "mlx-lm reads a list of frequencies of llama and mistral alone, not of gemma"),
+        ("llamacpp", "gemma has no GGUF form"),
+        ("stock", ""),
+    ],
+)
+def test_a_plain_form_that_an_engine_does_not_read_is_refused(tmp_path, target, said) -> None:
+    tiny_model("gemma", head_dim=64).save_pretrained(tmp_path / "dense")
+    given = ("--target", target, "--retain", "0.5", "--windows", "2", "--window", "32")
+    result = run("compress", tmp_path / "dense", "-o", tmp_path / "out", *given, "--dry-run")
+    assert said in result.err
+    assert (error_violations(result) == []) == bool(said)
+
+
 def test_stock_sets_the_profile() -> None:
     assert target_settings("stock", 128, "uniform") == {"align": 16, "profile": "stock"}
 
