@@ -7,6 +7,7 @@ from cases.models import tiny_model
 from rap.model.errors import RapError
 from rap.planning.shared import MAX_WIDTHS, TARGETS, target_settings
 
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 # Head sizes vLLM 0.32 declares for CPUs.
 CPU_SIZES = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
@@ -33,6 +34,7 @@ def test_cpu_widths_are_declared(head_dim: int, budget: str) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
+        ("seed_oss", {"rope_parameters": PARTIAL}, "only 0.5 of every head rotates"),
         ("olmo", {"clip_qkv": 1.0}, "olmo with clip_qkv has no stock form"),
         ("qwen2_moe", {"num_experts": 4}, "(engines derive its head size from the hidden size)"),
         (
