@@ -312,7 +312,6 @@ def test_a_budget_that_no_layer_can_keep_is_refused_before_calibration(
 ):
     never = mock.Mock(side_effect=AssertionError("calibrated"))
     monkeypatch.setattr("rap.calibration.workbench.calibrate", never)
-    monkeypatch.setattr("rap.calibration.streamed.calibrate_layers", never)
     result = run(*BUNDLED[:2], "-o", tmp_path / "out", *QUICK, *arguments.split())
     assert error_violations(result) == []
     assert "retain 0.01" in result.err

@@ -150,7 +150,7 @@ def test_ctrl_c_says_how_to_go_on(arguments, said):
 
 
 def test_ctrl_c_leaves_nothing_half_written(tmp_path):
-    with mock.patch("rap.pipeline.places.save", side_effect=KeyboardInterrupt):
+    with mock.patch("rap.pipeline.report.save", side_effect=KeyboardInterrupt):
         result = run("compress", "bundled", *SMALL, "--evaluate", "none", "-o", tmp_path / "out")
     assert result.code == 130
     assert result.err.splitlines()[-1].startswith("stopped; no output is left half-written")
