@@ -28,7 +28,7 @@ from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.perplexity import perplexity
-from rap.evaluation.quality.recall import copy_loss, recall_grid
+from rap.evaluation.retrieval.recall import copy_loss, recall_grid
 from rap.recovery.closed_form import refit_outputs
 from rap.recovery.config import PRESETS
 from rap.recovery.distillation import distill
