@@ -7,15 +7,19 @@ and both forms of queries. Every formula is held against a layer built on the me
 parameters, cache and products are counted. Writes merged_cost.json beside this file.
 """
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "cost"))
+
+from formulas import Cost, Sizes, count, dense, merged
+
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
-from rap.evaluation.cost.cost import Cost, Sizes, count, dense, merged
 from rap.model.cache_layout import FactoredEntry, PairEntry
 from rap.model.modeling import CONFIG_VERSION, config_class, model_class
 from rap.planning.merging import WIDEST

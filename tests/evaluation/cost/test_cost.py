@@ -4,20 +4,23 @@ from typing import Any
 
 import pytest
 
-from rap.evaluation.cost.cost import (
-    COMPLEXITY,
-    PUBLISHED,
-    Cost,
-    built,
-    count,
-    dense,
-    low_rank,
-    merged,
-    pruned,
-    sizes_of,
-    widths_of,
-)
+from cases.scripts import load_script
 from rap.model.cache_layout import FactoredEntry, PairEntry
+
+FORMULAS = load_script("experiments/cost/formulas.py")
+COMPLEXITY, PUBLISHED, Cost, built, count, dense, low_rank, merged, pruned, sizes_of, widths_of = (
+    FORMULAS.COMPLEXITY,
+    FORMULAS.PUBLISHED,
+    FORMULAS.Cost,
+    FORMULAS.built,
+    FORMULAS.count,
+    FORMULAS.dense,
+    FORMULAS.low_rank,
+    FORMULAS.merged,
+    FORMULAS.pruned,
+    FORMULAS.sizes_of,
+    FORMULAS.widths_of,
+)
 
 # Table `effsweep`: attention parameters and FLOPs over dense. Ranks and widths are whole per head.
 EFFSWEEP = {
