@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rap.evaluation.quality import documents
-from rap.evaluation.quality.documents import Document
+from rap.evaluation.retrieval.documents import Document
 
 SHAPE = LlamaConfig(
     vocab_size=4096,

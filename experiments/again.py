@@ -94,7 +94,8 @@ def commands(names: list[str]) -> list[tuple[str, str]]:
 
 def _complete(result: dict[str, Any]) -> str:
     """The command of a result, with the sizes that it left to the defaults of its time."""
-    command = str(result["command"])
+    # As it was called when the results were written.
+    command = str(result["command"]).replace("rap evaluate ruler ", "rap evaluate retrieval ")
     settings = (result.get("provenance") or {}).get("settings") or {}
     words = shlex.split(command)
     if words[:2] not in (["rap", "compare"], ["rap", "analyze"]) or "window" not in settings:

@@ -32,7 +32,7 @@ PACKAGE_ROOT = REPOSITORY / "src" / "rap"
 # A folder imports only what stands before it: the order of the pipeline.
 ORDER = [
     *("model", "assets", "checkpoint", "calibration", "planning", "surgery", "methods"),
-    *("evaluation", "recovery", "pipeline", "studies", "serving", "cli", "__main__"),
+    *("evaluation", "recovery", "pipeline", "studies", "api", "serving", "cli", "__main__"),
 ]
 # Copied into every pruned checkpoint as remote code, so they may need only each other.
 SHIPPED_FROM = "model"
@@ -47,7 +47,7 @@ SHIPPED = {
     "layers",
     "norms",
 }
-SHIPPED |= {"cache_layout", "attention", "sharing", "modeling"}
+SHIPPED |= {"cache_layout", "attention", "factored", "sharing", "modeling"}
 PURE = {"planning"}
 IN_OUT = ("In: ", "Out: ")
 

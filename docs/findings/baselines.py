@@ -15,8 +15,7 @@ from figures import (
     told_recalls,
     whole,
 )
-
-from rap.studies.report.findings import (
+from findings import (
     CONFIRMED,
     CONTRADICTED,
     PARTLY,

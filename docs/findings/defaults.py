@@ -1,8 +1,7 @@
 """The defaults that the bundled model chose, and what SmolLM2 says of them; see page.py."""
 
 from figures import by_budget, compared, cut_only
-
-from rap.studies.report.findings import Answer, Default
+from findings import Answer, Default
 
 POOLED = "rap:key_share=pooled"
 SEARCHED = "rap:budget=search"

@@ -2,8 +2,9 @@
 
 import math
 
+from findings import Results
+
 from rap.model.errors import RapError
-from rap.studies.report.findings import Results
 
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5)
 COSTLY = ("rap", "palu", "svdllm")

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from baselines import BASELINES
 from defaults import DEFAULTS
+from findings import Models, Results, findings_page
 from recovered import RECOVERY
 from units import UNITS
 from widths import WIDTHS
-
-from rap.studies.report.findings import Models, Results, findings_page
 
 REPOSITORY = Path(__file__).parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"

@@ -1,8 +1,7 @@
 """Findings on pruned models before and after a recovery, and with rounded weights; see page.py."""
 
 from figures import packed, ranks, rounded, slashed, sweep
-
-from rap.studies.report.findings import (
+from findings import (
     CONFIRMED,
     CONTRADICTED,
     PARTLY,

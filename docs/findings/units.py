@@ -19,8 +19,7 @@ from figures import (
     told_halves,
     told_scores,
 )
-
-from rap.studies.report.findings import CONFIRMED, CONTRADICTED, PARTLY, Answer, Finding
+from findings import CONFIRMED, CONTRADICTED, PARTLY, Answer, Finding
 
 UNITS = (
     Finding(

@@ -1,8 +1,7 @@
 """Findings on who gets which width: scores, layers, keys and values; see page.py."""
 
 from figures import bars, dense_window, probe, probe_dense, shares, slashed, starved
-
-from rap.studies.report.findings import CONFIRMED, PARTLY, Answer, Finding, Results
+from findings import CONFIRMED, PARTLY, Answer, Finding, Results
 
 BARS = {
     "FA": "Fisher adaptive",

@@ -11,9 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rap.checkpoint.files import write_json
-from rap.checkpoint.provenance import provenance
-from rap.evaluation.cost.cost import (
+from formulas import (
     COMPLEXITY,
     PUBLISHED,
     Cost,
@@ -25,6 +23,9 @@ from rap.evaluation.cost.cost import (
     sizes_of,
     widths_of,
 )
+
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import provenance
 from rap.studies.report.report import markdown_table
 
 RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5)

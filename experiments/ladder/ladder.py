@@ -9,6 +9,7 @@ be killed and repeated. The table is ladder.json there, which `rap report` turns
 import argparse
 import json
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,18 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "quality"))
+
+from channels import best_channels, index_aware
+
 import rap
 from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.perplexity import perplexity
-from rap.evaluation.quality.recall import copy_loss, recall_grid
+from rap.evaluation.retrieval.recall import copy_loss, recall_grid
 from rap.recovery.closed_form import refit_outputs
 from rap.recovery.config import PRESETS
 from rap.recovery.distillation import distill
 from rap.recovery.fit import fit_layers
 from rap.recovery.layer_fit import FitConfig
-from rap.studies.analyses.channels import best_channels, index_aware
 
 RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 WINDOW, EVALUATION_WINDOWS, CALIBRATION_WINDOWS = 512, 48, 64

@@ -10,13 +10,17 @@ missing. Writes matched.json beside this file.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "cost"))
+
+from formulas import Sizes, dense, low_rank, sizes_of
+
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
-from rap.evaluation.cost.cost import Sizes, dense, low_rank, sizes_of
 from rap.evaluation.cost.footprint import footprint
 from rap.methods import parse_method
 from rap.studies.compare.grid import Grid

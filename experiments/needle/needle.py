@@ -19,7 +19,7 @@ import rap
 from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
-from rap.evaluation.quality.needle import NeedleCell, heat_maps, needle_grid, needle_table
+from rap.evaluation.retrieval.needle import NeedleCell, heat_maps, needle_grid, needle_table
 from rap.methods import parse_method
 from rap.studies.compare.grid import Grid
 from rap.studies.compare.variants import DENSE

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from channels import best_channels, index_aware, reindexed
 
 import rap
 from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.methods import Rap
-from rap.studies.analyses.channels import best_channels, index_aware, reindexed
 from rap.studies.report.report import markdown_table
 
 RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5)

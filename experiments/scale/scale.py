@@ -10,6 +10,7 @@ fit takes) beside this file.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "cost"))
+
+from formulas import PUBLISHED
+
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
-from rap.evaluation.cost.cost import PUBLISHED
 from rap.evaluation.cost.footprint import Footprint, footprint
 from rap.evaluation.cost.stand_ins import uniform_config
 from rap.studies.report.report import markdown_table

@@ -31,8 +31,8 @@ from rap.checkpoint.source import resolve_source
 from rap.evaluation.quality.answers import divergences, long_output
 from rap.evaluation.quality.chats import chat_tokens, read_prompts
 from rap.evaluation.quality.decoding import Sampling, Text, end_tokens, write
-from rap.evaluation.quality.documents import evaluation_rng
 from rap.evaluation.quality.intervals import share_interval
+from rap.evaluation.retrieval.documents import evaluation_rng
 from rap.methods import parse_method
 from rap.model.fingerprint import fingerprint_model
 from rap.studies.report.report import markdown_table

@@ -21,6 +21,7 @@ from typing import Any
 
 import front
 import torch
+from continuations import DenseContinuations, Prefixes
 
 from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
@@ -28,7 +29,6 @@ from rap.checkpoint.load import load
 from rap.checkpoint.provenance import installed_version, provenance
 from rap.checkpoint.source import resolve_source
 from rap.evaluation.cache.compressed import CacheCompression, held_bytes
-from rap.evaluation.cache.fidelity import DenseContinuations, Prefixes
 from rap.evaluation.cache.presses import Press
 from rap.evaluation.quantization import quantize_weights
 from rap.methods import parse_method

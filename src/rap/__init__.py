@@ -2,58 +2,38 @@
 
 Importing the package registers the rap_<family> model types with transformers' Auto classes, so
 that a pruned checkpoint loads with `AutoModelForCausalLM.from_pretrained`, and the opt-in attention
-implementation "rap". Nothing is patched.
+implementation "rap". Nothing is patched. In the process of the command `rap` this waits for a
+subcommand, so that help and version do not wait for torch.
 """
 
-from .calibration.run import calibrate
-from .calibration.statistics import Statistics
-from .calibration.text import load_windows
-from .checkpoint.load import load, load_tokenizer
-from .checkpoint.version import __version__
-from .evaluation.cost.footprint import footprint
-from .evaluation.quality.fidelity import fidelity
-from .evaluation.quality.perplexity import perplexity
-from .methods import METHODS, Method, Rap, parse_method
-from .model.errors import RapError
-from .model.fingerprint import fingerprint_model
-from .model.kernels.growing_cache import GrowingCache
-from .model.kernels.interface import register_attention
-from .model.kinds import register_kinds
-from .model.modeling import register
-from .pipeline import compress
-from .planning.plan import LayerPlan, PairPlan, Plan
-from .recovery.config import RecoveryConfig
-from .recovery.stages import recover
-from .studies.compare.run import compare
-from .surgery.apply import apply
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-register()
-register_kinds()
-register_attention()
+from .checkpoint.version import __version__ as __version__
 
-__all__ = [
-    "METHODS",
-    "GrowingCache",
-    "LayerPlan",
-    "Method",
-    "PairPlan",
-    "Plan",
-    "Rap",
-    "RapError",
-    "RecoveryConfig",
-    "Statistics",
-    "__version__",
-    "apply",
-    "calibrate",
-    "compare",
-    "compress",
-    "fidelity",
-    "fingerprint_model",
-    "footprint",
-    "load",
-    "load_tokenizer",
-    "load_windows",
-    "parse_method",
-    "perplexity",
-    "recover",
-]
+
+def _is_command() -> bool:
+    """Whether this is the process of `rap ...` or `python -m rap ...`, and no child of one."""
+    words = sys.orig_argv
+    as_module = sys.argv[:1] == ["-m"] and "rap" in words and words[words.index("rap") - 1] == "-m"
+    as_script = Path(sys.argv[0]).stem == "rap" if sys.argv else False
+    return (as_module or as_script) and "multiprocessing.spawn" not in sys.modules
+
+
+if TYPE_CHECKING or not _is_command():
+    from .api import *  # noqa: F403
+    from .api import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        """A public name, for whoever asks in the process of the command."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        api = importlib.import_module(".api", __name__)
+        globals().update({each: getattr(api, each) for each in api.__all__})
+        try:
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(name) from None

@@ -17,8 +17,8 @@ from rap import assets
 from rap.calibration.bos import bos_token
 from rap.calibration.text import windows_from_text
 from rap.evaluation.cache.compressed import CacheCompression, compressed_perplexity
-from rap.evaluation.quality import needle, recall
 from rap.evaluation.quality.perplexity import perplexity
+from rap.evaluation.retrieval import needle, recall
 from rap.model.errors import RapError
 from rap.recovery.config import RecoveryConfig
 from rap.recovery.data import recovery_windows
@@ -297,8 +297,10 @@ def test_the_flag_reaches_every_command(tmp_path):
     assert (settings["bos"], settings["bos_token"]) == ("always", 0)
     found = run(
         "evaluate",
-        "recall",
+        "retrieval",
         "bundled",
+        "--task",
+        "recall",
         "--documents",
         1,
         "--distance",
@@ -312,8 +314,10 @@ def test_the_flag_reaches_every_command(tmp_path):
     assert found["bos"] == 0
     found = run(
         "evaluate",
-        "needle",
+        "retrieval",
         "bundled",
+        "--task",
+        "needle",
         "--documents",
         1,
         "--length",
@@ -332,7 +336,7 @@ def test_the_flag_reaches_every_command(tmp_path):
         ("recover",),
         ("compare",),
         ("analyze",),
-        *(("evaluate", one) for one in ("perplexity", "recall", "needle", "cache")),
+        *(("evaluate", one) for one in ("perplexity", "retrieval", "cache")),
     ):
         assert "--bos" in run(*command, "--help").out, command
     refused = run(*call, "--bos", "often")

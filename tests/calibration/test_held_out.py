@@ -120,7 +120,6 @@ def read(monkeypatch):
     for place in (
         "rap.calibration.workbench.load_windows",
         "rap.recovery.stages.recovery_windows",
-        "rap.recovery.streamed.recovery_windows",
     ):
         module, _, name = place.rpartition(".")
         original = getattr(__import__(module, fromlist=[name]), name)

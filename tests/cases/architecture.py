@@ -166,7 +166,8 @@ def docstring_violations(sources: Sources) -> list[str]:
 
 def root_violations(root: Path) -> list[str]:
     """More entries at the root of the package than a reader takes in at a glance."""
-    entries = sorted(path.name for path in root.iterdir() if path.name != "__pycache__")
+    unread = {"__pycache__", "py.typed"}
+    entries = sorted(path.name for path in root.iterdir() if path.name not in unread)
     if len(entries) <= MAX_ROOT_ENTRIES:
         return []
     return [f"{len(entries)} entries at the root, at most {MAX_ROOT_ENTRIES}: {entries}"]

@@ -155,7 +155,6 @@ class Decode:
     shape: Shape = Shape()
     lengths: tuple[int, ...] | None = None
     hidden: float = 0.0
-    window: int | None = None
     softcap: float | None = None
     sinks: bool = False
     splits: int = 2
@@ -163,7 +162,7 @@ class Decode:
     def settings(self, layer: Layer) -> dict[str, Any]:
         """Keyword arguments of the kernel and its reference."""
         s, device = self.shape, layer.device
-        given: dict[str, Any] = {"scale": 0.3, "window": self.window, "softcap": self.softcap}
+        given: dict[str, Any] = {"scale": 0.3, "softcap": self.softcap}
         if self.lengths is not None:
             given["lengths_B"] = torch.tensor(self.lengths, device=device)
         if self.hidden:
@@ -183,12 +182,11 @@ DECODE_CASES = [
     Decode("odd widths", Shape(groups=1, per_group=5, slots=5, value_width=6, cached=100)),
     Decode("lengths", Shape(per_group=1, cached=130), lengths=(123, 5), splits=3),
     Decode("many splits", Shape(cached=1000), lengths=(1000, 70), splits=5),
-    Decode("window", lengths=(60, 3), window=7),
     Decode("mask", hidden=0.4),
     Decode("mask and lengths", lengths=(50, 20), hidden=0.4),
     Decode("everything hidden but one", Shape(cached=200), hidden=1.0),
     Decode("soft cap and sinks", softcap=2.0, sinks=True),
-    Decode("all", Shape(per_group=7), (61, 40), 0.3, 20, 3.0, True, 3),
+    Decode("all", Shape(per_group=7), (61, 40), 0.3, 3.0, True, 3),
 ]
 
 
@@ -259,6 +257,6 @@ STEP_CASES = [
     (Decode("one position for all"), [40], False),
     (Decode("one split", splits=1), [17, 0], False),
     (Decode("each its own", hidden=0.3, splits=3), [62, 0], False),
-    (Decode("other way round", window=9, softcap=2.0, sinks=True), [30, 5], True),
+    (Decode("other way round", softcap=2.0, sinks=True), [30, 5], True),
     (Decode("pass-through", Shape(slots=5, free=3, pairs=8, value_width=10)), [17], False),
 ]

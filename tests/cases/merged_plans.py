@@ -12,16 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases.family_cases import Case
+from cases.family_cases import CASES, Case
 from cases.plans import plan_of
 from rap.methods.dense import dense_layers
 from rap.model.kinds.factored import FactoredPlan
-from rap.model.layers import AttentionLayer, attention_layers
+from rap.model.layers import attention_layers
 from rap.planning.plan import PairPlan, Plan
 
 MERGE = 2
 RECURRENT = ("granitemoehybrid", "falcon_h1")
 ALIKE = {"rtol": 0, "atol": 1e-9}  # sums of a few hundred float64 products of size 10
+
+
+def _can_merge(case: Case) -> bool:
+    return any(not limit for limit in dense_layers(case.model()).merge_limits)
+
+
+MERGED = [case for case in CASES if not case.around and _can_merge(case)]
 
 
 def merged_plan(model: Any, case: Case, *, seed: int = 0, mapped: bool = False) -> Plan:
@@ -35,33 +42,45 @@ def merged_plan(model: Any, case: Case, *, seed: int = 0, mapped: bool = False) 
     limits = dense_model.mapped_limits if mapped else dense_model.merge_limits
     for index, layer in enumerate(attention_layers(model)):
         dense = limits[index] or (index == 0 and not case.absent)
-        plan = None if dense else layer_plan(layer, case, generator)
+        heads = layer.shape.num_kv_heads if layer.shape is not None else 0
+        plan = None if dense else merged_layer(heads, *case.sizes(index), generator)
         if plan is not None and mapped:
             plan = FactoredPlan.of(plan, queries=True, outputs=True)
         layers.append(plan)
     return plan_of(model, layers)
 
 
-def layer_plan(layer: AttentionLayer, case: Case, generator: torch.Generator) -> PairPlan:
-    """Of pairs of heads: more slots than one head has pairs, and more channels of values."""
-    shape = layer.shape
-    size, rotated = case.sizes(layer.index)
-    heads, groups, pairs = shape.num_kv_heads, shape.num_kv_heads // MERGE, rotated // 2
-    # More slots than one head has pairs, some frequencies twice.
-    slots = pairs + pairs // 4 if pairs else 0
+def merged_layer(
+    heads: int,
+    size: int,
+    rotated: int,
+    generator: torch.Generator,
+    *,
+    merge: int = MERGE,
+    slots: int | None = None,
+    width: int | None = None,
+) -> PairPlan:
+    """A layer with `heads` of `size` channels, some of them `rotated`, `merge` of them in one.
+
+    Without `slots` and `width` a merged head has more of both than a dense one, some frequencies
+    twice, and more channels without rotation.
+    """
+    groups, pairs = heads // merge, rotated // 2
+    if slots is None:
+        slots = pairs + pairs // 4 if pairs else 0
     index = torch.stack(
         [
-            torch.randperm(2 * pairs, generator=generator)[:slots].sort().values // 2
+            torch.randperm(merge * pairs, generator=generator)[:slots].sort().values // merge
             for _ in range(groups)
         ]
     ).reshape(groups, slots)
     mixes = torch.zeros(2, heads, slots, pairs, 2, dtype=torch.float64)
     for head in range(heads):
         for slot in range(slots):
-            drawn = torch.randn(2, 2, generator=generator, dtype=torch.float64)
-            mixes[:, head, slot, index[head // MERGE, slot]] = 0.5 * drawn
+            both = torch.randn(2, 2, generator=generator, dtype=torch.float64)
+            mixes[:, head, slot, index[head // merge, slot]] = 0.5 * both
     free = size - rotated
-    kept, width = free + free // 2, size + 3
+    kept, width = free + free // 2, size + 3 if width is None else width
 
     def drawn(*sizes: int) -> Tensor:
         return 0.4 * torch.randn(sizes, generator=generator, dtype=torch.float64)

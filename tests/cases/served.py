@@ -45,11 +45,17 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
-def pruned(case: Case, mode: str | None = None) -> Any:
-    """A tiny random model of a family, pruned; its QK-norm in the default's mode or in `mode`."""
+def sized(case: Case) -> Any:
+    """A tiny random model of a family in float32, of sizes that vLLM's kernels take."""
     experts = dict.fromkeys(set(EXPERTS) & case.fields.keys(), 32)
     model = case.model(dtype=torch.float32, **SIZES, **experts)
     _bias_choices(model)
+    return model
+
+
+def pruned(case: Case, mode: str | None = None) -> Any:
+    """A tiny random model of a family, pruned; its QK-norm in the default's mode or in `mode`."""
+    model = sized(case)
     plan = random_case_plan(model, case)
     if mode is not None:
         plan = in_mode(plan, mode)

@@ -214,17 +214,29 @@ CASES = [
     (("evaluate", "perplexity", "bundled", "-o", "empty"), "empty is a directory: name a file"),
     (("evaluate", "perplexity", "truncated"), "is truncated or damaged"),
     (
-        ("evaluate", "recall", "bundled", "--wording", "odd"),
+        ("evaluate", "retrieval", "bundled", "--task", "recall", "--wording", "odd"),
         "unknown wording 'odd': use plain, nat",
     ),
     (
-        ("evaluate", "needle", "bundled", "--wording", "odd"),
+        ("evaluate", "retrieval", "bundled", "--task", "needle", "--wording", "odd"),
         "unknown wording 'odd': use plain, nat",
     ),
-    (("evaluate", "recall", "bundled", "--documents", 0), "cannot judge by 0 documents"),
-    (("evaluate", "recall", "bundled", "--facts", 0), "there cannot be 0 facts: ask for 1 to"),
-    (("evaluate", "recall", "bundled", "--text", "short.txt"), "give a longer text or"),
-    (("evaluate", "recall", "bundled", "--distance", 3), "give a distance of that many or more"),
+    (
+        ("evaluate", "retrieval", "bundled", "--task", "recall", "--documents", 0),
+        "cannot judge by 0 documents",
+    ),
+    (
+        ("evaluate", "retrieval", "bundled", "--task", "recall", "--facts", 0),
+        "there cannot be 0 facts: ask for 1 to",
+    ),
+    (
+        ("evaluate", "retrieval", "bundled", "--task", "recall", "--text", "short.txt"),
+        "give a longer text or",
+    ),
+    (
+        ("evaluate", "retrieval", "bundled", "--task", "recall", "--distance", 3),
+        "give a distance of that many or more",
+    ),
     (
         ("bench", "bundled", "--device", "nowhere"),
         "no device 'nowhere' on this machine; use auto",
@@ -266,16 +278,25 @@ EVALUATIONS = [
     ("perplexity bundled --window 1", "a window of 1 tokens predicts nothing: give 2 or more"),
     ("fidelity bundled --dense bundled --window 1", "a window of 1 tokens predicts nothing"),
     ("fidelity bundled --dense bundled --max-windows 0", "max_windows must be at least 1, not 0"),
-    ("recall bundled --documents 0", "cannot judge by 0 documents: ask for at least one"),
-    ("recall bundled --distance 64 --distance 0", "nothing in 0 tokens: ask for at least one"),
-    ("recall bundled --facts 0", "there cannot be 0 facts: ask for 1 to"),
-    ("needle bundled --documents 0", "cannot judge by 0 documents: ask for at least one"),
-    ("needle bundled --length -5", "nothing in -5 tokens: ask for at least one"),
-    ("needle bundled --facts 0", "there cannot be 0 facts: ask for 1 to"),
-    ("needle bundled --depth 1.5", "depth 1.5 is outside [0, 1]"),
-    ("ruler bundled --documents 0", "cannot judge by 0 documents: ask for at least one"),
-    ("ruler bundled --length 0", "nothing in 0 tokens: ask for at least one"),
-    ("ruler bundled --batch-size 0", "batch_size must be at least 1, not 0"),
+    (
+        "retrieval bundled --task recall --documents 0",
+        "cannot judge by 0 documents: ask for at least one",
+    ),
+    (
+        "retrieval bundled --task recall --distance 64 --distance 0",
+        "nothing in 0 tokens: ask for at least one",
+    ),
+    ("retrieval bundled --task recall --facts 0", "there cannot be 0 facts: ask for 1 to"),
+    (
+        "retrieval bundled --task needle --documents 0",
+        "cannot judge by 0 documents: ask for at least one",
+    ),
+    ("retrieval bundled --task needle --length -5", "nothing in -5 tokens: ask for at least one"),
+    ("retrieval bundled --task needle --facts 0", "there cannot be 0 facts: ask for 1 to"),
+    ("retrieval bundled --task needle --depth 1.5", "depth 1.5 is outside [0, 1]"),
+    ("retrieval bundled --documents 0", "cannot judge by 0 documents: ask for at least one"),
+    ("retrieval bundled --length 0", "nothing in 0 tokens: ask for at least one"),
+    ("retrieval bundled --batch-size 0", "batch_size must be at least 1, not 0"),
     ("cache bundled --press knorm:0.5 --prefix 0", "a prefix of 0 tokens and pieces of 32 cannot"),
     ("cache bundled --press knorm:0.5 --max-windows 0", "max_windows must be at least 1, not 0"),
     ("cache bundled --press knorm:0.5 --documents -1", "cannot judge by -1 documents"),
@@ -312,7 +333,6 @@ def test_a_budget_that_no_layer_can_keep_is_refused_before_calibration(
 ):
     never = mock.Mock(side_effect=AssertionError("calibrated"))
     monkeypatch.setattr("rap.calibration.workbench.calibrate", never)
-    monkeypatch.setattr("rap.calibration.streamed.calibrate_layers", never)
     result = run(*BUNDLED[:2], "-o", tmp_path / "out", *QUICK, *arguments.split())
     assert error_violations(result) == []
     assert "retain 0.01" in result.err

@@ -115,15 +115,15 @@ def test_the_grid_distils_as_the_paper_did(name, asked):
 def test_a_group_of_commands_has_sections_of_its_commands(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("evaluate: {bos: odd, fidelity: {dense: nowhere}}\n", encoding="utf-8")
-    for command in ("perplexity", "needle"):
+    for command in ("perplexity", "retrieval"):
         result = run("evaluate", command, "bundled", "--config", path)
         assert error_violations(result) == []
         assert "odd" in result.err, "a setting of all commands of the group"
-    path.write_text("evaluate: {needle: {speed: 3}}\nspeed: {}\n", encoding="utf-8")
-    result = run("evaluate", "needle", "bundled", "--config", path)
+    path.write_text("evaluate: {retrieval: {speed: 3}}\nspeed: {}\n", encoding="utf-8")
+    result = run("evaluate", "retrieval", "bundled", "--config", path)
     assert error_violations(result) == []
     assert "unknown options: speed" in result.err
-    path.write_text("evaluate: {needle: {speed: 3}, bos: odd}\n", encoding="utf-8")
+    path.write_text("evaluate: {retrieval: {speed: 3}, bos: odd}\n", encoding="utf-8")
     assert "speed" not in run("evaluate", "perplexity", "bundled", "--config", path).err
     assert "odd" not in run("compress", "nowhere", "-o", "x", "--config", path).err
 

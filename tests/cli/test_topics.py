@@ -38,6 +38,33 @@ def test_help_is_grouped_and_plain():
     assert "\x1b" not in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "heavy"),
+    [
+        (["--help"], 0, False),
+        (["--version"], 0, False),
+        (["compres"], 2, False),
+        (["completion", "--help"], 0, True),  # a command brings along what it may need
+    ],
+)
+def test_help_does_not_wait_for_torch(words, code, heavy):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "rap", *words], capture_output=True, text=True
+    )
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == code
+    assert ("torch" in imported, "transformers" in imported) == (heavy, heavy)
+    assert "rap.cli.topics" in imported
+
+
+def test_a_name_is_there_for_the_command_too():
+    """Nothing but the command has its process, and that may still use the package."""
+    code = "import sys; sys.argv[0] = 'rap'; import rap; before = 'torch' in sys.modules; "
+    code += "print(before, 'rap' in rap.METHODS, hasattr(rap, 'nothing'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False True False\n"
+
+
 def test_nothing_is_coloured_in_a_pipe():
     for result in (run("inspect", "bundled"), run("compress", "nowhere", "-o", "x")):
         assert "\x1b" not in result.out + result.err
@@ -150,7 +177,7 @@ def test_ctrl_c_says_how_to_go_on(arguments, said):
 
 
 def test_ctrl_c_leaves_nothing_half_written(tmp_path):
-    with mock.patch("rap.pipeline.places.save", side_effect=KeyboardInterrupt):
+    with mock.patch("rap.pipeline.report.save", side_effect=KeyboardInterrupt):
         result = run("compress", "bundled", *SMALL, "--evaluate", "none", "-o", tmp_path / "out")
     assert result.code == 130
     assert result.err.splitlines()[-1].startswith("stopped; no output is left half-written")

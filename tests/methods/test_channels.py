@@ -11,11 +11,18 @@ from transformers import AutoModelForCausalLM
 
 import rap
 from cases.models import random_tokens, tiny_model
+from cases.scripts import load_script
 from rap.methods import METHODS
 from rap.model.kinds.single_channels import partners
 from rap.serving.layout import cache_layouts
-from rap.studies.analyses.channels import LayerChannels, index_aware, reindexed
 from rap.studies.analyses.orphans import pair_damage
+
+CHANNELS = load_script("experiments/quality/channels.py")
+LayerChannels, index_aware, reindexed = (
+    CHANNELS.LayerChannels,
+    CHANNELS.index_aware,
+    CHANNELS.reindexed,
+)
 
 PAIRS = 8
 

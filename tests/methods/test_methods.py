@@ -71,7 +71,7 @@ def test_a_checkpoint_ships_what_its_method_says(case: MethodCase, calibrated: t
     if case.settings.get("rotation") == "first":  # kvpruner's one way to a plain checkpoint
         assert kinds == {"pairs"}
     else:
-        expected = {("pairs",): "code", ("heads",): "stock"}
+        expected = {("pairs",): "code", ("factored",): "code", ("heads",): "stock"}
         assert expected.get((*kinds,), "package") == ships
 
 

@@ -10,10 +10,17 @@ import torch
 
 import rap
 from cases.family_cases import CASES, Case
-from cases.merged_plans import ALIKE, MERGE, RECURRENT, layer_plan, merged_plan, projected_by_hooks
+from cases.merged_plans import (
+    ALIKE,
+    MERGE,
+    MERGED,
+    RECURRENT,
+    merged_layer,
+    merged_plan,
+    projected_by_hooks,
+)
 from cases.models import random_tokens, tiny_model
 from rap.checkpoint.load import load
-from rap.methods.dense import dense_layers
 from rap.model.cache_layout import CacheLayout
 from rap.model.errors import PlanError
 from rap.model.layers import attention_layers
@@ -21,13 +28,6 @@ from rap.planning.plan import PairPlan, Plan
 from rap.surgery.apply import apply
 from rap.surgery.write import apply_streamed
 
-
-def _can_merge(case: Case) -> bool:
-    limits = dense_layers(case.model()).merge_limits
-    return any(not limit for limit in limits)
-
-
-MERGED = [case for case in CASES if not case.around and _can_merge(case)]
 names = {"ids": lambda case: case.name}
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_merged_stays_and_says_why() -> None:
         ("llama", 1, "one KV head leaves nothing to merge"),
     ):
         model = tiny_model(family, heads=4, kv_heads=kv_heads, dtype=torch.float64)
-        method = rap.Rap(retain=0.5, merge="auto")
+        method = rap.Rap(retain=0.5, merge="auto", queries="absorbed")
         statistics = rap.calibrate(model, random_tokens(4, 32), method.needs_for(model))
         plan = method.plan(model, statistics)
         assert {layer.note for layer in plan.layers} == {f"heads not merged: {reason}"}
@@ -155,7 +155,8 @@ def test_plans_of_merged_heads_are_checked() -> None:
     model = tiny_model(heads=8, kv_heads=4, dtype=torch.float64)
     case = CASES[0]
     shape = attention_layers(model)[0].shape
-    good = layer_plan(attention_layers(model)[0], case, torch.Generator().manual_seed(0))
+    drawn = torch.Generator().manual_seed(0)
+    good = merged_layer(shape.num_kv_heads, *case.sizes(0), drawn)
     good.check(0, shape)
     tensors = good.tensors()
     for name, replaced, message in (

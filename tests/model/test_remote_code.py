@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
+from rap.calibration.run import calibrate
+from rap.methods import Rap
 from rap.surgery.apply import apply
 
 WIDTHS = [(3, 5), None, (5, 9)]
@@ -65,10 +67,18 @@ def _run(code: str, source, folder) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2"])
+def _factored(model):
+    """A plan with maps, of heads that are merged behind their norm."""
+    method = Rap(retain=0.5, merge=2)
+    statistics = calibrate(model, random_tokens(4, 24), method.needs_for(model))
+    return method.plan(model, statistics)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_loads_generates_and_saves_without_the_package(tmp_path, model_type):
     model = tiny_model(model_type, heads=6, kv_heads=2, hidden=36, layers=3)
-    small = apply(model, random_plan(model, WIDTHS))
+    plan = _factored(model) if model_type == "qwen3" else random_plan(model, WIDTHS)
+    small = apply(model, plan)
     small.save_pretrained(tmp_path / "saved")
     tokens = random_tokens(2, 7)
     save_file({"tokens": tokens}, tmp_path / "tokens.safetensors")

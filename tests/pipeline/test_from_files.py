@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 import rap
 from cases.command import error_violations, run
 from cases.family_cases import CASES
-from rap.calibration import sources
+from rap.calibration import sources, workbench
 from rap.calibration.sources import StoredLayers
-from rap.calibration.streamed import calibrate_layers
 from rap.checkpoint.load import load, load_dense
 from rap.model.errors import RapError
 from rap.pipeline import compress, objective
@@ -163,6 +162,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     options["method"] = FORWARD
     compress(dense, 0.5, tmp_path / "whole", **options, stream=True)
     solve, solved, calibrated = LayerProblem.solve, [], []
+    calibrate = workbench.calibrate
 
     def solve_some(problem: LayerProblem) -> Any:
         solved.append(problem.index)
@@ -172,10 +172,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
 
     def calibrate_once(*args: Any, **kwargs: Any) -> Any:
         calibrated.append(1)
-        return calibrate_layers(*args, **kwargs)
+        return calibrate(*args, **kwargs)
 
     monkeypatch.setattr(LayerProblem, "solve", solve_some)
-    monkeypatch.setattr("rap.calibration.streamed.calibrate_layers", calibrate_once)
+    monkeypatch.setattr(workbench, "calibrate", calibrate_once)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         compress(dense, 0.5, out, **options, stream=True)

@@ -15,7 +15,7 @@ from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import assets
 from rap.calibration import workbench
-from rap.pipeline import places
+from rap.pipeline import run
 from rap.pipeline.report import save
 
 
@@ -55,13 +55,13 @@ def test_a_recovery_that_was_stopped_goes_on_from_the_same_statistics(
         "recover": "fit",
     }
     out = tmp_path / "out"
-    monkeypatch.setattr(places, "recover_stage", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(run, "recover_stage", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         rap.compress(model, 0.5, out, **given)
     assert not out.exists()
 
     monkeypatch.setattr(workbench, "calibrate", mock.Mock(side_effect=AssertionError))
-    monkeypatch.setattr(places, "recover_stage", lambda small, *_, **__: (small, {}))
+    monkeypatch.setattr(run, "recover_stage", lambda small, *_, **__: (small, {}))
     rap.compress(model, 0.5, out, **given)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "out"]
 

@@ -65,7 +65,7 @@ fit = stages.fit_layers
 def of_another_device(model, *args, **kwargs):
     found = fit(model, *args, **kwargs)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.model.parameters():
             parameter.mul_(1 + rank * 1e-6)
     return found
 stages.fit_layers = of_another_device

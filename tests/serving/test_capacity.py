@@ -1,10 +1,12 @@
 """What engines hold of a plan's widths, told when it is made."""
 
 import pytest
+import torch
 
 from cases.command import run
+from cases.merged_plans import merged_layer
 from cases.models import tiny_model
-from cases.plans import random_plan
+from cases.plans import plan_of, random_plan
 from rap.serving.capacity import held_by_engines
 from rap.surgery.apply import apply
 
@@ -86,9 +88,51 @@ def test_layers_that_read_the_cache_of_another_hold_nothing():
     assert (row.ratio, row.widths) == ((64 + 128) / (32 + 64), "as they are")
 
 
+def held_merged(*layers, kv_heads=3):
+    """Of (KV heads merged into one, width), None for a dense layer; heads of 64."""
+    model = tiny_model(
+        "llama", head_dim=64, hidden=96, heads=6, kv_heads=kv_heads, layers=len(layers)
+    )
+    generator = torch.Generator().manual_seed(0)
+    plan = [
+        layer
+        and merged_layer(
+            kv_heads, 64, 64, generator, merge=layer[0], slots=layer[1] // 2, width=layer[1]
+        )
+        for layer in layers
+    ]
+    found = held_by_engines(apply(model, plan_of(model, plan)).config)
+    return {row.backend: row for row in found}
+
+
+def test_merged_heads_are_counted_as_cached():
+    """One head of 96 for three of 64 holds twice the tokens; where it is padded, 1.5 times."""
+    rows = held_merged((3, 96), (3, 96))
+    cpu, flash = rows["vLLM on a CPU"], rows["vLLM, FlashAttention"]
+    assert (cpu.ratio, cpu.widths, cpu.advice) == (2.0, "as they are", "")
+    assert flash.ratio == 2.0
+    infer = rows["vLLM, FlashInfer"]
+    # Of a merged head a multiple of 64 may be kept, though the dense ones have no more than 64.
+    assert (infer.ratio, infer.widths, infer.advice) == (1.5, "96 as 128", "--align 64")
+    plain = rows["llama.cpp, MLX"]
+    assert (plain.ratio, plain.advice) == (2.0, "")
+
+
+def test_merged_heads_of_several_kinds_name_the_target_that_plain_engines_need():
+    rows = held_merged((3, 96), None, (1, 32))
+    assert rows["vLLM on a CPU"].ratio == pytest.approx(3 * 192 / (96 + 192 + 96))
+    plain = rows["llama.cpp, MLX"]
+    assert (plain.ratio, plain.advice) == (None, "--target plain")
+    slow = held_merged((2, 80), (2, 80), kv_heads=2)["llama.cpp, MLX"]
+    assert (slow.ratio, slow.advice) == (1.6, "--target plain")
+    too_wide = held_merged((3, 192), (3, 192))["vLLM, FlashAttention"]
+    assert too_wide.ratio == 1.0
+
+
 def test_families_without_an_engine_have_no_rows():
     assert held((16, 32), family="llama4_text") == {}
-    assert "llama.cpp, MLX" not in held((16, 32), family="qwen3")
+    for family in ("qwen3", "arcee"):  # one without a plain form, one whose form is of its own
+        assert "llama.cpp, MLX" not in held((16, 32), family=family)
 
 
 def test_compress_prints_what_engines_hold(tmp_path):

@@ -18,18 +18,22 @@ from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import assets
 from rap.calibration.run import calibrate
+from rap.checkpoint.files import PLAN_FILE
 from rap.checkpoint.load import load, load_config
 from rap.cli import serving as command_line
 from rap.evaluation.cost.footprint import footprint
 from rap.methods import METHODS
+from rap.model.cache_layout import CacheLayout
 from rap.model.errors import RapError
 from rap.serving import serve as serving
 from rap.serving.engine import EngineError, run_engine
 from rap.serving.llamacpp.verify import verify_llamacpp
 from rap.serving.serve import Server, complete
+from rap.serving.stock import export_stock
 from rap.serving.verify import (
     bundled_prompts,
-    dense_channels,
+    channels,
+    dense_caches,
     kept_fraction,
     transcribe,
     verify,
@@ -82,7 +86,8 @@ def test_verify_notices_a_changed_cache(pruned, monkeypatch):
 
 
 def test_dense_model_keeps_everything():
-    assert kept_fraction(tiny_model("llama").config) == 1.0
+    config = tiny_model("llama").config
+    assert kept_fraction(config, dense_caches("nowhere", config)) == 1.0
     found = verify(assets.reference_path())
     assert found.passed
     assert found.capacity_ratio == 1.0
@@ -276,8 +281,30 @@ def test_capacity_is_that_of_layers_that_attend(tmp_path, name):
     assert bundled_prompts(tmp_path / "small", config)
     kept, dense = footprint(small), footprint(model)
     share = kept.kv_bytes_per_token / dense.kv_bytes_per_token
-    assert share == pytest.approx(kept_fraction(config))
-    assert dense_channels(config) * model.dtype.itemsize == dense.kv_bytes_per_token
+    caches = dense_caches(tmp_path / "small", config)
+    assert share == pytest.approx(kept_fraction(config, caches))
+    assert channels(caches) * model.dtype.itemsize == dense.kv_bytes_per_token
+
+
+def test_a_plain_checkpoint_is_compared_with_the_model_it_was_made_from(tmp_path):
+    """Its config is that of a smaller dense model: without the plan beside it, nothing is saved."""
+    model = tiny_model("llama", heads=4, kv_heads=4, hidden=64)
+    method = METHODS["rap"](retain=0.5, merge=2, profile="stock")
+    plan = method.plan(model, calibrate(model, random_tokens(4, 32), method.needs_for(model)))
+    apply(model, plan).save_pretrained(tmp_path / "small")
+    plan.save(tmp_path / "small" / PLAN_FILE)
+    export_stock(tmp_path / "small", tmp_path / "plain")
+    found = verify(tmp_path / "plain")
+    assert found.passed
+    assert (found.kept_fraction, found.capacity_ratio) == (0.5, pytest.approx(2, rel=1e-3))
+    assert found.dense_tokens_per_gib == verify(tmp_path / "small").dense_tokens_per_gib
+    (tmp_path / "plain" / PLAN_FILE).unlink()
+    assert verify(tmp_path / "plain").kept_fraction == 1.0
+
+
+def test_channels_of_several_devices():
+    caches = [CacheLayout(4, 16, 8), CacheLayout(1, 6, 6), CacheLayout(0, 6, 6)]
+    assert [channels(caches, number) for number in (1, 2, 8)] == [108, 60, 36]
 
 
 def test_an_engine_that_takes_too_long_is_ended_in_a_line(tmp_path):

@@ -79,6 +79,21 @@ def test_read_back_by_transformers_it_is_the_same_model(saved, home, tmp_path, r
         torch.testing.assert_close(back(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_a_pruned_phi3_is_written_as_the_llama_it_equals(saved, home, tmp_path):
+    small = stock_profile(bundled_vocabulary("phi3", sliding_window=None), PAIRS)
+    export_gguf(saved(small), tmp_path / "a.gguf", kind="f32", pre=PRE)
+    back = load(resolve_source(tmp_path / "a.gguf"))
+    ids = torch.arange(90)[None] * 7
+    with torch.no_grad():
+        torch.testing.assert_close(back(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_plain_form_of_another_family_is_refused(saved, tmp_path):
+    small = stock_profile(bundled_vocabulary("arcee"), PAIRS)
+    with pytest.raises(UnsupportedModelError, match="llama and mistral alone, not of arcee"):
+        export_gguf(saved(small), tmp_path / "a.gguf", pre=PRE)
+
+
 @pytest.mark.parametrize(
     ("family", "fields"),
     [("qwen2", {}), ("llama", {"attention_bias": True}), ("llama", {"mlp_bias": True})],

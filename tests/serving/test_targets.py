@@ -7,6 +7,7 @@ from cases.models import tiny_model
 from rap.model.errors import RapError
 from rap.planning.shared import MAX_WIDTHS, TARGETS, target_settings
 
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 # Head sizes vLLM 0.32 declares for CPUs.
 CPU_SIZES = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
@@ -33,7 +34,9 @@ def test_cpu_widths_are_declared(head_dim: int, budget: str) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
-        ("gemma", {}, "gemma has no stock form"),
+        ("seed_oss", {"rope_parameters": PARTIAL}, "only 0.5 of every head rotates"),
+        ("olmo", {"clip_qkv": 1.0}, "olmo with clip_qkv has no stock form"),
+        ("qwen2_moe", {"num_experts": 4}, "(engines derive its head size from the hidden size)"),
         (
             "gemma3_text",
             {},
@@ -59,6 +62,22 @@ def test_a_model_without_such_a_form_is_refused_before_it_is_read(
         return
     assert error_violations(result) == []
     assert said in result.err
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("mlx", "mlx-lm reads a list of frequencies of llama and mistral alone, not of gemma"),
+        ("llamacpp", "gemma has no GGUF form"),
+        ("stock", ""),
+    ],
+)
+def test_a_plain_form_that_an_engine_does_not_read_is_refused(tmp_path, target, said) -> None:
+    tiny_model("gemma", head_dim=64).save_pretrained(tmp_path / "dense")
+    given = ("--target", target, "--retain", "0.5", "--windows", "2", "--window", "32")
+    result = run("compress", tmp_path / "dense", "-o", tmp_path / "out", *given, "--dry-run")
+    assert said in result.err
+    assert (error_violations(result) == []) == bool(said)
 
 
 def test_stock_sets_the_profile() -> None:

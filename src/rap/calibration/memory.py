@@ -57,7 +57,7 @@ def estimate_memory(
 def estimate_layers(
     model: Any, windows: Tensor, needs: Collection[str], *, kept: int = 1
 ) -> dict[str, int]:
-    """Bytes that `streamed.calibrate_layers` will hold in all, weights included, by part.
+    """Bytes that `calibrate` will hold of a model in files, weights included, by part.
 
     The model may be on the meta device. `layer` is the largest one in float32, `outside` what works
     before and after the layers with a chunk of logits, `streams` what they read, `kept` times,

@@ -1,20 +1,28 @@
 """Windows of tokens to per-layer statistics, in one reading of the text.
 
-No activation or gradient is kept longer than its window needs.
+No activation or gradient is kept longer than its window needs. A model in memory reads window by
+window; one whose weights are in files layer by layer, of which gradients cannot come.
 
 Shapes: N windows, B batch, T tokens, V vocabulary.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..model.errors import CalibrationError
-from ..model.fingerprint import fingerprint_model
-from ..model.layers import attention_layers, check_dense, trained_length
+from ..model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    check_dense,
+    trained_length,
+)
 from .backward import check_gradient, watch_gradients
 from .forward import watch_activations
 from .logits import decoder_of
@@ -28,11 +36,20 @@ from .observers import (
     WatchedLayer,
     linear_of,
 )
-from .progress import Progress
-from .registry import STATISTICS, WINDOWS, check_needs, watched_layers
+from .progress import Progress, track
+from .registry import (
+    STATISTICS,
+    WINDOWS,
+    backward_needs,
+    check_needs,
+    watched_layer,
+    watched_layers,
+)
 from .sharing import has_part, join_statistics, values_apart
+from .sources import LayerSource, source_of
 from .state import removed, restored
 from .statistics import Statistics
+from .streams import Stream
 
 # Kept where a method asks for windows: it tries many cuts, and compares them on the same tokens.
 KEPT_WINDOWS = 8
@@ -45,9 +62,14 @@ def calibrate(
     *,
     batch_size: int = FORWARD_BATCH,
     checkpointing: bool | None = None,
+    folder: Path | None = None,
     progress: bool = False,
 ) -> Statistics:
     """Statistics of every attention layer over `windows`, LongTensor [N, T], read once.
+
+    `model` is a model, or a LayerSource. Where weights are not in memory layers come one at a time
+    and work in float32, all windows pass through one before the next, and needs of gradients are
+    refused; what they pass on is mapped from a file in `folder` where it is large.
 
     The loss is the mean next-token cross-entropy of one window, in float32; gradients are taken
     for each window alone, because the square of a batch mean is not the empirical Fisher.
@@ -60,18 +82,23 @@ def calibrate(
     Raises CalibrationError for unknown needs, unusable windows, or the first loss, activation or
     gradient that is not finite; UnsupportedModelError for a model without pairs.
     """
-    check_dense(model)
-    needs = check_needs(needs)
-    check_windows(model, windows)
-    shapes = [layer.shape for layer in attention_layers(model)]
-    with values_apart(model):
-        found = _found(model, windows, needs, batch_size, checkpointing, progress)
+    source, needs = source_of(model), check_needs(needs)
+    check_dense(source.model)
+    if not source.in_memory:
+        refuse_gradients(needs)
+    check_windows(source.model, windows)
+    shapes = [layer.shape for layer in attention_layers(source.model)]
+    if source.in_memory:
+        with values_apart(source.model):
+            found = _found(source.model, windows, needs, batch_size, checkpointing, progress)
+    else:
+        found = _by_layer(source, Stream(source, windows, batch_size, folder), needs, progress)
     return Statistics(
         layers=join_statistics([found.get(index) for index in range(len(shapes))], shapes),
         num_windows=windows.shape[0],
         window=windows.shape[1],
         needs=needs,
-        fingerprint=fingerprint_model(model),
+        fingerprint=source.fingerprint,
         windows=windows[:KEPT_WINDOWS].cpu().clone() if WINDOWS in needs else None,
     )
 
@@ -104,6 +131,49 @@ def _found(
             reduced = statistic.result(count)
             found[layer.index].update({name: x.contiguous().cpu() for name, x in reduced.items()})
     return found
+
+
+@torch.no_grad()
+def _by_layer(
+    source: LayerSource, stream: Stream, needs: frozenset[str], progress: bool
+) -> dict[int, dict[str, Tensor]]:
+    """As `_found`, from one layer after another."""
+    found, tokens = {}, stream.windows.numel()
+    layers = attention_layers(source.model)
+    for layer in track(layers, "calibrating layers", "layers", tokens=tokens, shown=progress):
+        working = source.working(layer.index)
+        watched = _watched(source.model, layer, working, needs)
+        reading = Reading()
+        with removed(watch_activations(watched, reading)):
+            for rows in stream.batches():
+                reading.windows = range(len(stream.windows))[rows]
+                stream.step(working, layer.index, rows)
+        if layer.shape is not None:
+            reduced = [statistic.result(tokens) for _, statistic in watched]
+            named = {name: x.contiguous().cpu() for one in reduced for name, x in one.items()}
+            found[layer.index] = named
+    return found
+
+
+def _watched(
+    model: Any, layer: AttentionLayer, working: nn.Module, needs: frozenset[str]
+) -> list[tuple[WatchedLayer, ForwardStatistic]]:
+    if layer.shape is None:
+        return []
+    attention = getattr(working, attention_spec(model.config).attention)
+    seen = watched_layer(model, replace(layer, module=attention))
+    made = [(seen, STATISTICS[need](seen)) for need in sorted(needs)]
+    return [(seen, one) for seen, one in made if isinstance(one, ForwardStatistic)]
+
+
+def refuse_gradients(needs: Collection[str], what: str = "this", remedy: str = "") -> None:
+    """Raise CalibrationError if `what` needs more of a text than one forward pass."""
+    more = backward_needs(needs)
+    if more:
+        raise CalibrationError(
+            f"{what} needs the statistics {', '.join(more)}, that is gradients of the loss, which "
+            f"take the whole model in memory: {remedy or 'calibrate a loaded model'}"
+        )
 
 
 def check_windows(model: Any, windows: Tensor) -> None:

@@ -39,7 +39,8 @@ class Stream:
 
     `hidden` starts with what the first layer reads. Layers work in float32, whatever the model is
     stored in, where their source puts them; the stream itself is in host memory, or, where it is
-    large there, in a file of `folder` (see `new_stream`).
+    large there, in a file of `folder` (see `new_stream`). What works before the layers does so in
+    the types that are stored if `exact`.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Stream:
         windows: Tensor,
         batch_size: int = 4,
         folder: Path | None = None,
+        *,
+        exact: bool = False,
     ):
         self.source, self.batch_size = source, min(batch_size, len(windows))
         self.folder, self.windows = folder, windows
@@ -59,7 +62,7 @@ class Stream:
                 "of each layer, past it: their layers cannot be worked on one by one, so neither "
                 "streamed calibration nor a refit or fit of layers"
             )
-        model = source.outside(head=False)
+        model = source.outside(head=False, exact=exact)
         with evaluating(model):
             self.arguments = _layer_arguments(model, windows[: self.batch_size])
             for place, ids in zip(self.batches(), windows.split(self.batch_size), strict=True):
@@ -125,6 +128,29 @@ class Stream:
 
         with _answered(layers, answer):
             yield model
+
+
+@contextmanager
+def answering(
+    source: LayerSource,
+    windows: Tensor,
+    what: str,
+    *,
+    folder: Path | None = None,
+    progress: bool = False,
+) -> Iterator[Any]:
+    """A model to ask for the windows [N, T], each by itself and in order, and for no others.
+
+    One in memory is that itself. Of weights in files all layers have seen the windows already, one
+    after another in float32, which is the work that `what` names.
+    """
+    if source.in_memory:
+        yield source.model
+        return
+    stream = Stream(source, windows, 1, folder)
+    stream.walk(what, progress=progress)
+    with stream.finished() as model:
+        yield model
 
 
 def new_stream(shape: tuple[int, ...], folder: Path | None = None) -> Tensor:

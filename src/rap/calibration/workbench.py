@@ -15,20 +15,22 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..checkpoint.device import AUTO, placement, say_device
+from ..checkpoint.device import AUTO, placement, say_device, working_device
 from ..checkpoint.load import load_config, load_dense, load_tokenizer
 from ..checkpoint.source import resolve_source
+from ..checkpoint.stored import StoredModel
 from ..model.errors import RapError
-from ..model.fingerprint import fingerprint_model
 from ..model.layers import attention_spec, check_dense
 from .bos import Bos, bos_token, check_bos, describe_bos
 from .contents import settle_config, settle_tokenizer
 from .held_out import evaluation_tokens
 from .memory import describe_memory, estimate_memory, must_recompute
-from .precision import for_calibration
+from .own import refuse_samples
+from .precision import for_calibration, in_precision
 from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
+from .registry import backward_needs
 from .run import calibrate, check_windows
-from .sources import LayerSource, LoadedLayers
+from .sources import LayerSource, LoadedLayers, StoredLayers
 from .statistics import Statistics
 from .text import fingerprint_windows, load_windows, named_sources, shown_name
 
@@ -58,7 +60,9 @@ class Workbench:
     """The dense `model` and its `tokenizer`, with what is read and measured of them only once.
 
     With `kept_in`, statistics are stored there, and a later bench of the same weights and reading
-    takes them from there.
+    takes them from there. The weights of a `stored` model are not in memory: `model` has its
+    modules, and layers are read one at a time. `given` are statistics from elsewhere, which are
+    taken as they are.
     """
 
     model: Any
@@ -67,6 +71,8 @@ class Workbench:
     reading: CalibrationText = field(default_factory=CalibrationText)
     kept_in: Path | None = None
     progress: bool = False
+    stored: StoredLayers | None = field(default=None, kw_only=True)
+    given: Statistics | None = field(default=None, kw_only=True)
     _statistics: Statistics | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -117,21 +123,52 @@ class Workbench:
             settle_tokenizer(kept_in, bench.fingerprint, tokenizer)
         return bench
 
+    @classmethod
+    def from_files(
+        cls,
+        source: str | Path,
+        *,
+        device: str = AUTO,
+        reading: CalibrationText | None = None,
+        kept_in: Path | None = None,
+        given: Statistics | None = None,
+        progress: bool = False,
+    ) -> "Workbench":
+        """As `open`, but weights stay in their files, and layers work on `device`.
+
+        Raises CalibrationError also for the source `own`, which a whole model writes.
+        """
+        reading = reading or CalibrationText()
+        check_bos(reading.bos)
+        refuse_samples(named_sources(reading.text), "which --stream does not hold")
+        placed = working_device(device)
+        stored = StoredModel(resolve_source(source))
+        return cls(
+            stored.model,
+            load_tokenizer(stored.folder),
+            str(source),
+            reading,
+            kept_in,
+            progress,
+            stored=StoredLayers(stored, placed),
+            given=given,
+        )
+
     def on(self, model: Any) -> "Workbench":
         """The same windows for another model with this tokenizer; nothing else is shared."""
-        other = replace(self, model=model, kept_in=None)
+        other = replace(self, model=model, kept_in=None, stored=None, given=None)
         other.windows = self.windows
         return other
 
-    @property
+    @cached_property
     def source(self) -> LayerSource:
         """Where the layers of the dense model are."""
-        return LoadedLayers(self.model)
+        return self.stored or LoadedLayers(self.model)
 
     @cached_property
     def fingerprint(self) -> str:
         """Of the dense weights."""
-        return fingerprint_model(self.model)
+        return self.source.fingerprint
 
     @cached_property
     def bos(self) -> int | None:
@@ -164,6 +201,8 @@ class Workbench:
 
         Ask for all needs at once where they are known: each collection reads all windows.
         """
+        if self.given is not None:
+            return self.given
         if self._statistics is None:
             self._statistics = self._stored()
         known = self._statistics.needs if self._statistics is not None else frozenset()
@@ -201,12 +240,21 @@ class Workbench:
         return collected
 
     def _read(self, needs: frozenset[str]) -> Statistics:
-        model = for_calibration(self.model)
+        if self.stored is not None and not backward_needs(needs):
+            return calibrate(
+                self.stored, self.windows, needs, folder=self.kept_in, progress=self.progress
+            )
+        model = for_calibration(self.model) if self.stored is None else self._whole(self.stored)
         again = must_recompute(model, self.windows, needs)
-        if self.progress and needs:
+        if self.progress and needs and self.stored is None:
             estimate = estimate_memory(model, self.windows, needs, checkpointing=again)
             Console(stderr=True).print(describe_memory(estimate), soft_wrap=True)
         return calibrate(model, self.windows, needs, checkpointing=again, progress=self.progress)
+
+    def _whole(self, stored: StoredLayers) -> Any:
+        """All weights, which gradients of the loss take."""
+        placed = {} if stored.device.type == "cpu" else {"device_map": str(stored.device)}
+        return in_precision(load_dense(resolve_source(self.name), **placed), torch.float32)
 
     def _stored(self) -> Statistics | None:
         path = self._file(self.kept_in) if self.kept_in is not None else None

@@ -1,32 +1,16 @@
-"""The command line: one module per group of commands, all reading the library's own dataclasses."""
+"""The command line: one module per group of commands, all reading the library's own dataclasses.
+
+A module is imported when one of its commands is asked for.
+"""
 
 import sys
+from typing import Any
 
 import typer
-from huggingface_hub.utils import logging as hub_logging
-from transformers.utils import logging as transformers_logging
 from typer.exceptions import TyperException
 
 from ..checkpoint.version import __version__
 from ..model.errors import RapError, out_of_memory
-from . import (
-    analyze,
-    bench,
-    compare,
-    completion,
-    compress,
-    demo,
-    doctor,
-    evaluate,
-    export,
-    fetch,
-    inspect,
-    recover,
-    report,
-    sample,
-    serving,
-)
-from .options import console
 from .topics import STOPPED, Topics, stopped
 
 NO_MEMORY = (
@@ -44,21 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-compress.add_commands(app)
-fetch.add_commands(app)
-sample.add_commands(app)
-inspect.add_commands(app)
-recover.add_commands(app)
-evaluate.add_commands(app)
-compare.add_commands(app)
-analyze.add_commands(app)
-demo.add_commands(app)
-export.add_commands(app)
-serving.add_commands(app)
-bench.add_commands(app)
-report.add_commands(app)
-doctor.add_commands(app)
-completion.add_commands(app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -86,14 +55,18 @@ def _explained(error: Exception) -> str | None:
     return str(error) if isinstance(error, (RapError, OSError)) else None
 
 
+def _console() -> Any:
+    # Imported here: help and version need neither rich nor what options bring along.
+    from .console import console
+
+    return console
+
+
 def main() -> None:
     """Entry point: bad input ends in one line and exit code 2, never in a traceback.
 
     Exit codes are those of `topics.EXIT_CODES`; Ctrl-C says how to go on, and is 130.
     """
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    hub_logging.set_verbosity_error()
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -108,9 +81,9 @@ def main() -> None:
             # A command group without a command: its help, whole.
             typer.echo(text, err=True)
             sys.exit(2)
-        console.print(f"error: {' '.join(text.split())}", style="red", soft_wrap=True)
+        _console().print(f"error: {' '.join(text.split())}", style="red", soft_wrap=True)
         code = 2
     if code == STOPPED:
         # typer makes this code of Ctrl-C.
-        console.print(stopped(arguments), soft_wrap=True)
+        _console().print(stopped(arguments), soft_wrap=True)
     sys.exit(code or 0)

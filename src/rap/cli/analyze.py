@@ -38,9 +38,7 @@ def add_commands(app: typer.Typer) -> None:
 @grouped
 def analyze_command(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(ANALYSES)}; or {ALL}.")],
-    model: Annotated[
-        str, typer.Argument(help="Dense model: local directory, Hub ID or GGUF file.")
-    ] = "bundled",
+    model: Annotated[str, typer.Argument(help="Dense directory, Hub ID or GGUF file.")] = "bundled",
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Directory of result files and figures.")
     ] = Path("runs/analysis"),
@@ -56,8 +54,8 @@ def analyze_command(
 ) -> None:
     """Answer one question about MODEL: which pairs, which layers, which scores, at what cost.
 
-    Writes analysis-NAME.json, which `rap report` shows, and a figure beside it. What calibration
-    collected is kept there too, so that the next question need not read the text again.
+    Writes analysis-NAME.json, which `rap report` shows, and a figure. Calibration statistics are
+    kept there as well, for further questions.
     """
     if name != ALL and name not in ANALYSES:
         raise RapError(f"unknown analysis {name!r}: use one of {', '.join(ANALYSES)} or {ALL}")

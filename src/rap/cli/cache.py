@@ -16,8 +16,8 @@ from ..evaluation.cache.compressed import (
 )
 from ..evaluation.cache.presses import PRESSES, parse_press
 from ..evaluation.cache.quantized_cache import CACHE_KINDS
-from ..evaluation.quality.documents import check_grid
 from ..evaluation.quality.perplexity import check_sizes
+from ..evaluation.retrieval.documents import check_grid
 from ..model.errors import RapError
 from . import options
 from .checkpoints import (

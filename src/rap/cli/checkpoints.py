@@ -13,8 +13,8 @@ from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import is_offloaded, load, load_tokenizer
 from ..checkpoint.source import resolve_source
-from ..evaluation.quality.documents import WORDINGS, check_wording
 from ..evaluation.quantization import KINDS, quantize_weights
+from ..evaluation.retrieval.documents import WORDINGS, check_wording
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from . import options

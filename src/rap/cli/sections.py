@@ -1,8 +1,8 @@
 """One YAML file for several commands: sections named after them, and data that is no option.
 
     compress: {recover: paper}     options of `rap compress` alone
-    evaluate: {bos: none, ruler: {length: 4096}}
-                                   of all `rap evaluate` commands, and of `rap evaluate ruler`
+    evaluate: {bos: none, retrieval: {length: 4096}}
+                                   of all `rap evaluate` commands, and of `rap evaluate retrieval`
     shared: &shared {model: m}     for sections to include, as `<<: *shared`
     paper: [{method: rap, ...}]    published figures, which `rap compare` shows beside its own
 

@@ -1,7 +1,10 @@
 """The commands by topic, each with an example that runs: what `rap --help` and the site show."""
 
+import importlib
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
+import typer
 from typer import core
 
 
@@ -64,6 +67,8 @@ TOPICS: dict[str, dict[str, Entry]] = {
         ),
     },
 }
+# The module of a command, where it is not named after it.
+MODULES = {"plan": "compress", "apply": "compress", "serve": "serving", "verify": "serving"}
 STOPPED = 130
 EXIT_CODES = {
     0: "done",
@@ -87,8 +92,61 @@ def stopped(arguments: list[str]) -> str:
     return f"stopped; no output is left half-written: {after}"
 
 
+class Commands(MutableMapping[str, Any]):
+    """The commands by name, each imported when it is first asked for; names need no import."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Any] = {}
+        self.names = [name for entries in TOPICS.values() for name in entries]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.names:
+            raise KeyError(name)
+        if name not in self.loaded:
+            self._load(MODULES.get(name, name))
+        return self.loaded[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self.loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self.loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def _load(self, module: str) -> None:
+        """Import the commands of a module, after the package, which registers with transformers."""
+        importlib.import_module("rap.api")
+        _quiet()
+        made = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+        importlib.import_module(f".{module}", __package__).add_commands(made)
+        self.loaded |= typer.main.get_group(made).commands
+
+
+def _quiet() -> None:
+    """Keep libraries from printing beside the commands."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
+
+
 class Topics(core.TyperGroup):
     """The group `rap`: its help lists commands by topic, every one with an example."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = Commands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names, as they are in TOPICS."""
+        return list(self.commands)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """One section a topic, one line a command and one an example below it."""

@@ -1,4 +1,4 @@
-"""The whole story: every stage in order, on a model in memory or layer by layer from its files.
+"""The whole story: every stage in order, over a model in memory or one whose weights are in files.
 
 In: a checkpoint, or a live model, and a ratio.
 Out: a smaller checkpoint, and a report of what was pruned and what it costs.

@@ -9,13 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
+from torch import Tensor
 
-from ..calibration.memory import estimate_memory, free_memory
+from ..calibration.memory import describe_memory, estimate_layers, estimate_memory, free_memory
+from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.registry import backward_needs
-from ..calibration.statistics import Statistics
-from ..calibration.streamed import StreamedBench, refuse_gradients
+from ..calibration.run import refuse_gradients
+from ..calibration.workbench import Workbench
+from ..checkpoint.device import say_device
+from ..evaluation.quality.perplexity import evaluation_window
 from ..methods import Method
 from ..model.errors import RapError
+from ..recovery.fit import estimate_fit
+from ..recovery.layer_fit import FitConfig
 
 # The best that needs no gradient of the loss, where nothing sets the metric.
 WITHOUT_GRADIENTS = {"metric": "output"}
@@ -25,11 +32,14 @@ MARGIN = 1.25  # an estimate that is too small ends a run
 
 @dataclass(frozen=True)
 class Objective:
-    """The method that prunes, where its statistics are read, why, and what would change it."""
+    """The method that prunes, where its statistics are read, why, and what would change it.
+
+    Nothing but the method of a model in memory, where there is no choice.
+    """
 
     method: Method
-    statistics: str
-    why: str
+    statistics: str = ""
+    why: str = ""
     change: str = ""
 
     @property
@@ -39,8 +49,11 @@ class Objective:
         return getattr(self.method, "metric", None) if read else None
 
     def record(self) -> dict[str, Any]:
-        """For a report and a model card."""
-        return {"metric": self.metric, "statistics": self.statistics, "why": self.why}
+        """For a report and a model card, if there was a choice."""
+        if not self.why:
+            return {}
+        about = {"metric": self.metric, "statistics": self.statistics, "why": self.why}
+        return {"objective": about}
 
     def __str__(self) -> str:
         kept = f"metric '{self.metric}'" if self.metric else f"method {self.method.name}"
@@ -57,27 +70,28 @@ def forward_only(build: Callable[..., Method]) -> Method | None:
     return None if backward_needs(method.needs) else method
 
 
-def choose(
-    asked: Method, instead: Method | None, bench: StreamedBench, given: Statistics | None
-) -> Objective:
-    """The method `asked` where its statistics are `given`, need no gradients, or fit in memory.
+def choose(asked: Method, instead: Method | None, bench: Workbench) -> Objective:
+    """The method `asked` where its statistics are given, need no gradients, or fit in memory.
 
     `instead` is taken where they do not, and without one CalibrationError says what there is to do.
     A run that goes on keeps to the statistics it has. Raises RapError for a budget that would try
     cuts on the whole model.
     """
+    asked.check_model(bench.model)
+    if bench.stored is None:
+        return Objective(asked)
     if getattr(asked, "budget", "") == "search":
         raise RapError(
             "budget 'search' tries cuts on the whole model: leave --stream out, or use budget "
             "'error'"
         )
     needs = asked.needs_for(bench.model)
-    if given is not None:
-        given.require(needs, f"method {asked.name}")
+    if bench.given is not None:
+        bench.given.require(needs, f"method {asked.name}")
         return Objective(asked, "from a file", "given with --statistics")
     if not backward_needs(needs):
         return Objective(asked, "layer by layer", "it needs no gradients of the loss")
-    taken, free = in_memory(bench, needs), free_memory(bench.layers.device)
+    taken, free = in_memory(bench, needs), free_memory(bench.stored.device)
     room = f"{taken / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
     kept = bench.kept_needs()
     if taken <= free if kept is None else needs <= kept:
@@ -92,10 +106,44 @@ def choose(
     return Objective(instead or asked, "layer by layer", why, change)
 
 
-def in_memory(bench: StreamedBench, needs: frozenset[str]) -> int:
+def announce(
+    objective: Objective, bench: Workbench, tokens: Tensor | None, fit: FitConfig | None
+) -> None:
+    """Print what a compression from files keeps small, and its memory, weights included.
+
+    `tokens` are those that it is measured on, `fit` the settings of the fit, if there are any.
+    """
+    if bench.stored is None or not bench.progress:
+        return
+    console = Console(stderr=True, markup=False, soft_wrap=True)
+    console.print(str(objective))
+    model = bench.model
+    needs, whole = objective.method.needs_for(model), objective.statistics == "in memory"
+    parts = {"calibrating": estimate_layers(model, bench.windows, needs)["total"]}
+    if whole:
+        parts["calibrating"] = in_memory(bench, needs)
+    if fit is not None:
+        sizes = _sizes(fit.num_windows, fit.window)
+        parts["fitting"] = sum(estimate_fit(model, model, sizes, fit).values())
+    if tokens is not None:
+        sizes = _sizes(EVALUATION_WINDOWS, evaluation_window(model, None))
+        parts["measuring"] = estimate_layers(model, sizes, (), kept=2)["total"]
+    total = parts | {"total": max(parts.values())}
+    how = "" if whole else "layer by layer "
+    console.print(describe_memory(total, f"{how}it takes at most about", "in all"))
+    say_device(bench.stored.device)
+
+
+def _sizes(num_windows: int | None, window: int) -> Tensor:
+    """As many windows, on the meta device: for estimates."""
+    assert num_windows is not None
+    return torch.empty(num_windows, window, dtype=torch.long, device="meta")
+
+
+def in_memory(bench: Workbench, needs: frozenset[str]) -> int:
     """Bytes that gradients of the loss take in float32, with the weights as they are stored."""
     read = bench.reading
-    windows = torch.empty(read.num_windows, read.window, dtype=torch.long, device="meta")
+    windows = _sizes(read.num_windows, read.window)
     weights = list(bench.model.parameters())
     stored = sum(p.numel() * p.element_size() for p in weights)
     scale = torch.float32.itemsize / min(p.element_size() for p in weights)

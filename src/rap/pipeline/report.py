@@ -1,7 +1,7 @@
 """What is measured of a model and its cut, and how a pruned checkpoint is written."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,24 @@ from ..calibration.bos import Bos, bos_token
 from ..calibration.held_out import check_enough, dataset_name, evaluation_tokens
 from ..calibration.own import with_samples
 from ..calibration.protocol import EVALUATION_WINDOWS
+from ..calibration.sources import LayerSource, LoadedLayers, StoredLayers
+from ..calibration.streams import answering
 from ..calibration.text import named_sources
-from ..calibration.workbench import CalibrationText, Workbench
+from ..calibration.workbench import Workbench
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
 from ..checkpoint.load import copy_processor, load_tokenizer
 from ..checkpoint.provenance import provenance
+from ..checkpoint.stored import StoredModel
 from ..checkpoint.writing import write_model
 from ..evaluation.cost.footprint import footprint
 from ..evaluation.quality.fidelity import DenseStates
-from ..evaluation.quality.perplexity import Perplexity, evaluation_window, perplexity
+from ..evaluation.quality.perplexity import (
+    Perplexity,
+    evaluation_window,
+    perplexity,
+    whole_windows,
+)
 from ..methods import Method, traits_of
 from ..methods.base import traits
 from ..model.errors import CheckpointError
@@ -28,6 +36,7 @@ from ..model.families import WRAPPERS
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import base_model_type
 from ..planning.plan import Plan
+from ..surgery.write import apply_streamed
 
 
 def measure(
@@ -62,16 +71,55 @@ def measure_against(
     progress: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """As `measure`, all in one pass each: `dense`, and every one of `models` with its fidelity."""
-    result = {name: _weights(model) for name, model in {"dense": dense, **models}.items()}
+    found = {name: _weights(model) for name, model in {"dense": dense, **models}.items()}
     if text is None:
-        return result
+        return found
+    sources = {name: LoadedLayers(model) for name, model in models.items()}
     windows = _held_out_windows(dense, tokenizer, text, tokens, bos)
-    states = DenseStates(dense, **windows, progress=progress)
-    for name, model in models.items():
-        compared = states.compare(model, progress=progress)
-        result["dense"] |= quality(text, compared.dense_perplexity)
-        result[name] |= quality(text, compared.perplexity) | compared.figures()
-    return result
+    return _compared(found, LoadedLayers(dense), sources, text, windows, None, progress)
+
+
+def measure_pruned(
+    bench: Workbench, small: LayerSource, plan: Plan, text: str | None, tokens: Tensor | None
+) -> dict[str, dict[str, Any]]:
+    """As `measure_against` of one pruned model, for the dense one of the bench.
+
+    Sizes of weights in files are by the plan and their shapes alone.
+    """
+    dense = bench.source
+    if small.in_memory:
+        found = {"dense": _weights(dense.model), "pruned": _weights(small.model)}
+    else:
+        said = unmeasured(plan, bench.name, dense.model, small.model)
+        found = {name: said[name] for name in ("dense", "pruned")}
+        found["dense"]["fingerprint"] = dense.fingerprint
+    if text is None:
+        return found
+    windows = _held_out_windows(dense.model, bench.tokenizer, text, tokens, bench.bos)
+    pruned = {"pruned": small}
+    return _compared(found, dense, pruned, text, windows, bench.kept_in, bench.progress)
+
+
+def _compared(
+    found: dict[str, dict[str, Any]],
+    dense: LayerSource,
+    models: Mapping[str, LayerSource],
+    text: str,
+    windows: dict[str, Any],
+    folder: Path | None,
+    progress: bool,
+) -> dict[str, dict[str, Any]]:
+    """`found`, with what the windows say of every model; `folder` as `answering` has it."""
+    ids, _ = whole_windows(dense.model, **windows)
+    how: dict[str, Any] = {"folder": folder, "progress": progress}
+    with answering(dense, ids, "dense model", **how) as model:
+        states = DenseStates(model, **windows, progress=progress)
+    for name, one in models.items():
+        with answering(one, ids, "pruned model", **how) as model:
+            compared = states.compare(model, progress=progress)
+        found["dense"] |= quality(text, compared.dense_perplexity)
+        found[name] |= quality(text, compared.perplexity) | compared.figures()
+    return found
 
 
 def _held_out_windows(
@@ -93,6 +141,26 @@ def quality(text: str, scored: Perplexity) -> dict[str, Any]:
     """A perplexity as a report has it."""
     named = {"text": text, "dataset": dataset_name(text)}
     return {"perplexity": scored.value, "evaluation": {**named, **asdict(scored)}}
+
+
+def write(
+    small: LayerSource,
+    bench: Workbench,
+    plan: Plan,
+    output: str | Path,
+    report: dict[str, Any],
+    *,
+    force: bool = False,
+) -> None:
+    """Write the pruned checkpoint with its report; tensor by tensor where weights are in files."""
+    if not isinstance(small, StoredLayers):
+        model = small.whole("saving")
+        return save(model, plan, output, bench.tokenizer, report=report, force=force)
+    dense = bench.stored
+    assert dense is not None
+    assert isinstance(dense.weights, StoredModel)
+    how: dict[str, Any] = {"report": report, "force": force, "progress": bench.progress}
+    return apply_streamed(dense.weights, plan, output, changed=small.changed, **how)
 
 
 def save(
@@ -152,19 +220,29 @@ def describe(bench: Workbench, method: Method, plan: Plan) -> dict[str, Any]:
 
 
 def made_with(
-    read: CalibrationText, evaluate: str | None, dtype: Any, **more: Any
+    bench: Workbench, evaluate: str | None, dtype: str | None, statistics: str | None
 ) -> dict[str, Any]:
-    """Code, versions and settings that repeat a compression."""
-    return provenance(
+    """How a compression is repeated, code and versions included.
+
+    With the statistics of a file also what was read for those.
+    """
+    read, given, found = bench.reading, bench.given, dict[str, Any]()
+    more: dict[str, Any] = {"device": str((bench.stored or bench.model).device)}
+    if given is not None:
+        read = replace(read, num_windows=given.num_windows, window=given.window)
+        text = f"{read.num_windows} windows of {read.window} tokens, from a file of statistics"
+        found["calibration"], more["statistics"] = text, statistics
+    found["provenance"] = provenance(
         calibration=read.text,
         num_windows=read.num_windows,
         window=read.window,
         evaluate=evaluate,
-        dtype=str(dtype),
+        dtype=dtype,
         seed=read.seed,
         bos=read.bos,
         **more,
     )
+    return found
 
 
 def held_out(text: str | None, bench: Workbench) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""`compress`: every stage in order, over a model in memory or layer by layer from its files."""
+"""`compress`: every stage in order, over a model in memory or one whose weights are in files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,26 +9,22 @@ import torch
 from ..calibration.bos import Bos
 from ..calibration.held_out import HELD_OUT, split
 from ..calibration.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
-from ..calibration.text import check_sources
-from ..calibration.workbench import CalibrationText
+from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.device import AUTO
-from ..checkpoint.files import check_output
-from ..checkpoint.source import check_apart
-from ..methods import Method, parse_method
+from ..methods import Method
 from ..planning.plan import Plan
 from ..recovery.layer_fit import FitConfig
-from ..recovery.stages import check_recovery
-from .objective import forward_only
-from .places import FromFiles, InMemory, Place
-from .report import describe, held_out
+from ..recovery.runs import clear_work
+from ..recovery.stages import recover_stage, work_folder
+from ..surgery.apply import prune
+from .objective import Objective, announce, choose
+from .report import describe, held_out, made_with, measure_pruned, write
+from .start import check, chosen, opened, planned
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What `compress` returns: the pruned model, its plan, and JSON-able measurements.
-
-    `model` is None where no model was in memory.
-    """
+    """The pruned model (None if it was not in memory), its plan, and JSON-able measurements."""
 
     model: Any
     plan: Plan
@@ -62,64 +58,60 @@ def compress(
     """Compress a model to `retain` of its KV cache.
 
     `source` is a live model with its `tokenizer`, or a checkpoint directory, hub name or `bundled`,
-    which is loaded in `dtype` onto `device` (auto: the GPU if there is one), or over several by
-    `device_map`. Writes the checkpoint to `output` if one is given,
-    over another with `force`. `method` knows its own `retain`, or is the text of one,
-    `name[:recipe][:setting=value]...`. `calibration` is a dataset of `load_windows`, of which
-    `num_windows` samples of `window` tokens are drawn by `seed`, begun as `bos` says; `evaluate`
-    names the evaluation dataset (by default a held-out split, `held_out.split`; None: no figures).
-    `recover` is one of `recovery.stages.RECOVERIES`, with the settings `fit` of layer-wise
-    distillation. With `stream` layers are read from files, one in memory at a time, and work in
-    float32 on `device`: gradients come from a file of `statistics`, or the whole model if it fits,
-    else `instead` prunes, by metric `output`. A killed run resumes, when repeated. RapError for
-    input that cannot work, before the work it would waste.
+    loaded in `dtype` onto `device` (auto: the GPU if there is one), or over several by
+    `device_map`. Writes the checkpoint to `output` if given, over another with `force`. `method`
+    knows its own `retain`, or is the text of one, `name[:recipe][:setting=value]...`. `calibration`
+    is a dataset of `load_windows`, of which `num_windows` samples of `window` tokens are drawn by
+    `seed`, begun as `bos` says; `evaluate` names the evaluation dataset (by default a held-out
+    split, `held_out.split`; None: no figures). `recover` is one of `recovery.stages.RECOVERIES`,
+    with the settings `fit` of layer-wise distillation. With `stream` layers are read from files,
+    one in memory at a time, and work in float32 on `device`: gradients come from a file of
+    `statistics`, or the whole model if it fits, else `instead` prunes, by metric `output`. A killed
+    run resumes, when repeated. RapError for input that cannot work, before the work it would waste.
     """
     calibration, evaluate = split(calibration, evaluate)
-    method, instead = _chosen(method, instead, float(retain), seed)
-    _check(source, output, method, calibration, evaluate, recover, force=force)
+    method, instead = chosen(method, instead, float(retain), seed)
+    check(source, output, method, calibration, evaluate, recover, stream=stream, force=force)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
-    loading = {"device": device, "dtype": dtype, "device_map": device_map, "file": statistics}
-    place: Place = (
-        FromFiles(source, reading, method, instead, output, recover, fit, loading, progress)
-        if stream
-        else InMemory(source, tokenizer, reading, output, recover, fit, loading, progress)
+    placed = (dtype, device, device_map)
+    bench = opened(
+        source, tokenizer, reading, placed, statistics, output, recover, stream, progress
     )
-    tokens = held_out(evaluate, place.bench)
-    method = place.announce(method, tokens)
-
-    plan = place.plan(method)
-    place.prune(plan)
-    recovery = place.recover()
-    report = describe(place.bench, method, plan) | place.measure(evaluate, tokens)
-    report |= {"recovery": recovery, **place.record(evaluate)}
-    if output is not None:
-        place.save(plan, report, force=force)
-    return Compression(place.model, plan, report)
+    objective = choose(method, instead, bench)
+    made = {"dtype": str(dtype), "statistics": str(statistics) if statistics else None}
+    return _stages(bench, objective, evaluate, output, recover, fit, made, force)
 
 
-def _check(
-    source: Any,
-    output: str | Path | None,
-    method: Method,
-    calibration: str,
+def _stages(
+    bench: Workbench,
+    objective: Objective,
     evaluate: str | None,
+    output: str | Path | None,
     recover: str,
-    *,
+    fit: FitConfig | None,
+    made: dict[str, str | None],
     force: bool,
-) -> None:
-    check_recovery(recover, method.name)
-    check_sources(calibration, evaluate)
+) -> Compression:
+    method, tokens, read = objective.method, held_out(evaluate, bench), bench.reading
+    announce(objective, bench, tokens, fit or FitConfig() if recover == "fit" else None)
+    plan = planned(bench, method)
+    small = prune(bench.source, plan)
+    small, recovery = recover_stage(
+        small,
+        bench.source,
+        bench.tokenizer,
+        recover,
+        texts=[read.text],
+        fit=fit,
+        seed=read.seed,
+        output=output,
+        bos=bench.bos,
+        progress=bench.progress,
+    )
+    report = describe(bench, method, plan) | {"recovery": recovery}
+    report |= measure_pruned(bench, small, plan, evaluate, tokens)
+    report |= made_with(bench, evaluate, **made) | objective.record()
     if output is not None:
-        check_output(output, force=force)
-        check_apart(output, source)
-
-
-def _chosen(
-    method: Method | str, instead: Method | None, retain: float, seed: int
-) -> tuple[Method, Method | None]:
-    """The method, and what prunes instead where it finds no gradients."""
-    if not isinstance(method, str):
-        return method, instead
-    text = method
-    instead = forward_only(lambda **more: parse_method(text, retain, seed=seed, **more))
-    return parse_method(text, retain, seed=seed), instead
+        write(small, bench, plan, output, report, force=force)
+        clear_work(work_folder(output))
+    return Compression(small.model if small.in_memory else None, plan, report)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..calibration.memory import describe_memory
 from ..calibration.progress import Progress
-from ..calibration.sources import LayerSource, LoadedLayers
+from ..calibration.sources import REMOVE, LayerSource, source_of
 from ..calibration.streams import FLOAT, Stream, new_stream
 from ..calibration.text import fingerprint_windows
 from ..checkpoint.files import whole_file
@@ -40,8 +40,6 @@ from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
 from .runs import begin, processes
 from .streams import attention_outputs_of, is_cut, residual_scale
 
-REMOVE = "remove it and repeat the command"  # what to do about a damaged layer of a run before
-
 
 def fit_layers(
     small: Any,
@@ -52,36 +50,21 @@ def fit_layers(
     work: Path | None = None,
     progress: bool = False,
 ) -> list[LayerFit]:
-    """Fit every cut layer of the model `small` in place, to that of the model `dense`.
+    """Fit every cut layer of `small` in place and in order; each keeps the better of old and new.
 
-    As `fit_from`. Raises RapError also for weights that are not in memory.
-    """
-    if any(parameter.is_meta for model in (small, dense) for parameter in model.parameters()):
-        raise RapError("fit needs all weights in memory: load the models without offloading")
-    sources = LoadedLayers(small), LoadedLayers(dense)
-    return fit_from(*sources, windows, config, work=work, progress=progress)
-
-
-def fit_from(
-    small: LayerSource,
-    dense: LayerSource,
-    windows: Tensor,
-    config: FitConfig | None = None,
-    *,
-    work: Path | None = None,
-    progress: bool = False,
-) -> list[LayerFit]:
-    """Fit every cut layer of `small`, in order; each keeps the better of old and new.
-
-    `windows` [N, T]; the last of them judge. Trained are all parameters of the attention, and by
-    scope "block" the matrices of a dense feed-forward, in float32 whatever they are stored in.
+    `small` and `dense` are models or LayerSources. `windows` [N, T]; the last of them judge.
+    Trained are all parameters of the attention, and by scope "block" the matrices of a dense
+    feed-forward, in float32 whatever they are stored in.
     Three streams of N T E floats are held (see `new_stream`), and where layers work one layer of
     each model and a batch of activations. What was trained of a layer is written to `work`, where a
-    killed run goes on: it walks the streams again and ends with the same bytes. Of several
-    processes each fits its model by itself, and the main one writes. Raises RapError for too few
-    windows, or a loss that is not finite.
+    killed run goes on: it walks the streams again and ends with the same bytes. Weights in files
+    need one. Of several processes each fits its model by itself, and the main one writes. Raises
+    RapError for offloaded weights, too few windows, or a loss that is not finite.
     """
-    config = config or FitConfig()
+    config, small, dense = config or FitConfig(), source_of(small), source_of(dense)
+    held = [source.model for source in (small, dense) if source.in_memory]
+    if any(parameter.is_meta for model in held for parameter in model.parameters()):
+        raise RapError("fit needs all weights in memory: load the models without offloading")
     num_judging = max(1, round(len(windows) * config.held_out))
     if len(windows) - num_judging < config.batch:
         raise RapError(
@@ -95,7 +78,9 @@ def fit_from(
     if work is not None:
         with processes().main_process_first():
             begin(work, _record(small, dense, windows, config))
-    theirs, mine = (Stream(source, windows, config.batch, work) for source in (dense, small))
+    theirs, mine = (
+        Stream(source, windows, config.batch, work, exact=True) for source in (dense, small)
+    )
     return list(_Fitter(theirs, mine, config, num_judging, work).layers(progress))
 
 
@@ -167,7 +152,8 @@ class _Fitter:
             result = problem.solve()
             self._store(index, problem, result)
         # The stream goes on with what the model's dtype holds.
-        self.small.source.keep(index, mine)
+        trained = layer_file(self.work, index) if self.work is not None else None
+        self.small.source.keep(index, mine, trained)
         self.small.advance(mine, index)
         return result
 

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..calibration.bos import Bos, bos_token, describe_bos
 from ..calibration.own import with_samples
 from ..calibration.protocol import CALIBRATION_TOKENS
+from ..calibration.sources import LayerSource, LoadedLayers, source_of
+from ..calibration.streams import answering
 from ..calibration.text import named_sources
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
@@ -33,14 +35,23 @@ RECOVERIES = (
     *PRESETS,
     *(f"fit+{name}" for name in PRESETS),
 )
+FROM_FILES = ("none", "fit")  # what works layer by layer, without the models in memory
 FIT_REPORTS = ("bos", "fit", "perplexity_before", "perplexity_fitted")
 REFIT_TOKENS = CALIBRATION_TOKENS
 
 
-def check_recovery(name: str, method: str | None = None) -> None:
-    """Raise RapError for a name that is not in RECOVERIES, or does nothing for such a method."""
+def check_recovery(name: str, method: str | None = None, *, in_memory: bool = True) -> None:
+    """Raise RapError for a name that is not in RECOVERIES, or does nothing for such a method.
+
+    And for one that needs the model in memory, where it is not.
+    """
     if name not in RECOVERIES:
         raise RapError(f"unknown recovery {name!r}: use one of {', '.join(RECOVERIES)}")
+    if not in_memory and name not in FROM_FILES:
+        raise RapError(
+            f"recovery {name!r} needs the whole model in memory: --stream takes "
+            f"{' or '.join(FROM_FILES)}; or recover the checkpoint it writes"
+        )
     if name == "projections" and method not in (None, "matryoshka"):
         raise RapError(
             f"recovery 'projections' trains the bases of method matryoshka: {method} has none, use "
@@ -92,8 +103,8 @@ def recover(
 
 
 def recover_stage(
-    small: PreTrainedModel,
-    dense: PreTrainedModel,
+    small: Any,
+    dense: Any,
     tokenizer: PreTrainedTokenizerBase,
     name: str,
     *,
@@ -116,19 +127,21 @@ def recover_stage(
     report `fitted` of the `fit` on these texts that `small` came out of, only what follows it is
     done, and nothing is refitted. Better means a lower perplexity on held-out windows of `texts`,
     which begin with `bos`, see `data.recovery_windows`; no stage trains on them. `small` and
-    `dense` are left untouched. The report has the perplexity after each step and what distillation
-    reports; it is empty for `none`.
+    `dense` are left untouched, and may be LayerSources: then the best is one, and of weights in
+    files `name` is one of FROM_FILES. The report has the perplexity after each step and what
+    distillation reports; it is empty for `none`.
     The source `own` is what `dense` wrote (`calibration.own`).
     With an `output`, checkpoints go to its `work_folder`, from which a killed run continues.
     """
-    check_recovery(name)
+    sources = source_of(small), source_of(dense)
+    check_recovery(name, in_memory=sources[0].in_memory)
     _check_settings(name, config, fit)
     if name == "none":
         return small, {}
     report: dict[str, Any] = {"name": name, "texts": list(texts)}
-    read, drawn = _with_samples(texts, dense, tokenizer, progress)
+    read, drawn = _with_samples(texts, sources[1].model, tokenizer, progress)
     report |= drawn
-    run = _Run(small, dense, tokenizer, read, seed, output, bos, progress, report)
+    run = _Run(*sources, tokenizer, read, seed, output, bos, progress, report)
     first, _, last = name.rpartition("+")
     if fitted is not None:
         run.go_on(fitted)
@@ -143,7 +156,7 @@ def recover_stage(
         run.refit(changed or preset("fast", seed=seed))
     measured = (value for key, value in report.items() if key.startswith("perplexity_"))
     report["perplexity_after"] = min(measured)
-    return run.small, report
+    return run.small if small is sources[0] else run.small.model, report
 
 
 def _with_samples(
@@ -169,8 +182,8 @@ def _check_settings(name: str, config: Any, fit: FitConfig | None) -> None:
 class _Run:
     """A recovery under way: the best model so far, and what the report says of it."""
 
-    small: Any
-    dense: PreTrainedModel
+    small: LayerSource
+    dense: LayerSource
     tokenizer: PreTrainedTokenizerBase
     texts: Sequence[str]
     seed: int
@@ -182,8 +195,8 @@ class _Run:
 
     def windows(self, config: RecoveryConfig | FitConfig) -> Tensor:
         """Training windows [N, T]; the first stage to ask also measures the pruned model."""
-        first = bos_token(self.bos, self.tokenizer, self.small.config)
-        longest = trained_length(self.small.config)
+        first = bos_token(self.bos, self.tokenizer, self.small.model.config)
+        longest = trained_length(self.small.model.config)
         windows, validation = recovery_windows(
             self.texts, self.tokenizer, config, longest=longest, bos=first
         )
@@ -192,29 +205,37 @@ class _Run:
             return windows if same else apart(windows, self.validation)
         self.validation = validation
         if "perplexity_before" not in self.report:
-            self.report |= {"bos": first, "perplexity_before": self.held_out(self.small)}
+            before = self.held_out(self.small, "pruned")
+            self.report |= {"bos": first, "perplexity_before": before}
         return windows
 
-    def held_out(self, model: PreTrainedModel) -> float:
+    def held_out(self, small: LayerSource, done: str) -> float:
         """Perplexity on the validation windows."""
         assert self.validation is not None
-        size = self.validation.shape[1]
-        return perplexity(model, self.validation.flatten(), window=size, bos=None).value
+        ids, what, size = self.validation, f"{done} model", self.validation.shape[1]
+        with answering(small, ids, what, folder=self.work, progress=self.progress) as model:
+            return perplexity(model, ids.flatten(), window=size, bos=None).value
 
-    def offer(self, model: PreTrainedModel, done: str) -> None:
+    @property
+    def work(self) -> Path | None:
+        """Where checkpoints go, if anywhere."""
+        return work_folder(self.output) if self.output is not None else None
+
+    def offer(self, small: LayerSource, done: str) -> None:
         """Go on with a model, the main process's, if it is better than the one there is."""
-        take_from_main(model)
+        if small.in_memory:
+            take_from_main(small.model)
         best = min(value for key, value in self.report.items() if key.startswith("perplexity_"))
-        self.report[f"perplexity_{done}"] = self.held_out(model)
+        self.report[f"perplexity_{done}"] = self.held_out(small, done)
         if self.report[f"perplexity_{done}"] < best:
-            self.small = model
+            self.small = small
 
     def go_on(self, fitted: dict[str, Any]) -> None:
         """Take a fit for done, whose report is given: what it held out stays held out.
 
         Raises RapError if its windows began otherwise, for they would be others.
         """
-        first = bos_token(self.bos, self.tokenizer, self.small.config)
+        first = bos_token(self.bos, self.tokenizer, self.small.model.config)
         if fitted["bos"] != first:
             was, now = (describe_bos(token) for token in (fitted["bos"], first))
             raise RapError(
@@ -226,27 +247,27 @@ class _Run:
     def fit(self, config: FitConfig | None) -> None:
         """Fit every layer."""
         config = config or FitConfig(seed=self.seed)
-        windows, fitted = self.windows(config), copy.deepcopy(self.small)
-        work = work_folder(self.output) / FIT_FOLDER if self.output is not None else None
+        windows, fitted = self.windows(config), self.small.copy()
+        work = self.work / FIT_FOLDER if self.work is not None else None
         layers = fit_layers(fitted, self.dense, windows, config, work=work, progress=self.progress)
         self.report["fit"] = {"config": asdict(config), "layers": [asdict(x) for x in layers]}
         self.offer(fitted, "fitted")
 
     def refit(self, config: RecoveryConfig) -> None:
         """Refit the outputs of every layer in closed form."""
-        windows, refitted = self.windows(config), copy.deepcopy(self.small)
+        windows, refitted = self.windows(config), copy.deepcopy(self.small.model)
         count = max(2, REFIT_TOKENS // windows.shape[1])
         # Drawn, for windows of several texts come in turns: every fourth may be of one alone.
         drawn = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))
         some = windows[drawn[:count].sort().values]
-        refit_outputs(refitted, self.dense, some, progress=self.progress)
-        self.offer(refitted, "refitted")
+        refit_outputs(refitted, self.dense.model, some, progress=self.progress)
+        self.offer(LoadedLayers(refitted), "refitted")
 
     def train_bases(self, config: RecoveryConfig) -> None:
         """Train the bases of a projected model."""
-        windows = self.windows(config)
-        trained = train_projections(self.small, self.dense, windows, config, progress=self.progress)
-        self.offer(trained, "trained")
+        windows, models = self.windows(config), (self.small.model, self.dense.model)
+        trained = train_projections(*models, windows, config, progress=self.progress)
+        self.offer(LoadedLayers(trained), "trained")
 
     def distil(self, config: RecoveryConfig) -> None:
         """Distil, after a refit where nothing was fitted."""
@@ -256,13 +277,13 @@ class _Run:
         if "fit" not in self.report:
             self.refit(config)
         distilled = distill(
-            self.small,
-            self.dense,
+            self.small.model,
+            self.dense.model,
             self.windows(config),
             config,
             validation=self.validation,
-            work=work_folder(self.output) if self.output is not None else None,
+            work=self.work,
             progress=self.progress,
         )
-        self.small, self.report["distillation"] = distilled.model, distilled.report
+        self.small, self.report["distillation"] = LoadedLayers(distilled.model), distilled.report
         self.report["perplexity_distilled"] = distilled.report["perplexity_after"]

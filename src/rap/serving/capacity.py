@@ -11,8 +11,8 @@ from ..model.cache_layout import CacheLayout
 from ..model.errors import RapError
 from ..model.layers import base_model_type, text_config
 from .layout import cache_layouts, dense_layouts, padded_width
+from .plain_forms import STOCK_FAMILIES, WIDELY_READ
 from .refusals import check_served
-from .stock import STOCK_FAMILIES
 
 # What vLLM 0.32 declares for CPUs; the sizes of the others are conditions (docs/serving.md).
 CPU_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -48,6 +48,16 @@ class LayerCache:
     kept: CacheLayout
     pruned: bool
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether the layer caches fewer heads than the dense one."""
+        return self.kept.num_heads < self.dense.num_heads
+
+    @property
+    def widest(self) -> int:
+        """The most channels a cached head may have: those of all the dense heads it is made of."""
+        return self.dense.width * self.dense.num_heads // max(1, self.kept.num_heads)
+
 
 def held_by_engines(config: Any) -> list[Held]:
     """A row per engine and backend for a pruned config; none for families that no engine takes."""
@@ -61,7 +71,7 @@ def held_by_engines(config: Any) -> list[Held]:
     kinds = set(getattr(text_config(config), "layer_types", None) or ())
     paged = kinds >= {"sliding_attention", "full_attention"}
     rows = [_backend(name, caches, paged) for name in BACKENDS]
-    return rows + ([_plain(caches)] if family in STOCK_FAMILIES else [])
+    return rows + ([_plain(caches)] if STOCK_FAMILIES.get(family) in WIDELY_READ else [])
 
 
 def asked_ratio(caches: Sequence[LayerCache]) -> float:
@@ -86,7 +96,7 @@ def _backend(name: str, caches: Sequence[LayerCache], paged: bool) -> Held:
     ratio = _dense(caches) / (2 * sum(pages))
     # Heads no wider than a step leave no width to choose, and multiples of it nothing to advise.
     other = any(
-        one.dense.width > step and (one.kept.key_width % step or one.kept.value_width % step)
+        one.widest > step and (one.kept.key_width % step or one.kept.value_width % step)
         for one in caches
         if one.pruned
     )
@@ -105,11 +115,12 @@ def _page(size: int, widest: int) -> int:
 def _plain(caches: Sequence[LayerCache]) -> Held:
     name, first = "llama.cpp, MLX", caches[0].kept
     alike = all(one.pruned and one.kept == first for one in caches)
+    target = "--target plain" if any(one.is_merged for one in caches) else "--target llamacpp"
     if not alike or first.key_width != first.value_width:
-        return Held(name, "not runnable", None, "--target llamacpp")
+        return Held(name, "not runnable", None, target)
     # The export itself tells a stock profile from equal widths with indices of their own.
     shown = "as they are, if of the stock profile"
     slow = first.width % 32 != 0
-    advice = "--target llamacpp" if slow else ""
+    advice = target if slow else ""
     ratio = asked_ratio(caches)
     return Held(name, shown + (", slowly" if slow else ""), ratio, advice)

@@ -3,7 +3,7 @@
 An engine's compile cache is keyed by the config, so everything that shapes its graph is here, and
 nothing in the weights or the environment.
 
-Shapes: D dense head dim, G KV heads.
+Shapes: D dense head dim, H query heads, G KV heads, N cached heads: G, or fewer merged ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..model.cache_layout import CacheLayout, Entry
-from ..model.errors import CheckpointError
+from ..model.errors import CheckpointError, UnsupportedModelError
 from ..model.families import FAMILIES
 from ..model.layers import base_model_type
 from ..model.modeling import layer_entries
@@ -86,12 +86,44 @@ def _layout(layer: int, entry: Entry, num_heads: int, dense: CacheLayout) -> Cac
     # What does not depend on which channels rotate; a layer without heads reads another's.
     geometry, source = HeadGeometry(dense.key_width, 0), None if dense.num_heads else 0
     kept = entry.cache(AttentionShape(num_heads, dense.num_heads, 0, geometry, source))
+    if kept.num_heads and dense.num_heads % kept.num_heads:
+        raise CheckpointError(
+            f"layer {layer} caches {kept.num_heads} heads, into which {dense.num_heads} KV heads "
+            "cannot be merged: the `rap` section does not belong to this config"
+        )
     if kept.num_heads * kept.width > dense.num_heads * dense.width and dense.num_heads:
         raise CheckpointError(
             f"layer {layer} keeps {kept.key_width} key and {kept.value_width} value channels "
             f"of a head with {dense.width}: the `rap` section does not belong to this config"
         )
     return kept
+
+
+def check_division(config: PreTrainedConfig, num_devices: int) -> None:
+    """Raise UnsupportedModelError if a layer's cached heads cannot be divided over the devices.
+
+    Each device has N / num_devices of them, or one that num_devices / N of them have alike.
+    """
+    layouts = zip(cache_layouts(config), dense_layouts(config), strict=True)
+    heads = [(dense if kept is None else kept).num_heads for kept, dense in layouts]
+    total = config.num_attention_heads
+    possible = [
+        size
+        for size in range(1, total + 1)
+        if total % size == 0 and all(_is_divided(number, size) for number in heads)
+    ]
+    for layer, number in enumerate(heads):
+        if not _is_divided(number, num_devices):
+            shown = ", ".join(map(str, possible))
+            raise UnsupportedModelError(
+                f"layer {layer} caches {number} heads, which {num_devices} devices cannot divide; "
+                f"use --tensor-parallel-size {shown}"
+            )
+
+
+def _is_divided(num_heads: int, num_devices: int) -> bool:
+    # A layer that reads the cache of another has no heads: any number of devices will do.
+    return num_heads % num_devices == 0 or num_devices % num_heads == 0
 
 
 def padded_width(width: int, accepts: Callable[[int], bool], engine: str) -> int:

@@ -13,8 +13,8 @@ from ..checkpoint.gguf_header import ARCHITECTURES
 from ..model.families import FAMILIES, WRAPPERS
 from ..model.refusals import REASONS
 from ..model.specs import NORM_MODES, AttentionSpec
+from .plain_forms import STOCK_FAMILIES
 from .refusals import BESIDE, REFUSED, is_served
-from .stock import STOCK_FAMILIES
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = "5.19.0, those of the first release in 5.16.1 too"
@@ -56,8 +56,9 @@ calibrated and fitted from files, layer by layer (`--stream --recover fit`).
 `vLLM`: pruned checkpoints of the family run in vLLM ([](serving.md)). All of these were compared
 with transformers in vLLM on a CPU, whole and with their heads on two ranks
 (`--tensor-parallel-size 2`), those with QK-norm in every mode there (`make test-families`);
-`rap verify OUT --engine vllm` compares a checkpoint. `plain`: the stock profile has a checkpoint
-for other engines (`rap export stock`) and a GGUF file (`rap export gguf`).
+`rap verify OUT --engine vllm` compares a checkpoint. `plain`: pruned for `--target plain`, or with
+the stock profile, it is a checkpoint of the family named there, which engines run without `rap`.
+Those written as llama or mistral have a GGUF file too (`rap export gguf`).
 
 | model type | pairs | layers that rotate | QK-norm | other | from files | vLLM | plain |
 |---|---|---|---|---|---|---|---|
@@ -155,7 +156,7 @@ def _row(spec: AttentionSpec) -> str:
         _features(spec),
         "cut" if spec.value_norm else "all",
         "yes" if is_served(spec.model_type) else "-",
-        "yes" if spec.model_type in STOCK_FAMILIES else "-",
+        STOCK_FAMILIES.get(spec.model_type, "-"),
     )
     return f"| {' | '.join(cells)} |"
 

@@ -2,11 +2,9 @@
 
 from transformers import PreTrainedConfig
 
-from ..model.cache_layout import PairEntry
 from ..model.errors import UnsupportedModelError
 from ..model.families import INNER, WRAPPERS
 from ..model.layers import base_model_type
-from ..model.modeling import layer_entries
 from .layout import cache_layouts
 
 STATES = (
@@ -22,17 +20,13 @@ BESIDE = (
     "vLLM's transformers backend looks for their number per token under other names than "
     "top_k_experts, and gives all experts but gpt-oss's SiLU"
 )
-MERGED = (
-    "the vLLM plugin does not serve merged heads yet; prune with --target plain, whose checkpoint "
-    "vLLM loads without a plugin"
-)
 IMAGES = "the text model of a multimodal one is not served by itself yet"
-_WITH_STATES = (
+WITH_STATES = (
     *("falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 REFUSED = {
-    **dict.fromkeys(_WITH_STATES, STATES),
+    **dict.fromkeys(WITH_STATES, STATES),
     "llama4_text": SLOTS,
     **dict.fromkeys((*WRAPPERS, *INNER), IMAGES),
 }
@@ -53,7 +47,4 @@ def check_served(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"vLLM does not serve pruned {family}: {REFUSED[family]}")
     if getattr(config, "enable_moe_block", False):
         raise UnsupportedModelError(f"vLLM does not serve pruned {family} with experts: {BESIDE}")
-    for index, kept in enumerate(layer_entries(config, config.num_hidden_layers, "vllm")):
-        if isinstance(kept, PairEntry) and kept.heads is not None:
-            raise UnsupportedModelError(f"layer {index}: {MERGED}")
     cache_layouts(config)

@@ -1,4 +1,4 @@
-"""A pruned model as a plain Llama or Mistral checkpoint, which every engine runs unmodified.
+"""A pruned model as a plain checkpoint of a stock family, which engines run unmodified.
 
 When all heads of all layers keep one list of slots and K is as wide as V, a pruned model is a dense
 one with heads of 2m channels, up to its frequencies and its softmax scale. The frequencies are
@@ -7,13 +7,16 @@ written as longrope factors, the scale goes into W_q:
     factor_i = 1 / (theta_i base^(2i / 2m)),    W_q <- sqrt(2m / D) W_q
 
 with theta_i the dense frequency of slot i, whatever scaling (llama3, yarn, linear) it came from.
-Merged heads are fewer KV heads, and may be wider than the dense ones; where they keep every dense
+Families whose config states the softmax scale (Gemma 2, Granite) need no factor on W_q. Merged
+heads are fewer KV heads, and may be wider than the dense ones; where they keep every dense
 frequency once, only `num_key_value_heads` differs from the dense config. Qwen2 becomes a Llama with
-biases (that of W_o zero): engines derive Qwen2's head size from its hidden size.
+biases (that of W_o zero), Phi-3 a Llama with linears of their own: `plain_forms` says why, and
+which families have no such form.
 """
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +37,17 @@ from ..checkpoint.load import is_pruned, load, load_tokenizer
 from ..checkpoint.source import check_apart
 from ..checkpoint.writing import write_model
 from ..model.cache_layout import PairEntry
-from ..model.errors import CheckpointError, UnsupportedModelError
-from ..model.families import FAMILIES
+from ..model.errors import CheckpointError
 from ..model.layers import base_model_type, rotary_module
 from ..model.modeling import layer_entries
 from ..model.rope import read_frequencies
+from .plain_forms import check_stock, plain_family
 
-STOCK_FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "llama"}
+# Fields of a family that is written as another, and that the other does not have.
+_DROPPED = {
+    "qwen2": ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    "phi3": ("original_max_position_embeddings", "embd_pdrop", "resid_pdrop", "layer_types"),
+}
 _NOT_STOCK = "a stock checkpoint needs the same for every head and layer: use `--profile stock`"
 
 
@@ -82,10 +89,14 @@ def stock_model(small: PreTrainedModel) -> Any:
     config = stock_config(small, slots)
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(config)
-    stock.load_state_dict(_stock_state(small, stock, 2 * len(slots)), assign=True, strict=True)
-    # Everything that is no weight (the rotary frequencies) is made by the stock class itself.
+    # The rotary frequencies are no weights: the stock class makes them.
     fresh = type(stock.model.rotary_emb)(config=config)
     stock.model.rotary_emb = fresh.to(small.device)
+    stock.load_state_dict(_stock_state(small, stock), assign=True, strict=True)
+    for name, buffer in stock.named_buffers():
+        if buffer.device.type == "meta":  # others that no checkpoint stores (Gemma's scale)
+            parent, _, leaf = name.rpartition(".")
+            stock.get_submodule(parent)._buffers[leaf] = small.get_buffer(name).clone()
     stock.tie_weights()
     stock.generation_config = small.generation_config
     return stock.eval()
@@ -144,11 +155,10 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
     base_type, rope = base_model_type(config), config.rope_parameters
     kept, merged = config.to_dict(), small.model.layers[0].self_attn.num_kept_heads
     dropped = ["rap", "model_type", "architectures", "auto_map", "transformers_version"]
-    if base_type == "qwen2":
-        dropped += ["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"]
-        kept["attention_bias"] = True
-    for key in dropped:
+    for key in [*dropped, *_DROPPED.get(base_type, ())]:
         kept.pop(key, None)
+    if base_type == "qwen2":
+        kept["attention_bias"] = True
     kept |= {"head_dim": 2 * len(slots), "num_key_value_heads": merged}
     if not _every_pair_once(small, slots):
         theta = read_frequencies(rotary_module(small))[slots]
@@ -162,54 +172,13 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
             "short_factor": factors,
             "long_factor": factors,
         }
-    return AutoConfig.for_model(STOCK_FAMILIES[base_type], **kept)
+    return AutoConfig.for_model(plain_family(config), **kept)
 
 
 def _every_pair_once(small: PreTrainedModel, slots: list[int]) -> bool:
     """Whether heads keep the dense frequencies as they are: then RoPE needs no list."""
     geometry = small.model.layers[0].self_attn.dense_shape.geometry
     return geometry.num_free == 0 and slots == [*range(geometry.num_pairs)]
-
-
-def check_stock(config: Any) -> None:
-    """Raise UnsupportedModelError for a config, dense or pruned, that no plain config can express.
-
-    Every text's frequencies must be the same, of a family in STOCK_FAMILIES, and Qwen2 may have no
-    sliding window.
-    """
-    family = base_model_type(config)
-    if family not in STOCK_FAMILIES:
-        raise UnsupportedModelError(
-            f"{family} has no stock form{_why(config, family)}: one of "
-            f"{', '.join(STOCK_FAMILIES)} is needed"
-        )
-    rope = config.rope_parameters
-    if is_variable(rope):
-        raise UnsupportedModelError(
-            f"rope_type {rope['rope_type']!r} has frequencies that depend on the length of the "
-            "text: no stock checkpoint can list them"
-        )
-    if family == "qwen2" and getattr(config, "use_sliding_window", False):
-        raise UnsupportedModelError("Qwen2 with a sliding window has no stock form")
-
-
-def _why(config: Any, family: str) -> str:
-    """What no plain config expresses, in brackets, as far as that is the family's attention."""
-    spec, rope = FAMILIES.get(family), getattr(config, "rope_parameters", None) or {}
-    reasons = []
-    if spec is not None and spec.norm is not None:
-        reasons.append("QK-norm divides by the norm of whole dense heads")
-    if any(isinstance(value, dict) for value in rope.values()):
-        reasons.append("layers rotate at different bases")
-    return f" ({', '.join(reasons)})" if reasons else ""
-
-
-def is_variable(rope: dict[str, Any]) -> bool:
-    """Whether frequencies change with the length of the text, so that no list holds them."""
-    kind = rope["rope_type"]
-    return kind == "dynamic" or (
-        kind == "longrope" and list(rope["short_factor"]) != list(rope["long_factor"])
-    )
 
 
 def longrope_factors(theta: Tensor, base: float) -> list[float]:
@@ -228,16 +197,11 @@ def longrope_factors(theta: Tensor, base: float) -> list[float]:
     return best
 
 
-def _stock_state(small: PreTrainedModel, stock: PreTrainedModel, width: int) -> dict[str, Tensor]:
-    """The pruned weights with W_q scaled and no frequency indices."""
-    attention = small.model.layers[0].self_attn
-    # cos and sin of both q and k carry the family's attention factor (yarn), the stock's are plain.
-    rotary: Any = rotary_module(small)
-    scale = rotary.attention_scaling**2 * (width / attention.dense_shape.head_dim) ** 0.5
-    if _every_pair_once(small, attention.frequency_index[0].tolist()):
-        scale = 1.0  # the plain rotary module is the dense one
+def _stock_state(small: PreTrainedModel, stock: PreTrainedModel) -> dict[str, Tensor]:
+    """The pruned weights with W_q scaled and no frequency indices, by the stock model's names."""
+    scale = _query_scale(small, stock)
     state = {}
-    for name, tensor in small.state_dict().items():
+    for name, tensor in _own_linears(small):
         if name.endswith(".frequency_index"):
             continue
         tensor = tensor.detach().clone()
@@ -248,6 +212,33 @@ def _stock_state(small: PreTrainedModel, stock: PreTrainedModel, width: int) -> 
         if name.endswith(".o_proj.bias") and name not in state:
             state[name] = torch.zeros(parameter.shape, dtype=small.dtype, device=small.device)
     return state
+
+
+def _query_scale(small: PreTrainedModel, stock: PreTrainedModel) -> float:
+    """What the stock model's scores lack: softmax scale, and what cos and sin carry (yarn)."""
+    (own, rotary), (other, plain) = (
+        (model.model.layers[0].self_attn, rotary_module(model)) for model in (small, stock)
+    )
+    scaling: Any = (own.scaling, rotary.attention_scaling, other.scaling, plain.attention_scaling)
+    pruned, carried, dense, remaining = scaling
+    return float(pruned / dense * (carried / remaining) ** 2)
+
+
+def _own_linears(small: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor; of linears that several share (Phi-3), a linear each."""
+    for name, tensor in small.state_dict().items():
+        path, _, last = name.rpartition(".")
+        parent, _, linear = path.rpartition(".")
+        if linear == "qkv_proj":
+            attention: Any = small.get_submodule(parent)
+            rows = [attention.role_heads[role] * attention.role_widths[role] for role in "qkv"]
+            for role, part in zip("qkv", tensor.split(rows), strict=True):
+                yield f"{parent}.{role}_proj.{last}", part
+        elif linear == "gate_up_proj" and tensor.ndim == 2:
+            for part_name, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield f"{parent}.{part_name}_proj.{last}", part
+        else:
+            yield name, tensor
 
 
 def _describe(entry: Any) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..planning.shared import STOCK_TARGETS
 from .gguf.plain import check_plain
-from .stock import check_stock
+from .plain_forms import check_stock, check_widely_read
 
 
 def check_target(config: Any, target: str) -> None:
@@ -14,5 +14,7 @@ def check_target(config: Any, target: str) -> None:
     """
     if target in STOCK_TARGETS:
         check_stock(config)
+    if target == "mlx":
+        check_widely_read(config, "mlx-lm")
     if target == "llamacpp":
         check_plain(config)

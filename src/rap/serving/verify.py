@@ -10,12 +10,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import assets
 from ..checkpoint.device import AUTO, placement
+from ..checkpoint.files import PLAN_FILE
 from ..checkpoint.load import is_pruned, load, load_config, load_tokenizer, without_tensors
 from ..evaluation.cost.footprint import footprint
+from ..model.cache_layout import CacheLayout, dense_layout
 from ..model.errors import CheckpointError, RapError
 from ..model.layers import attention_layers, text_config, trained_length
+from ..planning.plan import Plan
 from .agreement import Agreement, agreement
 from .engine import GIB, Round, Transcript, run_vllm
+from .layout import check_division
 from .refusals import check_served
 
 ENGINES = ("transformers", "vllm")
@@ -31,9 +35,10 @@ class Verification:
     """What an engine's run of the bundled prompts showed; every field is plain data for JSON.
 
     Log-probability errors are in nats. Capacities are tokens per GiB of KV cache on one device, of
-    this checkpoint as measured in the engine and of the dense model by its sizes; their ratio is
-    `1 / kept_fraction` unless the engine pads heads to a size it takes. Of an engine with
-    its own tokenizer, the texts are listed that it cuts into other tokens.
+    this checkpoint as measured in the engine and of the dense model by its sizes, which the plan
+    beside a plain checkpoint records; their ratio is `1 / kept_fraction` unless the engine pads
+    heads to a size it takes. Of an engine with its own tokenizer, the texts are listed that it cuts
+    into other tokens.
     """
 
     engine: str
@@ -83,6 +88,7 @@ def verify(
     if engine == "vllm":
         if is_pruned(config):
             check_served(config)
+            check_division(config, tensor_parallel_size)
         run = run_vllm(
             source,
             [Round(prompts, MAX_TOKENS, prompt_logprobs=True)],
@@ -99,8 +105,8 @@ def verify(
     reference = load(source, dtype="float32", attn_implementation="eager", **placed)
     compared = agreement(reference, transcripts)
     bound = tolerance if tolerance is not None else TOLERANCES[dtype]
-    channels = dense_channels(config, tensor_parallel_size)
-    dense_bytes = channels * getattr(torch, dtype).itemsize
+    dense = dense_caches(source, config)
+    dense_bytes = channels(dense, tensor_parallel_size) * getattr(torch, dtype).itemsize
     return Verification(
         engine=engine,
         version=version,
@@ -111,7 +117,7 @@ def verify(
         tolerance=bound,
         tokens_per_gib=capacity,
         dense_tokens_per_gib=GIB // dense_bytes,
-        kept_fraction=kept_fraction(config),
+        kept_fraction=kept_fraction(config, dense),
         passed=_agrees(compared, bound, dtype) and capacity >= 0.99 * (GIB // dense_bytes),
     )
 
@@ -167,17 +173,36 @@ def transcribe(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -
         row = output.logits[0, -1].double().log_softmax(-1)
 
 
-def kept_fraction(config: PreTrainedConfig) -> float:
-    """Cached channels over those of the dense model, as the config says; 1 for a dense one."""
+def dense_caches(source: str | Path, config: PreTrainedConfig) -> list[CacheLayout]:
+    """What every layer with attention caches in the dense model that a checkpoint was made from.
+
+    A plain checkpoint's config describes itself alone: its plan, if it lies there, has the shapes
+    of the dense layers. Of any other model without a `rap` section the config is the dense one's.
+    """
+    folder = Path(source)
+    if not is_pruned(config) and (folder / PLAN_FILE).is_file():
+        return [dense_layout(shape) for shape in Plan.load(folder).shapes if shape is not None]
+    return _own_caches(config)
+
+
+def kept_fraction(config: PreTrainedConfig, dense: Sequence[CacheLayout]) -> float:
+    """Cached channels over those of the dense model's layers, as the config says."""
     section = getattr(config, "rap", None)
-    return float(section["kept_fraction"]) if section else 1.0
+    if section:
+        return float(section["kept_fraction"])
+    return channels(_own_caches(config)) / channels(dense)
 
 
-def dense_channels(config: PreTrainedConfig, num_devices: int = 1) -> int:
-    """Channels that a dense model caches per token on each of several devices."""
+def channels(caches: Sequence[CacheLayout], num_devices: int = 1) -> int:
+    """Channels that layers cache per token on each of several devices."""
+    heads = [max(1, one.num_heads // num_devices) if one.num_heads else 0 for one in caches]
+    widths = [one.key_width + one.value_width for one in caches]
+    return sum(number * width for number, width in zip(heads, widths, strict=True))
+
+
+def _own_caches(config: PreTrainedConfig) -> list[CacheLayout]:
     layers = attention_layers(without_tensors(config))
-    sizes = [(x.shape.num_cached_heads, x.shape.head_dim) for x in layers if x.shape is not None]
-    return sum(2 * dim * max(1, heads // num_devices) for heads, dim in sizes if heads)
+    return [dense_layout(layer.shape) for layer in layers if layer.shape is not None]
 
 
 def _agrees(compared: Agreement, tolerance: float, dtype: str) -> bool:

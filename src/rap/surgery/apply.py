@@ -1,4 +1,4 @@
-"""A plan applied to a dense model in memory."""
+"""A plan applied to a dense model, in memory or in files."""
 
 import copy
 from typing import Any
@@ -8,6 +8,7 @@ from accelerate import dispatch_model
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..calibration.sources import LayerSource, LoadedLayers, StoredLayers
 from ..checkpoint.stored import untie
 from ..model.errors import CheckpointError
 from ..model.fingerprint import tied_names
@@ -15,6 +16,13 @@ from ..model.layers import attention_layers, base_model_type, check_dense
 from ..model.modeling import model_class
 from ..planning.plan import Plan
 from .weights import LoadedWeights, PrunedWeights, pruned_config
+
+
+def prune(dense: LayerSource, plan: Plan) -> LayerSource:
+    """The pruned model of a plan, by its layers; of weights in files pruned when they are read."""
+    if isinstance(dense, StoredLayers):
+        return StoredLayers(PrunedWeights(dense.weights, plan), dense.device)
+    return LoadedLayers(apply(dense.whole("pruning"), plan))
 
 
 def apply(model: PreTrainedModel, plan: Plan) -> Any:

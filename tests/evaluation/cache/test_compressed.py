@@ -34,8 +34,8 @@ from rap.evaluation.cache.compressed import (
 )
 from rap.evaluation.cache.presses import Press, future_queries, last_weights, parse_press, pressed
 from rap.evaluation.cost.footprint import footprint
-from rap.evaluation.quality.documents import FactWriter
-from rap.evaluation.quality.recall import recall_documents, recall_grid
+from rap.evaluation.retrieval.documents import FactWriter
+from rap.evaluation.retrieval.recall import recall_documents, recall_grid
 from rap.model.errors import RapError
 
 WINDOW, PREFIX, PIECE = 40, 23, 7

@@ -7,11 +7,14 @@ from transformers.cache_utils import QuantizedLayer
 import rap
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
+from cases.scripts import load_script
 from rap.evaluation.cache import quantized_cache as quantized
 from rap.evaluation.cache.compressed import CacheCompression, compressed_perplexity
-from rap.evaluation.cache.fidelity import DenseContinuations, spread
 from rap.evaluation.cost.footprint import footprint
 from rap.model.errors import RapError
+
+CONTINUATIONS = load_script("experiments/smollm2-pareto/continuations.py")
+DenseContinuations, spread = (CONTINUATIONS.DenseContinuations, CONTINUATIONS.spread)
 
 WINDOW, PREFIX, PIECE = 40, 23, 7
 SIZES = {"window": WINDOW, "prefix": PREFIX, "piece": PIECE}

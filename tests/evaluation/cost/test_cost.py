@@ -4,17 +4,22 @@ from typing import Any
 
 import pytest
 
-from rap.evaluation.cost.cost import (
-    COMPLEXITY,
-    PUBLISHED,
-    Cost,
-    built,
-    count,
-    dense,
-    low_rank,
-    pruned,
-    sizes_of,
-    widths_of,
+from cases.scripts import load_script
+from rap.model.cache_layout import FactoredEntry, PairEntry
+
+FORMULAS = load_script("experiments/cost/formulas.py")
+COMPLEXITY, PUBLISHED, Cost, built, count, dense, low_rank, merged, pruned, sizes_of, widths_of = (
+    FORMULAS.COMPLEXITY,
+    FORMULAS.PUBLISHED,
+    FORMULAS.Cost,
+    FORMULAS.built,
+    FORMULAS.count,
+    FORMULAS.dense,
+    FORMULAS.low_rank,
+    FORMULAS.merged,
+    FORMULAS.pruned,
+    FORMULAS.sizes_of,
+    FORMULAS.widths_of,
 )
 
 # Table `effsweep`: attention parameters and FLOPs over dense. Ranks and widths are whole per head.
@@ -121,3 +126,18 @@ def test_table_rap_complexity(retain: float) -> None:
     joint, _ = variant("svdllm", retain)
     assert joint.kv_weights / whole.kv_weights == retain + retain * LLAMA.num_kv_heads / heads
     assert variant("svdllm", 1.0)[0].rebuilding == 2 * 1024 * 1024
+
+
+@pytest.mark.parametrize("merge", [2, 4])
+@pytest.mark.parametrize("factored", [False, True])
+def test_merged_heads_cost_what_is_counted(merge: int, factored: bool) -> None:
+    width, heads = 64 * merge, LLAMA.num_kv_heads // merge
+    entry: Any = PairEntry(width // 2, 0, width, heads=heads)
+    if factored:
+        entry = FactoredEntry(width // 2, 0, width, heads=heads, outputs=True)
+    found = count(built("Llama-3-8B", entry.fields()), tokens=TOKENS, context=TOKENS)
+    cost = merged(LLAMA, merge, width, factored=factored)
+    assert (found.cache, found.weights) == (cost.cache, cost.weights)
+    assert found.forward_flops == cost.forward_flops(TOKENS)
+    assert found.decode_flops == cost.decode_flops(TOKENS)
+    assert cost.cache == dense(LLAMA).cache / 2

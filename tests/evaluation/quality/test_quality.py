@@ -11,9 +11,17 @@ from transformers import DynamicCache
 
 import rap
 from cases.plans import plan_of
+from cases.scripts import load_script
 from rap import PairPlan, Rap
 from rap.calibration.text import load_windows
-from rap.studies.analyses.channels import LayerChannels, best_channels, index_aware, reindexed
+
+CHANNELS = load_script("experiments/quality/channels.py")
+LayerChannels, best_channels, index_aware, reindexed = (
+    CHANNELS.LayerChannels,
+    CHANNELS.best_channels,
+    CHANNELS.index_aware,
+    CHANNELS.reindexed,
+)
 
 WINDOW, NUM_WINDOWS = 512, 8
 RETAINS = (0.9, 0.8, 0.7, 0.6, 0.5)

@@ -117,8 +117,8 @@ def test_operations_are_what_torch_compile_needs():
     step = tuple(tensor.detach() for tensor in step)
     for operation, arguments in [
         (operations.rope_pairs, (q, k, *tables, index, False)),
-        (operations.decode_attention, (step[0], *cache, 0.3, None, None, None, None, None)),
-        (operations.decode_step, (*step, 0.3, None, None, None, None, False)),
+        (operations.decode_attention, (step[0], *cache, 0.3, None, None, None, None)),
+        (operations.decode_step, (*step, 0.3, None, None, None, False)),
     ]:
         library.opcheck(operation, arguments, test_utils=kinds)
 
@@ -145,7 +145,7 @@ def test_operations_on_a_cpu_are_the_reference():
     turned = rope_pairs.rope_pairs(q, k, *tables, index)
     expected = rope_pairs.reference.rotate(q, k, *tables, index)
     assert all(torch.equal(a, b) for a, b in zip(turned, expected, strict=True))
-    given = {"scale": 0.3, "window": 9}
+    given = {"scale": 0.3, "softcap": 9.0}
     found = decode_attention.decode_attention(q[:, :, 0], keys, values, **given)
     assert found.dtype == torch.float64
     assert torch.equal(found, decode_attention.reference.decode(q[:, :, 0], keys, values, **given))

@@ -25,7 +25,7 @@ def _build(folder, layer: dict):
 
 
 def test_the_package_registers_its_kinds(tmp_path):
-    added = ["elite", "heads", "indexed", "latent", "pairs", "projected", "reindexed"]
+    added = ["elite", "factored", "heads", "indexed", "latent", "pairs", "projected", "reindexed"]
     assert sorted(KINDS) == added
     assert all(isinstance(kind, Kind) for kind in KINDS.values())
     latent = KINDS["latent"].attention

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from cases.scripts import load_script
-from rap.evaluation.cost.cost import sizes_of
 from rap.methods import METHODS
 from rap.studies.compare.capability import ORDER, capability, family, furthest, saves
 from rap.studies.compare.closeness import closeness
 from rap.studies.compare.matched import matched, nearest
 from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED, tables
+
+FORMULAS = load_script("experiments/cost/formulas.py")
+sizes_of = FORMULAS.sizes_of
 
 
 def cell(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,16 +12,19 @@ import pytest
 
 from cases.scripts import load_script
 from rap.model.errors import RapError
-from rap.studies.report.findings import (
-    CONFIRMED,
-    CONTRADICTED,
-    OPEN,
-    Answer,
-    Default,
-    Finding,
-    Models,
-    Results,
-    findings_page,
+
+load_script("docs/findings/page.py")
+FINDINGS = sys.modules["findings"]
+CONFIRMED, CONTRADICTED, OPEN, Answer, Default, Finding, Models, Results, findings_page = (
+    FINDINGS.CONFIRMED,
+    FINDINGS.CONTRADICTED,
+    FINDINGS.OPEN,
+    FINDINGS.Answer,
+    FINDINGS.Default,
+    FINDINGS.Finding,
+    FINDINGS.Models,
+    FINDINGS.Results,
+    FINDINGS.findings_page,
 )
 
 REPOSITORY = Path(__file__).parents[3]

@@ -26,9 +26,9 @@ from ...calibration.logits import decoder_of
 from ...calibration.precision import in_precision
 from ...calibration.state import evaluating
 from ...model.errors import RapError
-from ..quality.documents import ANSWER, Document, FactWriter, check_grid
 from ..quality.perplexity import whole_windows
-from ..quality.recall import RecallCell, recall_documents
+from ..retrieval.documents import ANSWER, Document, FactWriter, check_grid
+from ..retrieval.recall import RecallCell, recall_documents
 from .presses import Press, check_press, pressed
 from .quantized_cache import check_cache_kind, quantized_cache
 

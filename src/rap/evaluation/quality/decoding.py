@@ -26,7 +26,7 @@ from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ...model.kernels.growing_cache import grow
 from ...model.kernels.interface import NAME
-from .documents import evaluation_rng
+from ..retrieval.documents import evaluation_rng
 
 _TINY = float(np.finfo(np.float32).tiny)  # an exponential can be 0, by which nothing is divided
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from ...calibration.bos import Bos, bos_token, with_bos
 from ...calibration.progress import Progress
 from ...model.errors import RapError
+from ..retrieval.documents import evaluation_rng
 from .decoding import write
-from .documents import evaluation_rng
 from .fidelity import check_vocabularies
 from .intervals import Interval, mean_interval
 from .perplexity import vocabulary

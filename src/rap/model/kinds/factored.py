@@ -7,7 +7,7 @@ Shapes: G KV heads, N cached heads of g = G/N, D dense head dim, W key width, C 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..factored import FactoredAttention
 from ..rope import AttentionShape
 from .base import DenseAttention, Kind
-from .pairs import PairPlan, cut, mixed_rows, split_roles
+from .pairs import PairPlan, cut, split_roles
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class FactoredPlan(PairPlan):
         return f"{merged}queries factored: {stays} dense, with a map of every head"
 
     def check(self, layer: int, shape: AttentionShape) -> None:
-        """As of every plan; outputs are mapped from a subspace of values."""
+        """As of every plan: PlanError also for maps without mixes or a subspace of values."""
         super().check(layer, shape)
         if not (self.queries or self.outputs):
             raise PlanError(f"layer {layer}: a factored layer maps queries or outputs")
@@ -70,7 +70,10 @@ class FactoredPlan(PairPlan):
             raise PlanError(f"layer {layer}: a factored layer has the family's own norms")
 
     def convert(self, dense: DenseAttention) -> dict[str, Tensor]:
-        """As of every plan: `frequency_index` and the maps are what the dense module has not."""
+        """As of every plan: `frequency_index` and the maps are what the dense module has not.
+
+        Raises PlanError for normalised queries and keys that are not mapped.
+        """
         roles, shape, normed = dense.roles(), dense.shape, dense.layer.norm is not None
         if normed and not self.queries:
             raise PlanError("normalised queries and keys are combined behind their norm alone")
@@ -100,14 +103,26 @@ class FactoredPlan(PairPlan):
         """The maps by parameter name, float64: [G, W, D], [N, W, g D] and [G, D, C]."""
         maps = {}
         if self.queries:
-            maps["query_map.weight"] = mixed_rows("q", self, shape)
+            maps["query_map.weight"] = _rows(self, shape)
         if self.queries and normed:
-            groups = mixed_rows("k", self, shape).unflatten(0, (self.num_heads, -1))
+            of_keys: dict[str, Any] = {
+                "query_mix_GMP2": self.key_mix_GMP2,
+                "query_free_mix_GNF": self.key_free_mix_GNF,
+            }
+            groups = _rows(replace(self, **of_keys), shape).unflatten(0, (self.num_heads, -1))
             maps["key_map.weight"] = groups.transpose(1, 2).flatten(-2)
         if self.outputs:
             assert self.value_up_GDC is not None
             maps["value_map.weight"] = self.value_up_GDC.double()
         return {name: x.contiguous() for name, x in maps.items()}
+
+
+def _rows(plan: PairPlan, shape: AttentionShape) -> Tensor:
+    """What the dense channels of every KV head's queries are multiplied by, float64 [G, W, D]."""
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    every = torch.eye(dim, dtype=torch.float64).repeat(heads, 1)
+    rows = cut("q", every, plan, replace(shape, num_heads=heads))
+    return rows.unflatten(0, (heads, -1))
 
 
 KIND = Kind(

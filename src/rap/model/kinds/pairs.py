@@ -10,7 +10,7 @@ E model dim (absent for a bias).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -413,21 +413,6 @@ def _cut_keys(
         slots.append(torch.einsum("hnf,hf...->hn...", free_mix, still))
     mixed = _merged(torch.cat(slots, dim=1), merge)
     return mixed.flatten(0, 1).to(tensor.dtype)
-
-
-def mixed_rows(role: Literal["q", "k"], layer: PairPlan, shape: AttentionShape) -> Tensor:
-    """What every KV head's dense channels are multiplied by to give its kept ones, [G, W, D].
-
-    Of queries for all query heads of a KV head alike; of keys before heads are summed. Float64.
-    """
-    mixes = (
-        (layer.query_mix_GMP2, layer.query_free_mix_GNF)
-        if role == "q"
-        else (layer.key_mix_GMP2, layer.key_free_mix_GNF)
-    )
-    heads, dim = shape.num_kv_heads, shape.head_dim
-    every = torch.eye(dim, dtype=torch.float64).repeat(heads, 1)
-    return _cut_keys(every, layer, shape, heads, mixes).unflatten(0, (heads, -1))
 
 
 def _merged(heads: Tensor, merge: int) -> Tensor:

@@ -9,7 +9,8 @@ from ...checkpoint.load import is_pruned, load, load_config
 from ...model.errors import UnsupportedModelError
 from ...model.layers import rotary_module
 from ...model.rope import read_frequencies
-from ..stock import check_stock, is_variable, longrope_factors, stock_model
+from ..plain_forms import check_stock, check_widely_read, is_variable
+from ..stock import longrope_factors, stock_model
 
 FAMILIES = ("llama", "mistral", "qwen2")
 QUANTIZED_BLOCK = 32  # values that share a scale in a quantized cache
@@ -35,7 +36,11 @@ def plain_model(source: str | Path) -> Any:
 
 def check_form(config: Any) -> None:
     """Raise UnsupportedModelError for a config, dense or pruned, that no GGUF file expresses."""
-    check_stock(config) if is_pruned(config) else check_plain(config)
+    if not is_pruned(config):
+        check_plain(config)
+        return
+    check_stock(config)
+    check_widely_read(config, "llama.cpp")
 
 
 def head_width(config: Any) -> int:

@@ -21,8 +21,15 @@ from ...model.errors import CheckpointError, RapError
 from ..agreement import Agreement
 from ..engine import GIB
 from ..gguf.export import export_gguf, require_gguf
-from ..layout import dense_head_dim
-from ..verify import MAX_TOKENS, Verification, bundled_prompts, check_tolerance, kept_fraction
+from ..verify import (
+    MAX_TOKENS,
+    Verification,
+    bundled_prompts,
+    channels,
+    check_tolerance,
+    dense_caches,
+    kept_fraction,
+)
 from .engine import Answered, Asked, Completion, require_xllamacpp, run_llamacpp
 
 CACHE = "f32"
@@ -96,8 +103,8 @@ def _compare(
     decoded = run_llamacpp(file, asked, **settings)
     read = run_llamacpp(file, Asked(hidden=prompts), **settings)
     compared = agreement(model, prompts, read.hidden, decoded.completions)
-    dense = model.config.num_hidden_layers * model.config.num_key_value_heads
-    dense *= 2 * dense_head_dim(model.config) * 4
+    caches = dense_caches(reference, model.config)
+    dense = channels(caches) * 4  # of float32
     capacity = tokens_per_gib(decoded)
     differences = tokenizer_differences(reference, probe, decoded.texts)
     decoded_tokens = sum(len(each.tokens) for each in decoded.completions)
@@ -112,7 +119,7 @@ def _compare(
         tolerance=bound,
         tokens_per_gib=capacity,
         dense_tokens_per_gib=GIB // dense,
-        kept_fraction=kept_fraction(model.config),
+        kept_fraction=kept_fraction(model.config, caches),
         passed=compared.mismatched_tokens <= allowed
         and compared.max_logprob_error <= bound
         and capacity >= 0.99 * (GIB // dense)

@@ -26,6 +26,7 @@ from ...model.attention import RapAttention
 from ...model.errors import CheckpointError, UnsupportedModelError
 from ...model.layers import base_model_type
 from ...model.modeling import RapModelMixin, config_class, model_class
+from ..layout import check_division
 from ..refusals import check_served
 from .division import WholeLayers, divide_sparsity
 from .projections import place_attention
@@ -41,6 +42,7 @@ class PrunedMixin(Base):
         # Before anything is allocated: a config that cannot be served is refused in one sentence.
         check_served(config)
         check_rope(config, vllm_config.model_config.max_model_len)
+        check_division(config, vllm_config.parallel_config.tensor_parallel_size)
         register_backbone(base_model_type(config))
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for name, attention in self.pruned_layers():
@@ -191,11 +193,11 @@ def check_window(name: str, attention: Any) -> None:
 
 
 def check_heads(name: str, attention: Any) -> None:
-    """Raise UnsupportedModelError if vLLM gave a layer another number of KV heads than it has.
+    """Raise UnsupportedModelError if vLLM gave a layer another number of heads than it caches.
 
     Its linears on CPUs check no sizes: they would write behind their outputs.
     """
-    found, own = attention.attn.num_kv_heads, attention.dense_shape.num_kv_heads
+    found, own = attention.attn.num_kv_heads, attention.num_kept_heads
     if found != own:
         raise UnsupportedModelError(
             f"{name} has {own} key and value heads, vLLM read {found} from config.json: no way to "

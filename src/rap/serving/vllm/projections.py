@@ -1,6 +1,6 @@
 """vLLM's linears, and this rank's rows of everything else, in a pruned attention of transformers.
 
-Shapes: H query heads, G KV heads, W key width, C value width, M slots.
+Shapes: H query heads, N cached heads, W key width, C value width, M slots.
 """
 
 import functools
@@ -54,7 +54,7 @@ def place_attention(
     """
     mapped = _merge_projections(attention, name, vllm_config.quant_config)
     shape = attention.dense_shape
-    query, key = _own_heads(shape.num_heads, shape.num_kv_heads)
+    query, key = _own_heads(shape.num_heads, attention.num_kept_heads)
     if get_tensor_model_parallel_world_size() > 1:
         divide_norms(attention, query, key)
     rows = set()
@@ -73,7 +73,7 @@ def place_attention(
 
 
 def _own_heads(num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
-    """The query heads and KV heads of this rank, as QKVParallelLinear takes them."""
+    """The query heads and cached heads of this rank, as QKVParallelLinear takes them."""
     size, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
     replicas, heads = max(1, size // num_kv_heads), divide(num_heads, size)
     groups = divide(num_kv_heads * replicas, size)
@@ -142,7 +142,7 @@ def _merged_linear(
         modules[0].in_features,
         widths["k"],
         shape.num_heads if "q" in roles else 0,
-        shape.num_kv_heads,
+        attention.num_kept_heads,
         bias=modules[0].bias is not None,
         quant_config=quant_config,
         prefix=name,

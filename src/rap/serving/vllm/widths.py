@@ -1,7 +1,7 @@
-"""The cache's head size of every layer, as vLLM asks for it and as its attention kernels take it.
+"""The cache's heads and head size of every layer, as vLLM and its attention kernels read them.
 
-Shapes: T tokens, H query heads and G KV heads of this rank, W key width, C value width, S head size
-in the cache.
+Shapes: T tokens, H query heads and N cached heads of this rank, W key width, C value width, S head
+size in the cache.
 """
 
 from typing import Any
@@ -15,18 +15,20 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.v1.attention.selector import get_attn_backend
 
+from ...model.cache_layout import CacheLayout
 from ...model.errors import RapError
-from ..layout import cache_layouts, is_grouped, padded_width
+from ..layout import cache_layouts, dense_head_dims, is_grouped, padded_width
 
 
 class WidthConvertor(ModelArchConfigConvertorBase):
-    """Declares the head size of every layer; that of the whole model stays the dense D.
+    """Declares the cached heads of every layer and their size; of the whole model, the largest.
 
-    Buffers that serve all layers are sized for the whole model, so it must not be the smaller one.
+    Buffers that serve all layers are sized for the whole model: its head is the dense one, or a
+    wider one of merged heads, and its KV heads are the dense ones.
     """
 
     def convert(self, supports_multimodal: bool = True) -> ModelArchitectureConfig:
-        """The architecture of the dense model, with the widths of the `rap` section by layer."""
+        """The architecture of the dense model, with the `rap` section's caches by layer."""
         whole = super().convert(supports_multimodal)
         try:
             layouts = cache_layouts(self.hf_text_config)
@@ -35,10 +37,12 @@ class WidthConvertor(ModelArchConfigConvertorBase):
             return whole
         # Of layers that differ in the dense model too, beside what else differs in them.
         dense = whole.per_layer_overrides or [{} for _ in layouts]
+        size = whole.head_size
         whole.per_layer_overrides = [
-            own if layout is None else {**own, "head_size": layout.width}
+            {"head_size": size, **own} if layout is None else {**own, **_declared(layout)}
             for own, layout in zip(dense, layouts, strict=True)
         ]
+        whole.head_size = max(size, *(layout.width for layout in layouts if layout is not None))
         return whole
 
     def get_total_num_kv_heads(self) -> int:
@@ -46,6 +50,12 @@ class WidthConvertor(ModelArchConfigConvertorBase):
         if is_grouped(self.hf_text_config):
             return super().get_total_num_kv_heads()
         return int(self.hf_text_config.num_attention_heads)
+
+
+def _declared(layout: CacheLayout) -> dict[str, int]:
+    """What vLLM calls a layer's cache. One that reads another's has the dense heads here."""
+    heads = {"total_num_kv_heads": layout.num_heads} if layout.num_heads else {}
+    return {"head_size": layout.width, **heads}
 
 
 class PaddedAttention(Attention):
@@ -63,7 +73,7 @@ class PaddedAttention(Attention):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, output_shape: torch.Size | None = None
     ) -> Tensor:
-        """Attention of [T, H W], [T, G W] and [T, G C], as [T, H C]."""
+        """Attention of [T, H W], [T, N W] and [T, N C], as [T, H C]."""
         key, value = (states.unflatten(-1, (self.num_kv_heads, -1)) for states in (key, value))
         new = (pad(states, self.head_size).flatten(1) for states in (key, value))
         return self._attended(query, value.shape[-1], *new)
@@ -109,7 +119,7 @@ def pad(x: Tensor, width: int) -> Tensor:
 def dense_backend(cache_config: Any, *, window: int | None, has_sink: bool = False) -> Any:
     """The backend of the dense model for every layer: one kind of cache, one set of rules."""
     return get_attn_backend(
-        get_current_vllm_config().model_config.get_head_size(),
+        max(dense_head_dims(get_current_vllm_config().model_config.hf_text_config)),
         torch.get_default_dtype(),
         cache_config.cache_dtype if cache_config is not None else "auto",
         has_sink=has_sink,

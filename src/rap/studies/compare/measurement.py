@@ -16,11 +16,11 @@ from ...calibration.state import evaluating
 from ...evaluation.cost.footprint import cached_tensors, footprint
 from ...evaluation.cost.latency import PLAIN, measure_point
 from ...evaluation.cost.prefill import time_prefill
-from ...evaluation.quality.documents import check_wording
 from ...evaluation.quality.fidelity import DenseStates
 from ...evaluation.quality.perplexity import perplexity
-from ...evaluation.quality.recall import copy_loss, recall_grid
 from ...evaluation.quality.reconstruction import reconstructs
+from ...evaluation.retrieval.documents import check_wording
+from ...evaluation.retrieval.recall import copy_loss, recall_grid
 from ...methods.settings import read_value, split_setting
 from ...model.errors import RapError
 from ...model.fingerprint import fingerprint_model

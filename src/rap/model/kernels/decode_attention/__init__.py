@@ -2,8 +2,8 @@
 
 Shapes: B batch, H query heads, G KV heads, P dense pairs, M slots, W key width, C value width, S
 slots of the cache. `scale` is the dense head's. `lengths` (integers, on the device) say how many
-slots each sequence holds, `keep` [B, S] which of them the query sees, `window` how many of the
-last; `sinks` [H] are logits that join the softmax's sum; `softcap` bounds scores by tanh.
+slots each sequence holds, `keep` [B, S] which of them the query sees; `sinks` [H] are logits that
+join the softmax's sum; `softcap` bounds scores by tanh.
 No call waits for the device, so that a step can be captured in a CUDA graph.
 """
 
@@ -21,7 +21,6 @@ def decode_attention(
     scale: float,
     lengths_B: Tensor | None = None,
     keep_BS: Tensor | None = None,
-    window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
@@ -37,12 +36,11 @@ def decode_attention(
             scale=scale,
             lengths_B=lengths_B,
             keep_BS=keep_BS,
-            window=window,
             softcap=softcap,
             sinks_H=sinks_H,
         )
     return _decode_attention(
-        q_BHW, keys_BGSW, values_BGSC, scale, lengths_B, keep_BS, window, softcap, sinks_H
+        q_BHW, keys_BGSW, values_BGSC, scale, lengths_B, keep_BS, softcap, sinks_H
     )
 
 
@@ -55,7 +53,6 @@ def decode_step(
     *,
     scale: float,
     keep_BS: Tensor | None = None,
-    window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     clockwise: bool = False,
@@ -67,7 +64,7 @@ def decode_step(
     slot `position_B[b]` (int64, on the device; one entry serves all) is overwritten. The query sees
     the slots up to its own. Slots are not checked: that would wait for the device.
     """
-    settings = {"scale": scale, "keep_BS": keep_BS, "window": window}
+    settings = {"scale": scale, "keep_BS": keep_BS}
     if not takes_triton(states[0]):
         return reference.decode_step(
             states,
@@ -88,7 +85,6 @@ def decode_step(
         position_B,
         scale,
         keep_BS,
-        window,
         softcap,
         sinks_H,
         clockwise,
@@ -103,7 +99,6 @@ def _decode_attention(
     scale: float,
     lengths: Tensor | None,
     keep: Tensor | None,
-    window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -115,14 +110,13 @@ def _decode_attention(
         scale=scale,
         lengths_B=lengths,
         keep_BS=keep,
-        window=window,
         softcap=softcap,
         sinks_H=sinks,
     )
 
 
 @_decode_attention.register_fake
-def _(q, keys, values, scale, lengths, keep, window, softcap, sinks):  # type: ignore[no-untyped-def]
+def _(q, keys, values, scale, lengths, keep, softcap, sinks):  # type: ignore[no-untyped-def]
     return q.new_empty(*q.shape[:2], values.shape[-1])
 
 
@@ -139,7 +133,6 @@ def _decode_step(
     position: Tensor,
     scale: float,
     keep: Tensor | None,
-    window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
     clockwise: bool,
@@ -153,7 +146,6 @@ def _decode_step(
         new=(k, v, cos[:, 0], sin[:, 0], index),
         lengths_B=position,
         keep_BS=keep,
-        window=window,
         softcap=softcap,
         sinks_H=sinks,
         clockwise=clockwise,

@@ -33,7 +33,6 @@ def launch(
     new: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
     lengths_B: Tensor | None = None,
     keep_BS: Tensor | None = None,
-    window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     clockwise: bool = False,
@@ -43,11 +42,11 @@ def launch(
 
     `cache` is keys [B, G, S, W] and values [B, G, S, C] with H a multiple of G. `lengths_B` int,
     the filled slots of each sequence (None: all S), `keep_BS` bool, slots that a mask leaves.
-    `window` tokens are attended to at most, logits are multiplied by `scale`, capped by `softcap`,
-    and share the softmax with `sinks_H`. `new`, for the fused step, is k [B, G, W] and v [B, G, C]
-    of the new token, not rotated, cos and sin [B or 1, P], and the frequency index int32 [G, M]:
-    query and key are then rotated (by the negative angle if `clockwise`), and written to slot
-    `lengths_B`. `splits` is the number of stretches of the context, by default `num_splits`.
+    Logits are multiplied by `scale`, capped by `softcap`, and share the softmax with `sinks_H`.
+    `new`, for the fused step, is k [B, G, W] and v [B, G, C] of the new token, not rotated, cos and
+    sin [B or 1, P], and the frequency index int32 [G, M]: query and key are then rotated (by the
+    negative angle if `clockwise`), and written to slot `lengths_B`. `splits` is the number of
+    stretches of the context, by default `num_splits`.
 
     The first kernel gives each stretch's output, largest logit and sum, the second joins them
     (as in https://pytorch.org/blog/flash-decoding/). Accumulates in float32; a slot must hold
@@ -77,7 +76,7 @@ def launch(
         q_BHW.stride(), k.stride(), v.stride(), *(t.stride() for t in tables), index.stride(),
         *scaled, (0, 0) if keep is None else keep.stride(),
         0 if lengths is None else lengths.stride(0),
-        num_cached, num_cached + 1 if window is None else window, splits, scale, softcap or 1.0,
+        num_cached, splits, scale, softcap or 1.0,
         *cache_strides[0][2:], *cache_strides[1][2:], align,
         NUM_QUERIES=heads // groups, NUM_SLOTS=0 if new is None else index.shape[1],
         WIDTH=width, VALUE_WIDTH=value_width, FUSED=new is not None, CLOCKWISE=clockwise,

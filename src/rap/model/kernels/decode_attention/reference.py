@@ -62,7 +62,6 @@ def kept_slots(
     num_slots: int,
     lengths_B: Tensor | None,
     keep_BS: Tensor | None,
-    window: int | None,
     batch: int,
     device: torch.device,
 ) -> Tensor:
@@ -71,8 +70,6 @@ def kept_slots(
     full = torch.full((1,), num_slots, device=device)
     length_B1 = (full if lengths_B is None else lengths_B).reshape(-1, 1)
     keep = (slots_S < length_B1).expand(batch, -1)
-    if window is not None:
-        keep = keep & (slots_S >= length_B1 - window)
     return keep if keep_BS is None else keep & keep_BS
 
 
@@ -84,13 +81,12 @@ def decode(
     scale: float,
     lengths_B: Tensor | None = None,
     keep_BS: Tensor | None = None,
-    window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`attend` for one rotated query per sequence, [B, H, C]."""
     batch, num_slots = q_BHW.shape[0], keys_BGSW.shape[2]
-    keep = kept_slots(num_slots, lengths_B, keep_BS, window, batch, q_BHW.device)
+    keep = kept_slots(num_slots, lengths_B, keep_BS, batch, q_BHW.device)
     output = attend(
         q_BHW[:, :, None],
         keys_BGSW,
@@ -112,7 +108,6 @@ def decode_step(
     *,
     scale: float,
     keep_BS: Tensor | None = None,
-    window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     clockwise: bool = False,
@@ -126,7 +121,6 @@ def decode_step(
         scale=scale,
         lengths_B=position_B + 1,
         keep_BS=keep_BS,
-        window=window,
         softcap=softcap,
         sinks_H=sinks_H,
     )

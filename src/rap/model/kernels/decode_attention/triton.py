@@ -83,12 +83,12 @@ def _attend_new(
     return b_acc, b_new_top, b_total * b_decay + b_weight
 
 
-@triton.jit(do_not_specialize=["num_cached", "window", "num_splits"])
+@triton.jit(do_not_specialize=["num_cached", "num_splits"])
 def decode_split_kernel(
     p_q, p_k, p_v, p_cos, p_sin, p_index, p_keys, p_values, p_keep, p_lengths,
     p_acc, p_top, p_total,
     s_q, s_k, s_v, s_cos, s_sin, s_index, s_keys, s_values, s_keep, s_lengths,
-    num_cached, window, num_splits, scale, softcap,
+    num_cached, num_splits, scale, softcap,
     KEY_ROW: tl.constexpr, KEY_CHANNEL: tl.constexpr, VALUE_ROW: tl.constexpr,
     VALUE_CHANNEL: tl.constexpr, ALIGN: tl.constexpr,
     NUM_QUERIES: tl.constexpr, NUM_SLOTS: tl.constexpr, WIDTH: tl.constexpr,
@@ -117,10 +117,8 @@ def decode_split_kernel(
     old = num_cached
     if LENGTHS:
         old = tl.load(p_lengths + i_b * s_lengths).to(tl.int32)
-    last = old + 1 if FUSED else old
-    first = tl.maximum(last - window, 0)
-    share = tl.cdiv(tl.cdiv(old - first, num_splits), BS) * BS
-    begin = first + i_split * share
+    share = tl.cdiv(tl.cdiv(old, num_splits), BS) * BS
+    begin = i_split * share
     end = tl.minimum(begin + share, old)
 
     if FUSED:

@@ -12,10 +12,10 @@ import torch
 
 from cases.characters import Characters
 from cases.command import error_violations, run
-from rap.evaluation.quality import ruler
-from rap.evaluation.quality.documents import ANSWER, STATED, TEXT, encoder, evaluation_rng
 from rap.evaluation.quality.intervals import Interval
-from rap.evaluation.quality.ruler_tasks import TASKS, WORDS
+from rap.evaluation.retrieval import ruler, scoring
+from rap.evaluation.retrieval.documents import ANSWER, STATED, TEXT, encoder, evaluation_rng
+from rap.evaluation.retrieval.ruler_tasks import TASKS, WORDS
 from rap.model.errors import RapError
 
 VOCABULARY = 128
@@ -30,7 +30,7 @@ def words_of(document) -> str:
 
 
 def answers_of(document) -> list[str]:
-    return [words_of(document)[run[0] : run[-1] + 1] for run in ruler.answer_runs(document)]
+    return [words_of(document)[run[0] : run[-1] + 1] for run in scoring.answer_runs(document)]
 
 
 def _of(words: str, key: str, pattern: str) -> list[str]:
@@ -267,7 +267,7 @@ def test_the_command_measures_and_writes(tmp_path):
     text, output = tmp_path / "text.txt", tmp_path / "new" / "ruler.json"
     text.write_text("The rain fell on the old house all night, and nobody came to the door. " * 40)
     asked = ("--text", text, "--length", 256, "--task", "two-hop", "--task", "multi-key")
-    call = ("evaluate", "ruler", "bundled", *asked, "--documents", 2)
+    call = ("evaluate", "retrieval", "bundled", *asked, "--documents", 2)
     found = run(*call, "--json", "-o", output)
     assert found.code == 0, found.err
     assert json.loads(output.read_text()) == found.json
@@ -280,6 +280,22 @@ def test_the_command_measures_and_writes(tmp_path):
 
 
 def test_the_command_refuses_an_unknown_task():
-    result = run("evaluate", "ruler", "bundled", "--task", "odd")
+    result = run("evaluate", "retrieval", "bundled", "--task", "odd")
     assert error_violations(result) == []
     assert "unknown task 'odd'" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--depth 0.5", "--depth is of --task needle alone"),
+        ("--task recall --length 64", "--length is of the default tasks or --task needle alone"),
+        ("--task needle --task two-hop", "--task needle has a grid of its own"),
+        ("--task needle --facts 1 --facts 4", "one number of --facts"),
+        ("--task odd", "two-hop, needle, recall"),
+    ],
+)
+def test_a_setting_of_another_task_is_refused(arguments, message):
+    result = run("evaluate", "retrieval", "bundled", *arguments.split())
+    assert error_violations(result) == []
+    assert message in result.err

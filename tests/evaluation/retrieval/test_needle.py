@@ -12,8 +12,8 @@ import torch
 
 from cases.characters import Characters
 from cases.command import error_violations, run
-from rap.evaluation.quality.documents import ANSWER, FactWriter, evaluation_rng
-from rap.evaluation.quality.needle import (
+from rap.evaluation.retrieval.documents import ANSWER, FactWriter, evaluation_rng
+from rap.evaluation.retrieval.needle import (
     NeedleCell,
     heat_map,
     heat_maps,
@@ -198,7 +198,18 @@ def test_the_bundled_model_finds_needles_twice_alike(tmp_path):
     text.write_text(WORDS * 40)
     figure, kept = tmp_path / "map.svg", tmp_path / "map.json"
     results = [
-        run("evaluate", "needle", "bundled", "--text", text, *place, "--json", *extra)
+        run(
+            "evaluate",
+            "retrieval",
+            "bundled",
+            "--task",
+            "needle",
+            "--text",
+            text,
+            *place,
+            "--json",
+            *extra,
+        )
         for extra in (("--figure", figure, "-o", kept), ())
     ]
     assert results[0].code == 0, results[0].err
@@ -218,7 +229,9 @@ def test_the_bundled_model_finds_needles_twice_alike(tmp_path):
 
 
 def test_command_refuses_a_figure_it_cannot_draw(tmp_path):
-    result = run("evaluate", "needle", "bundled", "--figure", tmp_path / "map.gif")
+    result = run(
+        "evaluate", "retrieval", "bundled", "--task", "needle", "--figure", tmp_path / "map.gif"
+    )
     assert error_violations(result) == []
     assert "ends in .png or .svg" in result.err
 

@@ -5,22 +5,17 @@ Works with any causal language model that maps `input_ids` to `.logits`.
 Shapes: B documents in a batch, T tokens, N tokens of text to build documents from.
 """
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from ...calibration.bos import Bos, bos_token
-from ...calibration.state import evaluating
 from ...model.errors import RapError
 from ...model.layers import text_config
 from .documents import (
-    ANSWER,
     Document,
     FactWriter,
     check_documents,
@@ -30,6 +25,7 @@ from .documents import (
     opened,
     recall_document,
 )
+from .scoring import grade, score_documents
 
 MOST_LOGITS = 2**28  # held at once: 1 GiB of float32, which eight documents of Gemma's would pass
 
@@ -59,50 +55,6 @@ class CopyLoss:
     def gain(self) -> float:
         """How much easier the passage is the second time (nats per token); 0 without copying."""
         return self.first - self.second
-
-
-@torch.no_grad()
-def score_documents(
-    model: torch.nn.Module,
-    documents: Sequence[Document],
-    batch_size: int,
-    kind: int | None = None,
-) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
-    """For each document the loss (nats) and whether the greedy guess is right, both [T - 1].
-
-    Documents of a batch are padded on the right, where a causal model cannot look. With a `kind`
-    only its tokens are scored, and the others are NaN and False: logits of a thousand tokens of
-    which five are an answer take longer than the layers below them.
-    """
-    device = next(model.parameters()).device
-    for start in range(0, len(documents), batch_size):
-        batch = documents[start : start + batch_size]
-        longest = max(len(document.ids) for document in batch)
-        ids_BT = torch.zeros(len(batch), longest, dtype=torch.long)
-        wanted_BT = torch.zeros(len(batch), longest - 1, dtype=torch.bool)
-        for row, wanted, document in zip(ids_BT, wanted_BT, batch, strict=True):
-            row[: len(document.ids)] = torch.from_numpy(document.ids)
-            kinds = torch.from_numpy(document.kinds[1:])
-            wanted[: len(kinds)] = True if kind is None else kinds == kind
-        places = wanted_BT.any(0).nonzero().flatten()
-        loss_BT, right_BT = np.full(wanted_BT.shape, np.nan), np.zeros(wanted_BT.shape, dtype=bool)
-        with evaluating(model):
-            logits = _logits_at(model, ids_BT.to(device), places.to(device)).float()
-        targets = ids_BT[:, places + 1].to(device)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        wanted_BP = wanted_BT[:, places]
-        loss_BT[wanted_BT] = loss.view_as(targets)[wanted_BP].cpu().numpy()
-        right_BT[wanted_BT] = (logits.argmax(-1) == targets)[wanted_BP].cpu().numpy()
-        for document, losses, right in zip(batch, loss_BT, right_BT, strict=True):
-            last = len(document.ids) - 1
-            yield document, losses[:last], right[:last]
-
-
-def _logits_at(model: torch.nn.Module, ids_BT: Tensor, places: Tensor) -> Tensor:
-    """Logits [B, P, V] at P places of every row, and at no others where the model can leave out."""
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        return model(input_ids=ids_BT, use_cache=False, logits_to_keep=places).logits
-    return model(input_ids=ids_BT, use_cache=False).logits[:, places]
 
 
 @torch.no_grad()
@@ -136,13 +88,10 @@ def recall_grid(
     for distance in distances:
         for num_facts in facts:
             documents = recall_documents(writer, text, distance, num_facts, **asked)
-            right = [
-                right[document.kinds[1:] == ANSWER]
-                for document, _, right in score_documents(model, documents, batch_size, ANSWER)
-            ]
-            whole = float(np.mean([answer.all() for answer in right]))
-            token = float(np.mean(np.concatenate(right)))
-            cells.append(RecallCell(distance, num_facts, num_documents, whole, token))
+            shares, token = grade(model, documents, batch_size)
+            cells.append(
+                RecallCell(distance, num_facts, num_documents, float(np.mean(shares)), token)
+            )
     return cells
 
 

@@ -20,6 +20,8 @@ from ...calibration.bos import Bos, bos_token
 from ...calibration.state import evaluating
 from ...checkpoint.card import interval_text
 from ...model.errors import RapError
+from ..quality.intervals import Interval, mean_interval
+from ..quality.perplexity import check_sizes
 from .documents import (
     ANSWER,
     STATED,
@@ -34,10 +36,8 @@ from .documents import (
     opened,
     stretch,
 )
-from .intervals import Interval, mean_interval
-from .perplexity import check_sizes
-from .recall import score_documents
 from .ruler_tasks import TASKS, Script
+from .scoring import grade
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,6 @@ def _ending(encode: Encode, script: Script) -> tuple[list[int], list[int]]:
         parts += [(comma, TEXT), (tokens[:blank], TEXT), (tokens[blank:], ANSWER)]
     ids = [token for tokens, _ in parts for token in tokens]
     return ids, [kind for tokens, kind in parts for _ in tokens]
-
-
-def answer_runs(document: Document) -> list[np.ndarray]:
-    """The places of each answer's tokens, int64 arrays in the order of the document."""
-    marked = np.flatnonzero(document.kinds == ANSWER)
-    return np.split(marked, np.flatnonzero(np.diff(marked) > 1) + 1)
 
 
 def ruler_documents(
@@ -155,24 +149,18 @@ def ruler_grid(
         ]
 
 
-def check_tasks(tasks: Sequence[str]) -> None:
-    """RapError for a task that is not one of TASKS."""
+def check_tasks(tasks: Sequence[str], beside: Sequence[str] = ()) -> None:
+    """RapError for a task that is not one of TASKS; it names those `beside` them too."""
     for task in tasks:
         if task not in TASKS:
-            raise RapError(f"unknown task {task!r}: use {', '.join(TASKS)}")
+            raise RapError(f"unknown task {task!r}: use {', '.join((*TASKS, *beside))}")
 
 
 def _cell(
     model: Any, task: str, length: int, documents: Sequence[Document], batch_size: int
 ) -> RulerCell:
-    shares, tokens = [], []
-    for document, _, right in score_documents(model, documents, batch_size, ANSWER):
-        # The token at place t is guessed at t - 1.
-        answers = [right[run - 1] for run in answer_runs(document)]
-        shares.append(float(np.mean([answer.all() for answer in answers])))
-        tokens += answers
-    accuracy = mean_interval(shares)
-    return RulerCell(task, length, len(documents), accuracy, float(np.mean(np.concatenate(tokens))))
+    shares, token = grade(model, documents, batch_size)
+    return RulerCell(task, length, len(documents), mean_interval(shares), token)
 
 
 def ruler_table(title: str, cells: Sequence[RulerCell]) -> dict[str, Any]:

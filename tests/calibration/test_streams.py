@@ -18,7 +18,6 @@ from rap.calibration.memory import estimate_layers
 from rap.calibration.registry import STATISTICS, backward_needs
 from rap.calibration.run import calibrate
 from rap.calibration.sources import LoadedLayers, StoredLayers
-from rap.calibration.streamed import calibrate_layers
 from rap.calibration.streams import Stream, new_stream
 from rap.checkpoint.load import load_dense
 from rap.checkpoint.stored import StoredModel
@@ -67,7 +66,7 @@ def test_layers_from_files_are_the_loaded_model_in_every_family(case: Case, tmp_
 def test_statistics_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     model = _saved(next(case for case in CASES if case.name == name), tmp_path)
     expected = calibrate(model, WINDOWS, FORWARD, batch_size=2)
-    found = calibrate_layers(StoredLayers(StoredModel(tmp_path)), WINDOWS, FORWARD, batch_size=2)
+    found = calibrate(StoredLayers(StoredModel(tmp_path)), WINDOWS, FORWARD, batch_size=2)
     for layer, other in zip(found.layers, expected.layers, strict=True):
         assert (layer is None) == (other is None)
         assert (layer or {}).keys() == (other or {}).keys()
@@ -85,14 +84,14 @@ def test_a_low_precision_checkpoint_works_in_float32(tied: bool, tmp_path: Path)
     model.save_pretrained(tmp_path)
     stored = StoredModel(tmp_path)
     assert stored.fingerprint == fingerprint_model(model)
-    found = calibrate_layers(StoredLayers(stored), WINDOWS, {"pairs"})
+    found = calibrate(StoredLayers(stored), WINDOWS, {"pairs"})
     expected = calibrate(load_dense(tmp_path, dtype=torch.float32), WINDOWS, {"pairs"})
     for layer, other in zip(found.layers, expected.layers, strict=True):
         assert all(torch.equal(layer[key], value) for key, value in other.items())
     outside = StoredLayers(stored).outside()
     same = outside.lm_head.weight.data_ptr() == outside.model.embed_tokens.weight.data_ptr()
     assert same == tied
-    exact = StoredLayers(stored, exact=True).outside(head=False)
+    exact = StoredLayers(stored).outside(head=False, exact=True)
     assert exact.model.embed_tokens.weight.dtype == torch.bfloat16
     assert exact.lm_head.weight.is_meta != tied
 
@@ -100,9 +99,9 @@ def test_a_low_precision_checkpoint_works_in_float32(tied: bool, tmp_path: Path)
 def test_gradients_are_refused(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(CalibrationError, match="gradients of the loss"):
-        calibrate_layers(StoredLayers(StoredModel(tmp_path)), WINDOWS, {"pairs", "fisher"})
+        calibrate(StoredLayers(StoredModel(tmp_path)), WINDOWS, {"pairs", "fisher"})
     with pytest.raises(CalibrationError, match="outside the vocabulary"):
-        calibrate_layers(StoredLayers(StoredModel(tmp_path)), WINDOWS + 10_000, {"pairs"})
+        calibrate(StoredLayers(StoredModel(tmp_path)), WINDOWS + 10_000, {"pairs"})
 
 
 def test_a_large_stream_is_mapped_from_a_file(

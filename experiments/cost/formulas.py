@@ -14,11 +14,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from ...calibration.state import evaluating
-from ...model.cache_layout import PairEntry
-from ...model.kinds.latent import LatentEntry
-from ...model.modeling import CONFIG_VERSION, config_class, model_class
-from .footprint import footprint
+from rap.calibration.state import evaluating
+from rap.evaluation.cost.footprint import footprint
+from rap.model.cache_layout import PairEntry
+from rap.model.kinds.latent import LatentEntry
+from rap.model.modeling import CONFIG_VERSION, config_class, model_class
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Cost:
     `cache` is elements per token. `weights` are all parameters without biases, `kv_weights` those
     of keys and values, with both factors where there are two. `rebuilding` is the part of them that
     every decode step applies to the whole cache. `mixing` is multiply-adds per query and attended
-    position: scores and their product with the values.
+    position: scores and their product with the values. `repeated` are multiply-adds of a token
+    beyond one for each weight: query heads share maps.
     """
 
     cache: int
@@ -46,14 +47,16 @@ class Cost:
     kv_weights: int
     rebuilding: int
     mixing: int
+    repeated: int = 0
 
     def forward_flops(self, tokens: int) -> int:
         """FLOPs of a first pass over `tokens`; masked positions are multiplied too."""
-        return 2 * tokens * (self.weights + tokens * self.mixing)
+        return 2 * tokens * (self.weights + self.repeated + tokens * self.mixing)
 
     def decode_flops(self, context: int) -> int:
         """FLOPs of one more token that attends to `context` tokens, itself included."""
-        return 2 * (self.weights - self.rebuilding + context * (self.rebuilding + self.mixing))
+        once = self.weights + self.repeated - self.rebuilding
+        return 2 * (once + context * (self.rebuilding + self.mixing))
 
 
 def pruned(sizes: Sizes, key_width: int, value_width: int) -> Cost:
@@ -66,6 +69,26 @@ def pruned(sizes: Sizes, key_width: int, value_width: int) -> Cost:
         kv_weights=model * groups * width,
         rebuilding=0,
         mixing=heads * width,
+    )
+
+
+def merged(sizes: Sizes, merge: int, width: int, *, factored: bool) -> Cost:
+    """Groups of `merge` KV heads cached as one of `width` channels, of keys and of values.
+
+    Absorbed, W_q and W_o have `width` channels a head; factored they stay dense, and every KV head
+    has a map of queries and one of outputs, which each of its query heads is multiplied by.
+    """
+    heads, dim, model = sizes.num_heads, sizes.head_dim, sizes.hidden_size
+    cached = sizes.num_kv_heads // merge
+    lower, maps = 2 * cached * width * model, 2 * dim * width
+    outer = 2 * heads * (dim if factored else width) * model
+    return Cost(
+        cache=2 * cached * width,
+        weights=outer + lower + factored * sizes.num_kv_heads * maps,
+        kv_weights=lower,
+        rebuilding=0,
+        mixing=2 * heads * width,
+        repeated=factored * (heads - sizes.num_kv_heads) * maps,
     )
 
 

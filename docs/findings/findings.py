@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...model.errors import RapError
+from rap.model.errors import RapError
 
 CONFIRMED, CONTRADICTED, PARTLY = "Confirmed", "Contradicted", "Confirmed in part"
 OPEN, UNMEASURED = "Open", "Not measured"

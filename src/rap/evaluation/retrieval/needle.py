@@ -28,7 +28,7 @@ from .documents import (
     opened,
     stretch,
 )
-from .recall import score_documents
+from .scoring import grade
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,9 @@ def needle_grid(
                 for _ in range(num_documents)
             ]
             documents = [opened(document, first) for document in documents]
-            right = [
-                right[document.kinds[1:] == ANSWER]
-                for document, _, right in score_documents(model, documents, batch_size, ANSWER)
-            ]
-            whole = float(np.mean([answer.all() for answer in right]))
-            token = float(np.mean(np.concatenate(right)))
-            cells.append(NeedleCell(length, float(depth), num_documents, whole, token))
+            shares, token = grade(model, documents, batch_size)
+            found = float(np.mean(shares))
+            cells.append(NeedleCell(length, float(depth), num_documents, found, token))
     return cells
 
 

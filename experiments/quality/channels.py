@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from ...model.errors import UnsupportedModelError
-from ...model.layers import attention_layers
-from ...planning.plan import Plan
-from ...planning.scores import Named
+from rap.model.errors import UnsupportedModelError
+from rap.model.layers import attention_layers
+from rap.planning.plan import Plan
+from rap.planning.scores import Named
 
 
 @dataclass(frozen=True, eq=False)

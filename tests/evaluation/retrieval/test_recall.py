@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cases.characters import Characters
-from rap.evaluation.quality import documents, needle, recall
+from rap.evaluation.retrieval import documents, needle, recall
 from rap.model.errors import RapError
 
 VOCAB = 128
