@@ -175,7 +175,7 @@ def findings_page(
 def _tally(findings: Sequence[Finding]) -> str:
     """How many findings either model bears out."""
     order = (CONFIRMED, PARTLY, CONTRADICTED, OPEN, UNMEASURED)
-    rows = ["| | real model | bundled model |", "| --- | ---: | ---: |"]
+    rows = ["| | SmolLM2 | bundled test model |", "| --- | ---: | ---: |"]
     real = Counter(finding.verdict for finding in findings)
     bundled = Counter(finding.bundled.verdict for finding in findings)
     reached = [name for name in order if real[name] or bundled[name]]
@@ -187,10 +187,10 @@ def _section(finding: Finding, models: Models) -> str:
     real = _answered(finding.real, finding.title, models.real)
     bundled = finding.bundled.written(finding.title, models.bundled)
     told = finding.disagree and finding.follows
-    follows = f"\n\nThey disagree: {finding.follows}" if told else ""
+    follows = f"\n\nThe models differ: {finding.follows}" if told else ""
     return (
-        f"## {finding.title}\n\nPaper: {finding.paper}\n\nReal model: {real}\n\n"
-        f"Bundled model: {bundled}{follows}\n"
+        f"## {finding.title}\n\n* **Paper**: {finding.paper}\n* **SmolLM2**: {real}\n"
+        f"* **Bundled test model**: {bundled}{follows}\n"
     )
 
 
@@ -206,18 +206,18 @@ def _closing(findings: Sequence[Finding], defaults: Sequence[Default], models: M
         if finding.disagree
     ]
     items = [
-        f"* **{default.title}.** Bundled model: {default.bundled(models.bundled)} Real model: "
+        f"* **{default.title}.** Bundled test model: {default.bundled(models.bundled)} SmolLM2: "
         f"{_answered(default.real, default.title, models.real)}"
         for default in defaults
     ]
     return "\n".join(
         [
-            "## What the two models disagree on, and which defaults follow\n",
-            "| finding | real model | bundled model | what follows |",
+            "## Differences between the models, and defaults\n",
+            "| finding | SmolLM2 | bundled test model | implication |",
             "| --- | --- | --- | --- |",
             *rows,
             "",
-            "Defaults that the bundled model chose, and what the real one says of them:\n",
+            "Defaults that were chosen on the bundled test model, and their effect on SmolLM2:\n",
             *items,
             "",
         ]

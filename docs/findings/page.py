@@ -48,7 +48,7 @@ neither of which is a Llama-3-8B. The first counts, the second misleads where th
 
 Numbers are perplexity, without BOS. Abbreviations and protocol:
 
-| | SmolLM2 ("real model") | bundled test model |
+| | SmolLM2 | bundled test model |
 | --- | --- | --- |
 | evaluation | WikiText-2 test, 8 x 2,048 tokens | test novels, 48 x 512 tokens |
 | perplexity of the dense model | {real} | {bundled} |

@@ -62,10 +62,10 @@ def test_a_cell_that_is_not_there_is_refused(findings):
 @pytest.mark.parametrize(
     ("real", "said", "disagree"),
     [
-        (CONFIRMED, "Real model: 2 and 4. **Confirmed.** So it is.", False),
-        (CONTRADICTED, "Real model: 2 and 4. **Contradicted.** So it is.", True),
-        (OPEN, "Real model: 2 and 4. **Open.** So it is.", False),
-        (None, "Real model: not measured.", False),
+        (CONFIRMED, "* **SmolLM2**: 2 and 4. **Confirmed.** So it is.", False),
+        (CONTRADICTED, "* **SmolLM2**: 2 and 4. **Contradicted.** So it is.", True),
+        (OPEN, "* **SmolLM2**: 2 and 4. **Open.** So it is.", False),
+        (None, "* **SmolLM2**: not measured.", False),
     ],
 )
 def test_the_real_model_answers_first_and_disagreement_is_said(tmp_path, real, said, disagree):
@@ -96,11 +96,13 @@ def test_the_real_model_answers_first_and_disagreement_is_said(tmp_path, real, s
         title="`retain`", bundled=lambda r: f"{r.loss('rap'):.0%}.", real="not measured."
     )
     page = findings_page("# Title\n", [finding], [default], Models(results, results))
-    section, closing = page.split("## What the two models disagree on")
-    assert f"Paper: twice.\n\n{said}\n\nBundled model: 2 and 4. **Confirmed.**" in section
-    assert ("They disagree: cut less." in section) is disagree
+    section, closing = page.split("## Differences between the models")
+    assert (
+        f"* **Paper**: twice.\n{said}\n* **Bundled test model**: 2 and 4. **Confirmed.**" in section
+    )
+    assert ("The models differ: cut less." in section) is disagree
     assert ("| Cuts cost | Contradicted | Confirmed | cut less. |" in closing) is disagree
-    assert "* **`retain`.** Bundled model: 100%. Real model: not measured." in closing
+    assert "* **`retain`.** Bundled test model: 100%. SmolLM2: not measured." in closing
     tally = page.partition("| --- | ---: | ---: |\n")[2].partition("\n\n")[0].splitlines()
     counts = [[int(cell) for cell in row.split("|")[2:4]] for row in tally]
     assert [sum(column) for column in zip(*counts, strict=True)] == [1, 1]
