@@ -118,8 +118,8 @@ BASELINES = (
             figures=costs,
             holds=lambda r: only_rap_shrinks(r) and 0.97 < r.slower("rap") < 1.03,
             why="A quarter of attention's parameters are W_k and W_v here, so factors weigh more "
-            "than on Llama-3-8B. The step of pruning model takes as long as the dense one's on a "
-            "CPU: at this size attention is a small part of it.",
+            "than on Llama-3-8B. The step of the pruned model takes as long as the dense model's "
+            "on a CPU: at this size attention is a small part of it.",
         ),
         bundled=Answer(
             verdict=CONFIRMED,
@@ -127,7 +127,7 @@ BASELINES = (
             holds=only_rap_shrinks,
             why="W_k and W_v are a third of attention here (a fifth in Llama-3-8B), so factors "
             "weigh more. On a CPU reconstruction dominates the step, though at this size a pruned "
-            "step is no faster than a dense one either.",
+            "step is no faster than a dense step either.",
         ),
     ),
     Finding(
@@ -212,7 +212,7 @@ BASELINES = (
                 r.ppl("rap", 0.5, "fast") < r.ppl("heads", 0.5, "fast")
                 and r.share("heads", "kv_bytes_per_token") < 0.6
             ),
-            why="It matches the paper's pairs and channels, as the paper says, and loses to the "
+            why="It matches the paper's pairs and channels, as in the paper, and loses to the "
             "default rap. With 2 KV heads the grid has one step, so 0.7 becomes 0.5.",
         ),
     ),

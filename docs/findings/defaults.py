@@ -15,9 +15,9 @@ DEFAULTS = (
             verdict=CHANGES,
             figures=lambda r: (
                 f"{r.loss('rap', 0.7):.0%} at 0.7 and {r.loss('rap', 0.5):.0%} at 0.5, "
-                f"{r.loss('rap', 0.7, 'fit'):.0%} and {r.loss('rap', 0.5, 'fit'):.0%} after the "
-                "fit; PaLU, no recovery, "
-                f"{r.loss('palu', 0.7):.0%} and {r.loss('palu', 0.5):.0%}."
+                f"{r.loss('rap', 0.7, 'fit'):.0%} and {r.loss('rap', 0.5, 'fit'):.0%} after "
+                f"layer-wise distillation; PaLU, no recovery, {r.loss('palu', 0.7):.0%} and "
+                f"{r.loss('palu', 0.5):.0%}."
             ),
             holds=lambda r: (
                 r.loss("rap", 0.7) > 0.2 and r.loss("rap", 0.5, "fit") < 0.5 * r.loss("rap", 0.5)
@@ -33,7 +33,7 @@ DEFAULTS = (
             verdict=STAYS,
             figures=lambda r: (
                 f"{compared(r, 'rap', POOLED)}; a decode step takes {r.slower('rap'):.0%} and "
-                f"{r.slower(POOLED):.0%} of the dense one."
+                f"{r.slower(POOLED):.0%} of the dense model's."
             ),
             holds=lambda r: (
                 0.98 < r.ppl(POOLED) / r.ppl("rap") < 1
@@ -69,7 +69,7 @@ DEFAULTS = (
         ),
     ),
     Default(
-        title="`context`, over which folded pairs may drift: all that the model was made for",
+        title="`context`, for merging pairs: all that the model was made for",
         bundled=lambda r: (
             "recall at 1,000 tokens chose it over 512, against perplexity (`docs/log.md`, "
             "2026-11-20)."
@@ -99,7 +99,7 @@ DEFAULTS = (
                 r.ppl("rap", 0.5, "closed-form") > 0.95 * r.ppl("rap", 0.5)
                 and r.ppl("rap", 0.5, "fit") < 0.7 * r.ppl("rap", 0.5)
             ),
-            why="What the outputs alone can mend is little: folding and subspaces already choose "
+            why="Refitting the outputs alone gains little: folding and subspaces already choose "
             "them well.",
         ),
     ),

@@ -67,7 +67,7 @@ def costs(results: Results) -> str:
     return (
         "parameters at 0.7: "
         + ", ".join(f"{m} {results.share(m, 'attention_parameters'):.1%}" for m in COSTLY)
-        + "; a decode step takes, of the dense one, "
+        + "; a decode step takes, of the dense model's, "
         + ", ".join(f"{m} {results.slower(m):.0%}" for m in COSTLY)
         + "."
     )
@@ -96,7 +96,7 @@ def orphaned(results: Results) -> str:
     return (
         f"orphans {most['orphans']:.1%} at 0.9 and {least['orphans']:.1%} at 0.5, broken pairs "
         f"{most['broken']:.1%} and {least['broken']:.1%}; by chance {least['chance']:.1%} at 0.5. "
-        "RAP 0 % by construction."
+        "RAP 0% by construction."
     )
 
 
@@ -198,8 +198,8 @@ def told_recalls(results: Results, *methods: str) -> str:
         if cell["recover"] == "fit"
     ]
     return (
-        f"recall of one of 4 numbers at 256 / 1,000 tokens, 12 documents, cut only, at 0.9, 0.7, "
-        f"0.5: {each}; dense {shown(recalls(results, 0.5)['dense'])}. Fitted, rap has "
+        f"recall of one of 4 numbers at 256 / 1,000 tokens, 12 documents, no recovery, at 0.9, "
+        f"0.7, 0.5: {each}; dense {shown(recalls(results, 0.5)['dense'])}. Fitted, rap has "
         f"{' and '.join(fitted)} at 0.7 and 0.5."
     )
 

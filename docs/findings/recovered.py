@@ -41,8 +41,8 @@ RECOVERY = (
             why="It is true of the paper's selection. The default rap costs at 0.5 what the "
             "paper's costs Llama-3-8B at 0.9.",
         ),
-        follows="no ratio is free because the bundled model says so; `--recover fit` belongs to a "
-        "pruned below 0.9.",
+        follows="no ratio is free because of the bundled model; use `--recover fit` below retain "
+        "0.9.",
     ),
     Finding(
         title="A short distillation recovers retain 0.7",
@@ -100,7 +100,7 @@ RECOVERY = (
     Finding(
         title="Neither the LoRA rank nor the score carries the recovered result",
         paper="after recovery at 0.7: 9.52 / 9.35 / 9.37 for rank 4 / 8 / 16, 9.35 for Fisher and "
-        "9.52 for weight magnitude; single runs tell apart about 0.5 (`tab:ablation_design`).",
+        "9.52 for weight magnitude; single runs resolve about 0.5 (`tab:ablation_design`).",
         real="not measured: what was distilled into is the matrices themselves.",
         bundled=Answer(
             verdict=CONTRADICTED,

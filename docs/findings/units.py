@@ -140,7 +140,7 @@ UNITS = (
             figures=told_halves,
             holds=lambda r: kept_halves(r)[0] > kept_halves(r)[1],
             why="The slower half turns less than once in the 2,048 tokens this model was made for, "
-            "so one pair of it can stand for another (which folding uses).",
+            "so one pair of it can replace another (which folding uses).",
         ),
         follows="slow pairs are not cheap because they are slow; what folding saves has to be "
         "shown on SmolLM2.",
@@ -176,9 +176,9 @@ UNITS = (
                 and max(bases(r, "pairs")) < 1.05 * min(bases(r, "pairs"))
             ),
             why="Channels cost more than pairs at every base, and the base moves neither by a "
-            "fifth. The weights stay those trained at 500,000, as the paper's stay: this says what "
-            "a rotation does to a pruned model, not what a model trained at another base would be "
-            "like.",
+            "fifth. The weights stay those trained at 500,000, as the paper's stay: this shows the "
+            "effect of a rotation on a pruned model, not what a model trained at another base "
+            "would be like.",
         ),
     ),
     Finding(

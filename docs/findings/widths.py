@@ -96,8 +96,8 @@ WIDTHS = (
                 < r.ppl("rap:paper:key_share=0.65")
             ),
             why="More for K is clearly worse, as in the paper. Less for K is better here, pooled "
-            "most of all, where the paper cannot tell a little less from equal: cutting value "
-            "channels is what costs this model most.",
+            "most of all, where the paper finds no difference between a little less and equal: "
+            "cutting value channels is what costs this model most.",
         ),
         follows="what giving K less gained was the bundled model's own. The equal split stays, for "
         "quality too and not only for the kernels.",
