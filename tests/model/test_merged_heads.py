@@ -28,7 +28,6 @@ from rap.planning.plan import PairPlan, Plan
 from rap.surgery.apply import apply
 from rap.surgery.write import apply_streamed
 
-
 names = {"ids": lambda case: case.name}
 
 
