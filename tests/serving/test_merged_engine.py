@@ -27,6 +27,7 @@ from cases.served import (
     sized,
 )
 from rap.methods.dense import dense_layers
+from rap.model.kinds.factored import FactoredPlan
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round
 from rap.surgery.apply import apply
@@ -92,6 +93,18 @@ def test_frequencies_of_the_other_rank_are_noticed(damaged, tmp_path):
     small = several(tmp_path)
     found = agreement(small, run_divided(damaged(tmp_path, tensors=swap), 40, 140))
     assert found.max_logprob_error > 100 * TOLERANCE
+
+
+def test_maps_of_a_dense_head_that_two_ranks_share(tmp_path):
+    """Three query heads a rank, two to a dense head: the second head's map is on both ranks."""
+    model = tiny_model("llama", head_dim=64, hidden=96, layers=2, heads=6, kv_heads=3)
+    generator = torch.Generator().manual_seed(0)
+    layer = merged_layer(3, 64, 64, generator, merge=3, slots=48, width=96)
+    whole = FactoredPlan.of(layer, queries=True, outputs=True)
+    half = FactoredPlan.of(layer, queries=False, outputs=True)
+    small = eager(apply(model, plan_of(model, [whole, half])))
+    small.save_pretrained(tmp_path)
+    assert_agrees(small, run_divided(tmp_path, *LENGTHS))
 
 
 def test_heads_that_devices_cannot_divide_are_refused_in_a_sentence(tmp_path):
