@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.family_cases import Case
 from cases.merged_plans import MERGED, merged_layer, merged_plan
 from cases.models import tiny_model
 from cases.plans import plan_of, random_plan
@@ -25,15 +26,26 @@ from cases.served import (
     serve_all,
     sized,
 )
+from rap.methods.dense import dense_layers
+from rap.model.kinds.factored import FactoredPlan
 from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round
 from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]
 
+
+def can_map(case: Case) -> bool:
+    """Whether a family's heads can be merged with maps of every head."""
+    return any(not limit for limit in dense_layers(case.model()).mapped_limits)
+
+
 FAMILIES = [case for case in SERVED if case.name in {one.name for one in MERGED}]
 # One of each: q, k and v of one linear, channels that do not rotate, experts, sinks, windows.
 FEW = ("gemma2", "glm4", "gpt_oss", "llama", "mixtral", "phi3", "qwen2")
+FACTORED = [case for case in SERVED if can_map(case)]
+# Of each: q, k and v of one linear, norms of a head and of all heads, gates, free channels.
+FEW_FACTORED = ("afmoe", "glm4", "llama", "olmo2", "phi3", "qwen3")
 LENGTHS = (3, 40, 140)
 
 
@@ -83,27 +95,67 @@ def test_frequencies_of_the_other_rank_are_noticed(damaged, tmp_path):
     assert found.max_logprob_error > 100 * TOLERANCE
 
 
+def test_maps_of_a_dense_head_that_two_ranks_share(tmp_path):
+    """Three query heads a rank, two to a dense head: the second head's map is on both ranks."""
+    model = tiny_model("llama", head_dim=64, hidden=96, layers=2, heads=6, kv_heads=3)
+    generator = torch.Generator().manual_seed(0)
+    layer = merged_layer(3, 64, 64, generator, merge=3, slots=48, width=96)
+    whole = FactoredPlan.of(layer, queries=True, outputs=True)
+    half = FactoredPlan.of(layer, queries=False, outputs=True)
+    small = eager(apply(model, plan_of(model, [whole, half])))
+    small.save_pretrained(tmp_path)
+    assert_agrees(small, run_divided(tmp_path, *LENGTHS))
+
+
 def test_heads_that_devices_cannot_divide_are_refused_in_a_sentence(tmp_path):
     several(tmp_path, kv_heads=6)
     with pytest.raises(EngineError, match="layer 1 caches 3 heads, which 2 devices cannot divide"):
         run_divided(tmp_path, 3)
 
 
-@pytest.fixture(scope="module")
-def families(request, tmp_path_factory):
-    """The selected families with pairs of heads merged."""
-    asked = [
+def served(request: Any, folders: Any, test: str, *, mapped: bool, ranks: int = 1) -> Any:
+    """The families that a test was asked for with pairs of heads merged, in one engine process."""
+    cases = [
         item.callspec.params["case"]
         for item in request.session.items
-        if getattr(item, "originalname", None) == "test_a_family_with_merged_heads"
+        if getattr(item, "originalname", None) == test
     ]
     models = {}
-    for case in asked:
+    for case in cases:
         model = sized(case)
-        models[case.name, None] = eager(apply(model, merged_plan(model, case)))
-    return serve_all(models, tmp_path_factory)
+        models[case.name, None] = eager(apply(model, merged_plan(model, case, mapped=mapped)))
+    return serve_all(models, folders, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def families(request, tmp_path_factory):
+    """Queries absorbed."""
+    return served(request, tmp_path_factory, "test_a_family_with_merged_heads", mapped=False)
 
 
 @pytest.mark.parametrize("case", marked(FAMILIES, FEW))
 def test_a_family_with_merged_heads(families, case):
     assert_served(families[case.name, None])
+
+
+@pytest.fixture(scope="module")
+def factored(request, tmp_path_factory):
+    """Queries factored, keys behind their norm where there is one."""
+    return served(request, tmp_path_factory, "test_a_family_with_factored_queries", mapped=True)
+
+
+@pytest.mark.parametrize("case", marked(FACTORED, FEW_FACTORED))
+def test_a_family_with_factored_queries(factored, case):
+    assert_served(factored[case.name, None])
+
+
+@pytest.fixture(scope="module")
+def divided(request, tmp_path_factory):
+    """The same on two ranks: one cached head, on both of them, and a dense head's maps on each."""
+    test = "test_factored_queries_on_two_ranks"
+    return served(request, tmp_path_factory, test, mapped=True, ranks=2)
+
+
+@pytest.mark.parametrize("case", marked(FACTORED, FEW_FACTORED))
+def test_factored_queries_on_two_ranks(divided, case):
+    assert_served(divided[case.name, None])

@@ -130,8 +130,6 @@ KIND = Kind(
     FactoredAttention,
     normed=True,
     unsupported={
-        "vllm": "the plugin has no place for the maps of every head yet (prune with "
-        "queries=absorbed)",
         "plain": "no plain config describes the maps of every head (prune with queries=absorbed)",
     },
     plan=FactoredPlan,

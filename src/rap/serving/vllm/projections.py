@@ -1,11 +1,12 @@
 """vLLM's linears, and this rank's rows of everything else, in a pruned attention of transformers.
 
-Shapes: H query heads, N cached heads, W key width, C value width, M slots.
+Shapes: H query heads, G dense KV heads, N cached heads, W key width, C value width, M slots.
 """
 
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from vllm.model_executor.models.transformers.utils import replace_linear_class
 
 from ...model.attention import RapAttention
 from ...model.errors import CheckpointError, UnsupportedModelError
+from ...model.rope import AttentionShape
 from .head_norms import divide_norms, norms_by_heads
 
-MERGED = "qkv_proj"
+MERGED, MERGED_CACHED = "qkv_proj", "kv_proj"
+Rows = slice | Tensor
 QKV = ("q", "k", "v")
 
 
@@ -52,21 +55,25 @@ def place_attention(
     the part, and the names of tensors that are divided by heads. Raises UnsupportedModelError for
     projections that vLLM has no linear for.
     """
-    mapped = _merge_projections(attention, name, vllm_config.quant_config)
-    shape = attention.dense_shape
+    shape, size = attention.dense_shape, get_tensor_model_parallel_world_size()
     query, key = _own_heads(shape.num_heads, attention.num_kept_heads)
-    if get_tensor_model_parallel_world_size() > 1:
-        divide_norms(attention, query, key)
+    fused = _fused_rows(attention, query, key)
+    mapped = _merge_projections(attention, name, vllm_config.quant_config)
+    # Where heads are merged, dense keys are projected and normalised for all heads of a group.
+    merge = attention.role_heads["k"] // attention.num_kept_heads
+    keys = slice(key.start * merge, key.stop * merge)
+    if size > 1:
+        divide_norms(attention, query, keys)
+    maps = _own_maps(query, shape)
     rows = set()
-    for path, tensor, part in _by_heads(attention, query, key):
+    for path, tensor, part in chain(fused, _by_heads(attention, query, key, keys, maps)):
         _place(attention, path, tensor, part, f"{name}.{path}")
         rows.add(f"{name}.{path}")
     heads, groups = (part.stop - part.start for part in (query, key))
-    attention.dense_shape = replace(shape, num_heads=heads, num_kv_heads=groups)
+    attention.dense_shape = replace(shape, num_heads=heads, num_kv_heads=len(maps))
     attention.num_kept_heads, attention.num_key_value_groups = groups, heads // groups
-    attention.role_heads = {
-        role: groups if role in ("k", "v") else heads for role in attention.role_heads
-    }
+    own = {"k": groups * merge, "v": groups}
+    attention.role_heads = {role: own.get(role, heads) for role in attention.role_heads}
     kind: Any = type(attention)
     attention.__class__ = served_class(kind)
     return mapped, rows
@@ -79,6 +86,44 @@ def _own_heads(num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
     groups = divide(num_kv_heads * replicas, size)
     query, key = rank * heads, rank // replicas * groups
     return slice(query, query + heads), slice(key, key + groups)
+
+
+def _own_maps(query: slice, shape: AttentionShape) -> Tensor:
+    """The dense KV heads whose maps this rank's query heads have, as many query heads for each.
+
+    Where a rank has some query heads of one and others of another, one map for every query head.
+    """
+    every = torch.arange(query.start, query.stop, device="cpu") // shape.group_size
+    heads, counts = every.unique_consecutive(return_counts=True)
+    return heads if bool((counts == counts[0]).all()) else every
+
+
+def _fused_rows(
+    attention: RapAttention, query: slice, key: slice
+) -> list[tuple[str, Tensor, Tensor]]:
+    """This rank's rows of a linear for q, k and v whose heads vLLM's own has no sizes for.
+
+    vLLM's has one width for q and k. Empty for every other layer.
+    """
+    linears = attention.spec.linears()
+    fused = next((linear for linear, roles in linears.items() if roles == QKV), None)
+    if fused is None or _alike(attention):
+        return []
+    widths, counts = attention.role_widths, attention.role_heads
+    kept, first, rows = attention.num_kept_heads, 0, []
+    for role, part, total in (("q", query, counts["q"]), ("k", key, kept), ("v", key, kept)):
+        width = widths[role] * counts[role] // total
+        span = slice(first + part.start * width, first + part.stop * width)
+        rows.append(torch.arange(span.start, span.stop, device="cpu"))
+        first += total * width
+    tensors = getattr(attention, fused).named_parameters()
+    return [(f"{fused}.{leaf}", tensor, torch.cat(rows)) for leaf, tensor in tensors]
+
+
+def _alike(attention: RapAttention) -> bool:
+    """Whether queries and keys are projected to heads of one width, the keys' cached ones."""
+    widths, counts = attention.role_widths, attention.role_heads
+    return widths["q"] * attention.num_kept_heads == widths["k"] * counts.get("k", 0)
 
 
 def _merge_projections(
@@ -96,8 +141,15 @@ def _merge_projections(
     elif found == [("q",)]:
         # The layer attends to the cache of another.
         merged = []
-    elif found in ([QKV], [("q",), ("k",), ("v",)]):
-        target = sources[0] if len(sources) == 1 else MERGED
+    elif found == [("q",), ("k",), ("v",)]:
+        merged = sources if _alike(attention) else sources[1:]
+        target = MERGED if _alike(attention) else MERGED_CACHED
+    elif found == [QKV] and _alike(attention):
+        target = sources[0]
+    elif found == [QKV]:
+        merged = []
+        if quant_config is not None:
+            raise UnsupportedModelError(f"{name} is factored and quantized: not served by vLLM")
     else:
         raise UnsupportedModelError(f"{name} mixes q, k and v with a gate: not served by vLLM")
     attention.inputs = []
@@ -112,6 +164,9 @@ def _merge_projections(
         if linear in merged:
             continue
         style = "rowwise" if several == ("o",) else "colwise"
+        if several == QKV:
+            # As many rows on every rank, some of them on several: `_fused_rows` are placed in it.
+            _widen(attention, linear)
         placed = replace_linear_class(
             getattr(attention, linear), style, quant_config, prefix=f"{name}.{linear}"
         )
@@ -122,8 +177,18 @@ def _merge_projections(
         return {}
     return {
         f"{name}.{source}": (f"{name}.{target}", role)
-        for source, role in zip(merged, QKV, strict=True)
+        for source in merged
+        for role in linears[source]
     }
+
+
+def _widen(attention: RapAttention, linear: str) -> None:
+    """Give a meta linear of q, k and v the rows that all ranks together have of it."""
+    query, key = _own_heads(attention.dense_shape.num_heads, attention.num_kept_heads)
+    [(_, _, rows), *_] = _fused_rows(attention, query, key)
+    old, size = getattr(attention, linear), get_tensor_model_parallel_world_size()
+    sizes = (old.in_features, len(rows) * size)
+    setattr(attention, linear, nn.Linear(*sizes, bias=old.bias is not None, device="meta"))
 
 
 def _merged_linear(
@@ -140,7 +205,7 @@ def _merged_linear(
     shape, widths = attention.dense_shape, attention.role_widths
     return QKVParallelLinear(
         modules[0].in_features,
-        widths["k"],
+        widths["k"] * attention.role_heads["k"] // attention.num_kept_heads,
         shape.num_heads if "q" in roles else 0,
         attention.num_kept_heads,
         bias=modules[0].bias is not None,
@@ -152,20 +217,24 @@ def _merged_linear(
 
 
 def _by_heads(
-    attention: RapAttention, query: slice, key: slice
-) -> Iterator[tuple[str, Tensor, slice]]:
+    attention: RapAttention, query: slice, key: slice, dense_key: slice, maps: Tensor
+) -> Iterator[tuple[str, Tensor, Rows]]:
     """Every tensor with a row per head: its name, itself, and the rows of this rank."""
     for name in ("frequency_index", "kept_channels"):
         if hasattr(attention, name):
             yield name, getattr(attention, name), key
-    yield from norms_by_heads(attention, query, key)
+    for name, part in (("query_map", maps), ("key_map", key), ("value_map", maps)):
+        if hasattr(attention, name):
+            yield f"{name}.weight", getattr(attention, name).weight, part
+    yield from norms_by_heads(attention, query, dense_key)
 
 
-def _place(attention: RapAttention, path: str, tensor: Tensor, part: slice, name: str) -> None:
+def _place(attention: RapAttention, path: str, tensor: Tensor, part: Rows, name: str) -> None:
     """Put this rank's rows of a tensor on its device, with a loader that takes them."""
     device = torch.get_default_device()
     total, bound = tuple(tensor.shape), _bound(attention, path)
-    own = torch.zeros(tensor[part].shape, dtype=tensor.dtype, device=device)
+    held = len(range(total[0])[part]) if isinstance(part, slice) else len(part)
+    own = torch.zeros((held, *total[1:]), dtype=tensor.dtype, device=device)
     if tensor.is_floating_point() and not path.endswith("ratio"):
         own = own.to(torch.get_default_dtype())
 
