@@ -1,5 +1,6 @@
 """What documents tell a reader to type: commands and options that exist, and code that runs."""
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -132,6 +133,17 @@ def test_code_of_pages_runs(name, tmp_path, monkeypatch):
     scope = {"__name__": "__main__"}
     for code in [block for block, wanted in found if wanted]:
         exec(compile(code, name, "exec"), scope)
+
+
+def test_modules_of_the_reference_exist():
+    pages = (DOCS / "reference").glob("*.md")
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"automodule:: (\S+)", page.read_text("utf-8"))
+    }
+    assert named
+    assert {name for name in named if importlib.util.find_spec(name) is None} == set()
 
 
 def test_settings_of_methods_and_recoveries_are_documented():
