@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from memory import resident_peak
 
-from rap.calibration.logits import decoder_of
 from rap.calibration.loss import next_token_loss
 from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
@@ -26,6 +25,7 @@ from rap.checkpoint.provenance import provenance
 from rap.cli.groups import Reading
 from rap.methods import parse_method
 from rap.pipeline import EVALUATION_WINDOWS, measure_against, save
+from rap.runtime.logits import decoder_of
 from rap.studies.report.report import markdown_table
 
 MIB = 2**20

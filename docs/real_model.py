@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from rap.calibration.bos import describe_bos
+from rap.data.bos import describe_bos
 from rap.studies.report.report import markdown_table
 
 METHODS, BEYOND = "docs/measurements/methods.md", "docs/measurements/beyond-perplexity.md"

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from rap.evaluation.quality import documents
+from rap.evaluation.retrieval import documents
 from rap.evaluation.retrieval.documents import Document
 
 SHAPE = LlamaConfig(

@@ -14,11 +14,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from rap.calibration.state import evaluating
 from rap.evaluation.cost.footprint import footprint
 from rap.model.cache_layout import PairEntry
 from rap.model.kinds.latent import LatentEntry
 from rap.model.modeling import CONFIG_VERSION, config_class, model_class
+from rap.runtime.state import evaluating
 
 
 @dataclass(frozen=True)

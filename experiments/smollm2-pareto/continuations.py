@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from rap.calibration.bos import Bos, bos_token
-from rap.calibration.logits import decoder_of, vocabulary
-from rap.calibration.state import evaluating
+from rap.data.bos import Bos, bos_token
 from rap.evaluation.cache.compressed import check_pieces, held_bytes, read_on
 from rap.evaluation.cache.presses import Press, pressed
 from rap.evaluation.cache.quantized_cache import quantized_cache
 from rap.evaluation.quality.fidelity import check_vocabularies, divergence
 from rap.evaluation.quality.perplexity import token_losses, whole_windows
 from rap.model.errors import RapError
+from rap.runtime.logits import decoder_of, vocabulary
+from rap.runtime.state import evaluating
 
 
 @dataclass(frozen=True)

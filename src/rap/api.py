@@ -2,9 +2,9 @@
 
 from .calibration.run import calibrate
 from .calibration.statistics import Statistics
-from .calibration.text import load_windows
 from .checkpoint.load import load, load_tokenizer
 from .checkpoint.version import __version__
+from .data.text import load_windows
 from .evaluation.cost.footprint import footprint
 from .evaluation.quality.fidelity import fidelity
 from .evaluation.quality.perplexity import perplexity

@@ -13,10 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
-from rap.calibration import logits, memory
+from rap.calibration import memory
 from rap.calibration import statistics as statistics_file
 from rap.calibration.loss import next_token_loss, output_gradient
-from rap.calibration.memory import describe_memory, estimate_memory
+from rap.calibration.memory import estimate_memory
 from rap.calibration.observers import WatchedLayer
 from rap.calibration.registry import STATISTICS, Fisher, GateFisher
 from rap.calibration.run import calibrate
@@ -27,6 +27,8 @@ from rap.model.layers import attention_layers, attention_spec, projections
 from rap.model.rope import AttentionShape, HeadGeometry
 from rap.planning import budgets as allocation
 from rap.planning import scores as scoring
+from rap.runtime import logits
+from rap.runtime.memory import describe_memory
 
 ALL = {*STATISTICS}
 # Sums of float32 products in another order; the statistics are means of squares.
@@ -359,7 +361,7 @@ def test_a_bfloat16_model_is_squared_and_summed_in_float32(windows):
 
 def test_layers_are_recomputed_only_where_the_model_can(windows, monkeypatch):
     model = tiny_model()
-    monkeypatch.setattr("rap.calibration.state.GradientCheckpointingLayer", nn.Bilinear)
+    monkeypatch.setattr("rap.runtime.state.GradientCheckpointingLayer", nn.Bilinear)
     plain = calibrate(model, windows, {"fisher"})
     monkeypatch.undo()
     assert isinstance(model.model.layers[0], GradientCheckpointingLayer)

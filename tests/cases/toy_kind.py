@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rap.calibration.sources import LayerSource
 from rap.calibration.statistics import Statistics
 from rap.methods.replacing import DenseLayer, Replacing, every_pair, nearest_rank
 from rap.model.attention import RapAttention
@@ -19,6 +18,7 @@ from rap.model.cache_layout import CacheLayout, Entry, PairEntry
 from rap.model.kinds.base import Kind, WeightsPlan
 from rap.model.rope import AttentionShape, Tables
 from rap.model.specs import AttentionSpec
+from rap.runtime.sources import LayerSource
 
 SENTENCES = {
     "vllm": "toys turn keys after their rotation, which no engine has a place for",

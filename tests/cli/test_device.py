@@ -10,13 +10,13 @@ import typer
 from cases.command import run
 from cases.models import tiny_model
 from rap import RapError
-from rap.calibration import sources
 from rap.checkpoint import device as devices
 from rap.checkpoint import load as loading
 from rap.checkpoint.device import placement, working_device
 from rap.cli import app
 from rap.evaluation.cache.compressed import CacheCompression
 from rap.pipeline import compress
+from rap.runtime import sources
 
 # Commands that run no model, or leave the device to another program.
 NO_MODEL = {

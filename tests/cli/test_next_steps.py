@@ -10,10 +10,10 @@ import pytest
 from cases.command import run
 from cases.fits import ShortFit
 from rap import assets
-from rap.calibration.held_out import dataset_name, split
 from rap.checkpoint.files import read_json
 from rap.cli.groups import Reading
 from rap.cli.next_steps import Made
+from rap.data.held_out import dataset_name, split
 from rap.planning.shared import TARGETS
 from rap.recovery import stages
 from rap.serving.capacity import Held

@@ -11,13 +11,13 @@ import torch
 import rap
 from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
-from rap.calibration.sources import StoredLayers
 from rap.calibration.statistics import Statistics
 from rap.checkpoint.stored import StoredModel
 from rap.methods import Rap
 from rap.methods.search import TRIED_WINDOWS, Search
 from rap.methods.trials import Trials
 from rap.model.errors import RapError
+from rap.runtime.sources import StoredLayers
 
 FAMILIES = ["phi3", "qwen3", "gpt_oss", "olmo2", "gemma3n_text", "qwen3_next"]
 

@@ -11,7 +11,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from cases.family_cases import CASES, Case, masked_by_hooks, random_case_plan
 from cases.models import random_tokens
 from cases.published import PUBLISHED
-from rap.calibration.logits import Head, decoder_of, head_logits
 from rap.calibration.run import calibrate
 from rap.checkpoint.load import load
 from rap.cli.inspect import describe_config
@@ -19,6 +18,7 @@ from rap.evaluation.cost.footprint import footprint
 from rap.evaluation.quality.perplexity import perplexity
 from rap.methods import Rap
 from rap.pipeline import save
+from rap.runtime.logits import Head, decoder_of, head_logits
 from rap.surgery.apply import apply
 
 IMAGE_TOKEN = 127

@@ -13,14 +13,15 @@ from safetensors.torch import load_file
 import rap
 from cases.command import error_violations, run
 from cases.family_cases import CASES
-from rap.calibration import sources, workbench
-from rap.calibration.sources import StoredLayers
+from rap.calibration import workbench
 from rap.checkpoint.load import load, load_dense
 from rap.model.errors import RapError
 from rap.pipeline import compress, objective
 from rap.recovery import stages
 from rap.recovery.layer_fit import FitConfig, LayerProblem
 from rap.recovery.stages import work_folder
+from rap.runtime import sources
+from rap.runtime.sources import StoredLayers
 
 FIT = FitConfig(window=32, num_windows=16, steps=8, validation_windows=4, rate=0.01)
 TEXT = {"num_windows": 4, "window": 48}

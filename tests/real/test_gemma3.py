@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 import rap
 from cases.greedy import greedy
-from rap.calibration.held_out import evaluation_tokens
 from rap.checkpoint.fetch import fetched_path
 from rap.checkpoint.load import load_dense, load_tokenizer
 from rap.checkpoint.source import resolve_source
+from rap.data.held_out import evaluation_tokens
 from rap.evaluation.quality.fidelity import fidelity
 from rap.model.modeling import register
 

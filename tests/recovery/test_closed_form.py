@@ -10,8 +10,8 @@ from torch import Tensor
 
 import rap
 from cases.models import random_tokens, tiny_model
-from rap.calibration.streams import Stream
 from rap.recovery.closed_form import refit_outputs
+from rap.runtime.streams import Stream
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from cases.method_cases import MethodCase
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import RapError
-from rap.calibration.sources import LoadedLayers
-from rap.calibration.streams import Stream
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_spec, text_decoder
 from rap.recovery import layer_fit
 from rap.recovery.fit import estimate_fit, fit_layers
 from rap.recovery.layer_fit import FitConfig, LayerProblem, fit_config
 from rap.recovery.streams import residual_scale
+from rap.runtime.sources import LoadedLayers
+from rap.runtime.streams import Stream
 
 CONFIG = FitConfig(window=16, num_windows=24, steps=25, batch=2, rate=0.03, scope="attention")
 WINDOWS = random_tokens(24, 16)

@@ -14,9 +14,9 @@ from cases.fits import ShortFit
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import RapError, assets
-from rap.calibration.held_out import evaluation_tokens
 from rap.checkpoint.load import load, load_config, load_dense
 from rap.cli import recover as recover_command
+from rap.data.held_out import evaluation_tokens
 from rap.evaluation.quality.fidelity import fidelity
 from rap.model.fingerprint import fingerprint_model
 from rap.pipeline import compress, save

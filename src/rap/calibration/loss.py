@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from .logits import Head, chunk_tokens
+from ..runtime.logits import Head, chunk_tokens
 
 
 def next_token_loss(model: Any, ids_BT: Tensor) -> Tensor:

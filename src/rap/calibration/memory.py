@@ -1,21 +1,17 @@
 """What calibration will hold in memory beside the weights, before it starts."""
 
-import sys
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from torch import Tensor
 
 from ..model.layers import attention_layers, text_config, text_decoder
-from .logits import CHUNK_LOGITS
+from ..runtime.logits import CHUNK_LOGITS
+from ..runtime.memory import free_memory
 from .observers import FLOAT, ForwardStatistic, WatchedLayer
 from .registry import STATISTICS, WINDOWS, check_needs, watched_layer
 from .sharing import has_part
 
-CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 
 
@@ -93,36 +89,3 @@ def must_recompute(model: Any, windows: Tensor, needs: Collection[str]) -> bool:
     """Whether activations kept for the backward pass would take more than half of what is free."""
     kept = estimate_memory(model, windows, needs, checkpointing=False)["total"]
     return kept > free_memory(model.get_input_embeddings().weight.device) / 2
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device; of a CPU those that a process can have without swapping."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
-    return min(int(psutil.virtual_memory().available), _container_room())
-
-
-def _container_room() -> int:
-    """Bytes that the process's container may still take, which are fewer than the machine's."""
-    try:
-        limit, used = (int(Path(name).read_text()) for name in CONTAINER)
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return sys.maxsize
-    return max(0, limit - used)
-
-
-def describe_memory(
-    estimate: dict[str, int],
-    what: str = "calibration needs about",
-    beside: str = "beside the weights",
-) -> str:
-    """The estimate as one line for people."""
-    parts = ", ".join(
-        f"{name} {_mebibytes(size)}" for name, size in estimate.items() if name != "total"
-    )
-    return f"{what} {_mebibytes(estimate['total'])} {beside} ({parts})"
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

@@ -23,9 +23,13 @@ from ..model.layers import (
     check_dense,
     trained_length,
 )
+from ..runtime.logits import decoder_of
+from ..runtime.progress import Progress, track
+from ..runtime.sources import LayerSource, source_of
+from ..runtime.state import removed, restored
+from ..runtime.streams import Stream
 from .backward import check_gradient, watch_gradients
 from .forward import watch_activations
-from .logits import decoder_of
 from .loss import output_gradient
 from .memory import FORWARD_BATCH, must_recompute
 from .observers import (
@@ -36,7 +40,6 @@ from .observers import (
     WatchedLayer,
     linear_of,
 )
-from .progress import Progress, track
 from .registry import (
     STATISTICS,
     WINDOWS,
@@ -46,10 +49,7 @@ from .registry import (
     watched_layers,
 )
 from .sharing import has_part, join_statistics, values_apart
-from .sources import LayerSource, source_of
-from .state import removed, restored
 from .statistics import Statistics
-from .streams import Stream
 
 # Kept where a method asks for windows: it tries many cuts, and compares them on the same tokens.
 KEPT_WINDOWS = 8

@@ -19,20 +19,21 @@ from ..checkpoint.device import AUTO, placement, say_device, working_device
 from ..checkpoint.load import load_config, load_dense, load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..checkpoint.stored import StoredModel
+from ..data.bos import Bos, bos_token, check_bos, describe_bos
+from ..data.contents import settle_config, settle_tokenizer
+from ..data.held_out import evaluation_tokens
+from ..data.own import refuse_samples
+from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
+from ..data.text import fingerprint_windows, load_windows, named_sources, shown_name
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense
-from .bos import Bos, bos_token, check_bos, describe_bos
-from .contents import settle_config, settle_tokenizer
-from .held_out import evaluation_tokens
-from .memory import describe_memory, estimate_memory, must_recompute
-from .own import refuse_samples
-from .precision import for_calibration, in_precision
-from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
+from ..runtime.memory import describe_memory
+from ..runtime.precision import for_calibration, in_precision
+from ..runtime.sources import LayerSource, LoadedLayers, StoredLayers
+from .memory import estimate_memory, must_recompute
 from .registry import backward_needs
 from .run import calibrate, check_windows
-from .sources import LayerSource, LoadedLayers, StoredLayers
 from .statistics import Statistics
-from .text import fingerprint_windows, load_windows, named_sources, shown_name
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.contents import check_contents, note_contents
-from ..calibration.held_out import HELD_OUT, split
-from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.workbench import Workbench
 from ..checkpoint.device import say_device
 from ..checkpoint.files import check_folder, whole_file, write_json
 from ..checkpoint.provenance import provenance
+from ..data.contents import check_contents, note_contents
+from ..data.held_out import HELD_OUT, split
+from ..data.protocol import EVALUATION_WINDOWS
 from ..model.errors import RapError
 from ..studies.analyses.registry import ANALYSES
 from ..studies.analyses.study import Analysis, Study, figure_of

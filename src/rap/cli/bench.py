@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.progress import track
 from ..checkpoint.device import AUTO, placement, say_device, working_device
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import check_dtype, load, load_config
@@ -20,6 +19,7 @@ from ..evaluation.cost.reading import if_it_fits
 from ..evaluation.cost.stand_ins import dense_config, stand_in, uniform_config
 from ..model.errors import RapError
 from ..model.layers import PREFIX
+from ..runtime.progress import track
 from . import options
 from .options import console, print_json, print_table, write_result
 

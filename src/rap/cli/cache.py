@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..calibration.held_out import evaluation_tokens
 from ..checkpoint.provenance import provenance
+from ..data.held_out import evaluation_tokens
 from ..evaluation.cache.compressed import (
     CacheCompression,
     check_pieces,

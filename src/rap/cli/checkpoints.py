@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration.bos import Bos, bos_token
 from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import is_offloaded, load, load_tokenizer
 from ..checkpoint.source import resolve_source
+from ..data.bos import Bos, bos_token
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..evaluation.retrieval.documents import WORDINGS, check_wording
 from ..model.errors import RapError

@@ -9,9 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.held_out import HELD_OUT, split
-from ..calibration.protocol import EVALUATION_WINDOW
-from ..calibration.text import check_sources
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import comparison
 from ..checkpoint.device import AUTO, placement, say_device
@@ -19,6 +16,9 @@ from ..checkpoint.files import check_output, check_output_file
 from ..checkpoint.load import is_pruned, load_config, load_dense
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart, resolve_source
+from ..data.held_out import HELD_OUT, split
+from ..data.protocol import EVALUATION_WINDOW
+from ..data.text import check_sources
 from ..methods import Method, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config

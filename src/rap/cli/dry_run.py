@@ -14,19 +14,20 @@ import torch
 import typer
 from transformers import PreTrainedConfig
 
-from ..calibration.memory import estimate_memory, free_memory, must_recompute
+from ..calibration.memory import estimate_memory, must_recompute
 from ..calibration.observers import ForwardStatistic
-from ..calibration.protocol import EVALUATION_WINDOWS
 from ..calibration.registry import STATISTICS, WINDOWS
 from ..checkpoint.device import working_device
 from ..checkpoint.load import check_dtype, without_tensors
 from ..checkpoint.provenance import device_name
+from ..data.protocol import EVALUATION_WINDOWS
 from ..evaluation.quality.perplexity import evaluation_window
 from ..model.layers import attention_spec, text_config, text_decoder
 from ..recovery.config import PRESETS, RecoveryConfig
 from ..recovery.fit import estimate_fit
 from ..recovery.layer_fit import FitConfig
 from ..recovery.stages import REFIT_TOKENS
+from ..runtime.memory import free_memory
 from .options import print_table
 
 FORWARD, BACKWARD = 2, 4  # FLOPs a token and parameter

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.held_out import evaluation_tokens
 from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
+from ..data.held_out import evaluation_tokens
 from ..evaluation.quality.intervals import exponential
 from ..evaluation.quality.perplexity import check_sizes, perplexity
 from . import options

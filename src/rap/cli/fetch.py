@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from ..calibration.hub import WIKITEXT, fetch_dataset
 from ..checkpoint.fetch import FETCHED, fetch
+from ..data.hub import WIKITEXT, fetch_dataset
 from ..model.errors import RapError
 from . import options
 from .options import console, print_json

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.held_out import evaluation_tokens
 from ..checkpoint.card import interval_text
 from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
+from ..data.held_out import evaluation_tokens
 from ..evaluation.quality.fidelity import Fidelity, fidelity
 from ..evaluation.quality.perplexity import check_sizes
 from ..model.fingerprint import fingerprint_model

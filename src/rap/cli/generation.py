@@ -6,12 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.held_out import evaluation_tokens
-from ..calibration.logits import vocabulary
-from ..calibration.progress import Progress
 from ..checkpoint.card import interval_text
 from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
+from ..data.held_out import evaluation_tokens
 from ..evaluation.quality.answers import Answers, LongOutput, compare_answers
 from ..evaluation.quality.chats import chat_tokens, read_prompts
 from ..evaluation.quality.decoding import Sampling, end_tokens, write
@@ -19,6 +17,8 @@ from ..evaluation.quality.fidelity import check_vocabularies
 from ..evaluation.quality.generation import Generation, generation
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
+from ..runtime.logits import vocabulary
+from ..runtime.progress import Progress
 from . import options
 from .checkpoints import (
     Dense,

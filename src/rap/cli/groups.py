@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..calibration.workbench import CalibrationText
 from ..checkpoint.device import AUTO
 from ..checkpoint.load import load_config
+from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..methods import METHODS, Method, parse_method
 from ..methods.merged import most_merged
 from ..methods.naming import read_method

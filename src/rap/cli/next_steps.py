@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..calibration.held_out import HELD_OUT, split
-from ..calibration.protocol import EVALUATION_WINDOWS
 from ..checkpoint.gguf import is_gguf
 from ..checkpoint.load import is_pruned
 from ..checkpoint.source import BUNDLED
+from ..data.held_out import HELD_OUT, split
+from ..data.protocol import EVALUATION_WINDOWS
 from ..serving.capacity import Held
 from .groups import Reading
 from .options import console

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..calibration.bos import check_bos
 from ..checkpoint.files import write_json
+from ..data.bos import check_bos
 from ..methods import METHODS
 from ..methods.naming import GRAMMAR
 from ..model.errors import RapError

@@ -7,9 +7,6 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor
 
-from ..calibration.bos import Bos, bos_token
-from ..calibration.held_out import HELD_OUT, check_enough, evaluation_tokens
-from ..calibration.text import check_sources
 from ..checkpoint.card import NEARNESS, interval_text
 from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
@@ -23,6 +20,9 @@ from ..checkpoint.load import (
 )
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart
+from ..data.bos import Bos, bos_token
+from ..data.held_out import HELD_OUT, check_enough, evaluation_tokens
+from ..data.text import check_sources
 from ..evaluation.quality.perplexity import evaluation_window
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS

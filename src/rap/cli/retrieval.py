@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..calibration.held_out import evaluation_tokens
 from ..checkpoint.files import whole_file
 from ..checkpoint.provenance import provenance
+from ..data.held_out import evaluation_tokens
 from ..evaluation.quality.perplexity import check_sizes
 from ..evaluation.retrieval.documents import WORDINGS, check_grid, check_wording
 from ..evaluation.retrieval.needle import check_depths, heat_map, needle_grid, needle_table

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from ..calibration.sampling import Corpus, check_length, write_documents
 from ..checkpoint.device import AUTO
 from ..checkpoint.files import check_output_file
 from ..checkpoint.load import load_config
+from ..data.sampling import Corpus, check_length, write_documents
 from ..model.errors import RapError
 from . import options
 from .checkpoints import open_checkpoint

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..calibration.held_out import split
+from ..data.held_out import split
 from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..recovery.config import RecoveryConfig, preset

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.bos import bos_token
 from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
+from ..data.bos import bos_token
 from ..evaluation.quality.harness import (
     GROUPS,
     check_questions,

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedModel
 
-from ..calibration.sources import LayerSource, LoadedLayers
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
 from ..model.layers import attention_layers, base_model_type, check_dense
@@ -19,6 +18,7 @@ from ..planning.norms import NORM_ROWS, with_denominators
 from ..planning.plan import PairPlan, Plan
 from ..planning.scores import LayerScores, Named, equal_scores, score_layers
 from ..planning.sharing import divide
+from ..runtime.sources import LayerSource, LoadedLayers
 from ..surgery.apply import apply
 from .dense import DenseLayers, dense_layers
 from .settings import check_fields

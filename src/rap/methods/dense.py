@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibration.sources import LayerSource, LoadedLayers
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -24,6 +23,7 @@ from ..planning.mixing import key_limit, maps_keys, maps_values, merge_limit, va
 from ..planning.norms import row_sizes
 from ..planning.scores import Named
 from ..planning.sharing import joined
+from ..runtime.sources import LayerSource, LoadedLayers
 
 UNKNOWN_CONTEXT = 8192
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ..calibration.registry import WINDOWS
-from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.base import LayerPlan, WeightsPlan
 from ..model.kinds.elite import EliteEntry
 from ..model.rope import AttentionShape
 from ..planning.subspace import whitened_factors
+from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, as_stored, linear
 from .trials import Trials
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import UnsupportedModelError
 from ..model.kinds.heads import HeadsPlan, with_heads
 from ..model.layers import attention_layers, attention_spec, projections
+from ..runtime.sources import LayerSource
 from .base import Ships
 from .replacing import DenseLayer, Replacing, nearest_rank
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
-from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.cache_layout import Entry, PairEntry
 from ..model.errors import RapError, UnsupportedModelError
@@ -24,6 +23,7 @@ from ..model.layers import rotary_module, text_config
 from ..model.rope import HeadGeometry, read_frequencies
 from ..planning.budgets import KeyShare, LayerBudget, check_settings, kv_budgets
 from ..planning.scores import score_layers
+from ..runtime.sources import LayerSource
 from .base import aligned
 from .replacing import DenseLayer, Replacing
 from .trials import Trials

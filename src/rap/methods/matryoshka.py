@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..calibration.registry import WINDOWS
-from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.kinds.base import LayerPlan, WeightsPlan
 from ..model.kinds.projected import ProjectedEntry, projected_tensors
+from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, as_stored, every_pair, nearest_rank
 from .trials import Trials
 

@@ -13,7 +13,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.kinds.base import WeightsPlan
@@ -21,6 +20,7 @@ from ..model.kinds.latent import LatentEntry
 from ..model.rope import AttentionShape
 from ..planning.budgets import allocate
 from ..planning.subspace import WeightFactors, whitened_factors
+from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.registry import WINDOWS
-from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.layers import attention_layers, base_model_type
@@ -19,6 +18,7 @@ from ..planning.losses import DIRECTIONS, Metric, Orders, one_width
 from ..planning.plan import PairPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
+from ..runtime.sources import LayerSource
 from .base import PairPruning
 from .dense import DenseLayers, dense_layers, kept_budgets
 from .factored import Queries, behind_norms, factored, opened

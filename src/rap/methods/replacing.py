@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.base import LayerPlan, WeightsPlan
@@ -28,6 +27,7 @@ from ..model.specs import AttentionSpec
 from ..planning.plan import Plan
 from ..planning.scores import Named
 from ..planning.subspace import WeightFactors
+from ..runtime.sources import LayerSource
 from .base import Method, Ships
 from .dense import dense_layers
 

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibration.progress import Progress
 from ..calibration.statistics import Statistics
 from ..checkpoint.files import write_json
 from ..checkpoint.home import home
@@ -23,6 +22,7 @@ from ..checkpoint.version import __version__
 from ..model.fingerprint import fingerprint_tensors
 from ..planning.plan import LayerPlan, Plan
 from ..planning.trading import most_measures, trade
+from ..runtime.progress import Progress
 from .trials import Trials
 
 Planned = Callable[[dict[int, tuple[int, ...]]], Plan]

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.kinds.base import WeightsPlan
 from ..planning.subspace import WeightFactors, whitened_factors
+from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, latent_layer
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..calibration.sources import LayerSource
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.kinds.base import WeightsPlan
 from ..planning.subspace import whitened_factors
+from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, latent_layer, nearest_rank
 
 

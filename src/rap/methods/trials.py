@@ -18,14 +18,14 @@ from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..calibration.logits import Head, chunk_tokens, decoder_of
 from ..calibration.loss import next_token_loss
-from ..calibration.state import restored
 from ..calibration.statistics import Statistics
 from ..model.errors import CalibrationError
 from ..model.kinds.base import DenseAttention, LayerPlan
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 from ..model.modeling import build_attention
+from ..runtime.logits import Head, chunk_tokens, decoder_of
+from ..runtime.state import restored
 
 Cuts = Mapping[int, LayerPlan]
 

@@ -4,7 +4,7 @@ In: a checkpoint, or a live model, and a ratio.
 Out: a smaller checkpoint, and a report of what was pruned and what it costs.
 """
 
-from ..calibration.protocol import EVALUATION_WINDOWS
+from ..data.protocol import EVALUATION_WINDOWS
 from .objective import forward_only
 from .report import measure, measure_against, save
 from .run import Compression, compress

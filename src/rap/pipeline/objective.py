@@ -12,17 +12,18 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..calibration.memory import describe_memory, estimate_layers, estimate_memory, free_memory
-from ..calibration.protocol import EVALUATION_WINDOWS
+from ..calibration.memory import estimate_layers, estimate_memory
 from ..calibration.registry import backward_needs
 from ..calibration.run import refuse_gradients
 from ..calibration.workbench import Workbench
 from ..checkpoint.device import say_device
+from ..data.protocol import EVALUATION_WINDOWS
 from ..evaluation.quality.perplexity import evaluation_window
 from ..methods import Method
 from ..model.errors import RapError
 from ..recovery.fit import estimate_fit
 from ..recovery.layer_fit import FitConfig
+from ..runtime.memory import describe_memory, free_memory
 
 # The best that needs no gradient of the loss, where nothing sets the metric.
 WITHOUT_GRADIENTS = {"metric": "output"}

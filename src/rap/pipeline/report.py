@@ -7,13 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calibration.bos import Bos, bos_token
-from ..calibration.held_out import check_enough, dataset_name, evaluation_tokens
-from ..calibration.own import with_samples
-from ..calibration.protocol import EVALUATION_WINDOWS
-from ..calibration.sources import LayerSource, LoadedLayers, StoredLayers
-from ..calibration.streams import answering
-from ..calibration.text import named_sources
 from ..calibration.workbench import Workbench
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
@@ -21,6 +14,11 @@ from ..checkpoint.load import copy_processor, load_tokenizer
 from ..checkpoint.provenance import provenance
 from ..checkpoint.stored import StoredModel
 from ..checkpoint.writing import write_model
+from ..data.bos import Bos, bos_token
+from ..data.held_out import check_enough, dataset_name, evaluation_tokens
+from ..data.own import with_samples
+from ..data.protocol import EVALUATION_WINDOWS
+from ..data.text import named_sources
 from ..evaluation.cost.footprint import footprint
 from ..evaluation.quality.fidelity import DenseStates
 from ..evaluation.quality.perplexity import (
@@ -36,6 +34,8 @@ from ..model.families import WRAPPERS
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import base_model_type
 from ..planning.plan import Plan
+from ..runtime.sources import LayerSource, LoadedLayers, StoredLayers
+from ..runtime.streams import answering
 from ..surgery.write import apply_streamed
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..calibration.bos import Bos
-from ..calibration.held_out import HELD_OUT, split
-from ..calibration.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.device import AUTO
+from ..data.bos import Bos
+from ..data.held_out import HELD_OUT, split
+from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..methods import Method
 from ..planning.plan import Plan
 from ..recovery.layer_fit import FitConfig

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from ..calibration.statistics import Statistics
-from ..calibration.text import check_sources
 from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.files import check_output
 from ..checkpoint.source import check_apart
+from ..data.text import check_sources
 from ..methods import Method, parse_method
 from ..model.errors import RapError
 from ..planning.plan import Plan

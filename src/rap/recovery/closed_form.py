@@ -17,10 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibration.progress import track
-from ..calibration.sources import LoadedLayers
-from ..calibration.state import removed
-from ..calibration.streams import Stream
 from ..model.errors import RapError
 from ..model.layers import (
     AttentionLayer,
@@ -29,6 +25,10 @@ from ..model.layers import (
     projections,
     text_decoder,
 )
+from ..runtime.progress import track
+from ..runtime.sources import LoadedLayers
+from ..runtime.state import removed
+from ..runtime.streams import Stream
 from .streams import is_cut
 
 RIDGE = 1e-3

@@ -13,11 +13,11 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .. import assets
-from ..calibration.bos import Bos, bos_token, with_bos
-from ..calibration.hub import ALIASES
-from ..calibration.repeats import repeat_passages
-from ..calibration.splits import REPEATED
-from ..calibration.text import named_sources, read_text, windows_from_text
+from ..data.bos import Bos, bos_token, with_bos
+from ..data.hub import ALIASES
+from ..data.repeats import repeat_passages
+from ..data.splits import REPEATED
+from ..data.text import named_sources, read_text, windows_from_text
 from ..model.errors import RapError
 
 SHARED_RUN = 16  # tokens: natural text repeats fewer
@@ -62,7 +62,7 @@ def recovery_windows(
     """Training and validation windows, LongTensors [N, T], packed from one or more texts.
 
     Each source gives an equal share of the windows, so a mixed text is a list of them, or a comma
-    list as `calibration.text.named_sources` reads it; their windows alternate. Windows are packed:
+    list as `data.text.named_sources` reads it; their windows alternate. Windows are packed:
     contiguous tokens, across the ends of documents, each after a BOS as `bos.bos_token` decides.
     Validation windows come from the validation split of a source that has one (`bundled`, `paper`,
     `c4`), else from windows of the same text that are not trained on; the test split is never

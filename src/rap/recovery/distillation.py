@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
-from ..calibration.state import evaluating
-from ..calibration.text import fingerprint_windows
+from ..data.text import fingerprint_windows
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
+from ..runtime.state import evaluating
 from .adapters import add_adapters, merge
 from .config import RecoveryConfig
 from .data import Windows, hold_out, whole_batches

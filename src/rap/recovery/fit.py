@@ -21,13 +21,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..calibration.memory import describe_memory
-from ..calibration.progress import Progress
-from ..calibration.sources import REMOVE, LayerSource, source_of
-from ..calibration.streams import FLOAT, Stream, new_stream
-from ..calibration.text import fingerprint_windows
 from ..checkpoint.files import whole_file
 from ..checkpoint.reading import reading
+from ..data.text import fingerprint_windows
 from ..model.errors import RapError
 from ..model.layers import (
     AttentionLayer,
@@ -36,6 +32,10 @@ from ..model.layers import (
     text_config,
     text_decoder,
 )
+from ..runtime.memory import describe_memory
+from ..runtime.progress import Progress
+from ..runtime.sources import REMOVE, LayerSource, source_of
+from ..runtime.streams import FLOAT, Stream, new_stream
 from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
 from .runs import begin, processes
 from .streams import attention_outputs_of, is_cut, residual_scale

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration.streams import Stream
 from ..methods.settings import check_fields
 from ..model.errors import RapError
+from ..runtime.streams import Stream
 from .streams import call_of
 
 SCOPES = ("attention", "block")

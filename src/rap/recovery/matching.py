@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibration.state import removed
 from ..model.layers import attention_layers
+from ..runtime.state import removed
 
 
 def matching_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:

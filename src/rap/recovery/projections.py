@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..calibration.progress import track
 from ..calibration.run import calibrate
-from ..calibration.state import evaluating, frozen
 from ..model.errors import RapError
 from ..model.kinds.projected import ProjectedAttention, projected_tensors
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 from ..model.specs import AttentionSpec
+from ..runtime.progress import track
+from ..runtime.state import evaluating, frozen
 from .config import RecoveryConfig, preset
 from .loss import token_loss
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration.bos import Bos, bos_token, describe_bos
-from ..calibration.own import with_samples
-from ..calibration.protocol import CALIBRATION_TOKENS
-from ..calibration.sources import LayerSource, LoadedLayers, source_of
-from ..calibration.streams import answering
-from ..calibration.text import named_sources
+from ..data.bos import Bos, bos_token, describe_bos
+from ..data.own import with_samples
+from ..data.protocol import CALIBRATION_TOKENS
+from ..data.text import named_sources
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.layers import trained_length
+from ..runtime.sources import LayerSource, LoadedLayers, source_of
+from ..runtime.streams import answering
 from .closed_form import refit_outputs
 from .config import PRESETS, RecoveryConfig, preset
 from .data import apart, recovery_windows
@@ -130,7 +130,7 @@ def recover_stage(
     `dense` are left untouched, and may be LayerSources: then the best is one, and of weights in
     files `name` is one of FROM_FILES. The report has the perplexity after each step and what
     distillation reports; it is empty for `none`.
-    The source `own` is what `dense` wrote (`calibration.own`).
+    The source `own` is what `dense` wrote (`data.own`).
     With an `output`, checkpoints go to its `work_folder`, from which a killed run continues.
     """
     sources = source_of(small), source_of(dense)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration.state import removed
-from ..calibration.streams import Stream
 from ..model.layers import AttentionLayer
+from ..runtime.state import removed
+from ..runtime.streams import Stream
 from .matching import last_outputs
 
 PROPORTIONAL = 1e-2  # large streams leave few digits to what is added to them

@@ -22,10 +22,10 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.trainer_callback import ExportableState
 
-from ..calibration.logits import decoder_of, head_logits
-from ..calibration.progress import Progress
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
+from ..runtime.logits import decoder_of, head_logits
+from ..runtime.progress import Progress
 from .config import RecoveryConfig
 from .data import Windows
 from .loss import Head, distillation_loss

@@ -8,13 +8,13 @@ from accelerate import dispatch_model
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..calibration.sources import LayerSource, LoadedLayers, StoredLayers
 from ..checkpoint.stored import untie
 from ..model.errors import CheckpointError
 from ..model.fingerprint import tied_names
 from ..model.layers import attention_layers, base_model_type, check_dense
 from ..model.modeling import model_class
 from ..planning.plan import Plan
+from ..runtime.sources import LayerSource, LoadedLayers, StoredLayers
 from .weights import LoadedWeights, PrunedWeights, pruned_config
 
 

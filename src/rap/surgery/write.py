@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..calibration.progress import Progress
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
 from ..checkpoint.load import load_config
@@ -28,6 +27,7 @@ from ..model.errors import CheckpointError, PlanError
 from ..model.fingerprint import Fingerprint
 from ..model.modeling import auto_class
 from ..planning.plan import Plan
+from ..runtime.progress import Progress
 from .weights import PrunedWeights, check_config, pruned_config
 
 _WEIGHTS = (

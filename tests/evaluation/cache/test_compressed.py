@@ -23,7 +23,6 @@ import rap
 from cases.command import error_violations, run
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan, zeroed
-from rap.calibration.state import removed
 from rap.evaluation.cache import quantized_cache as quantized
 from rap.evaluation.cache.compressed import (
     CacheCompression,
@@ -37,6 +36,7 @@ from rap.evaluation.cost.footprint import footprint
 from rap.evaluation.retrieval.documents import FactWriter
 from rap.evaluation.retrieval.recall import recall_documents, recall_grid
 from rap.model.errors import RapError
+from rap.runtime.state import removed
 
 WINDOW, PREFIX, PIECE = 40, 23, 7
 SIZES = {"window": WINDOW, "prefix": PREFIX, "piece": PIECE}

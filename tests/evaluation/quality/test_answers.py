@@ -12,8 +12,8 @@ from cases.command import error_violations, run
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import assets
-from rap.calibration.sampling import nucleus
 from rap.cli import generation as generation_cli
+from rap.data.sampling import nucleus
 from rap.evaluation.quality import answers, decoding
 from rap.evaluation.quality.answers import (
     alike,

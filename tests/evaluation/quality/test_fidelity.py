@@ -9,10 +9,10 @@ import torch
 
 import rap
 from cases.models import VOCABULARY, tiny_model
-from rap.calibration import logits
 from rap.evaluation.quality.fidelity import DenseStates, divergence, fidelity
 from rap.evaluation.quality.perplexity import perplexity
 from rap.model.errors import RapError
+from rap.runtime import logits
 
 
 def _ids(count: int) -> torch.Tensor:

@@ -10,11 +10,11 @@ from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 
 from cases.models import MAX_POSITIONS, VOCABULARY, random_tokens, tiny_model
 from rap import assets
-from rap.calibration import logits
 from rap.evaluation.quality import perplexity as module
 from rap.evaluation.quality.perplexity import perplexity
 from rap.model.errors import RapError
 from rap.model.modeling import config_class, model_class
+from rap.runtime import logits
 
 WINDOW = 20
 

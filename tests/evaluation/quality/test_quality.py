@@ -13,7 +13,7 @@ import rap
 from cases.plans import plan_of
 from cases.scripts import load_script
 from rap import PairPlan, Rap
-from rap.calibration.text import load_windows
+from rap.data.text import load_windows
 
 CHANNELS = load_script("experiments/quality/channels.py")
 LayerChannels, best_channels, index_aware, reindexed = (

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 import rap
 from cases import toy_kind
 from cases.models import random_tokens, tiny_model
-from rap.calibration.sources import StoredLayers
 from rap.checkpoint.stored import StoredModel
 from rap.methods import METHODS
 from rap.model.errors import PlanError, UnsupportedModelError
@@ -24,6 +23,7 @@ from rap.model.modeling import KINDS
 from rap.pipeline import save
 from rap.planning.plan import Plan
 from rap.recovery.layer_fit import FitConfig, LayerProblem
+from rap.runtime.sources import StoredLayers
 from rap.serving.layout import cache_layouts
 from rap.serving.stock import slots_of_all_heads
 from rap.surgery.write import apply_streamed

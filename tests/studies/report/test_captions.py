@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rap.calibration import protocol
-from rap.calibration.text import load_windows
 from rap.calibration.workbench import CalibrationText
 from rap.cli.compare import DEMO_MEASURES, GRID_READING
 from rap.cli.groups import Reading, Windows
+from rap.data import protocol
+from rap.data.text import load_windows
 from rap.pipeline import compress
 from rap.recovery.stages import REFIT_TOKENS
 from rap.studies.analyses.study import Study

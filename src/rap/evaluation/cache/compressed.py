@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...calibration.bos import Bos, bos_token
-from ...calibration.logits import decoder_of
-from ...calibration.precision import in_precision
-from ...calibration.state import evaluating
+from ...data.bos import Bos, bos_token
 from ...model.errors import RapError
+from ...runtime.logits import decoder_of
+from ...runtime.precision import in_precision
+from ...runtime.state import evaluating
 from ..quality.perplexity import whole_windows
 from ..retrieval.documents import ANSWER, Document, FactWriter, check_grid
 from ..retrieval.recall import RecallCell, recall_documents

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import QuantizedLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...calibration.state import removed
 from ...model.attention import RapAttention
 from ...model.errors import RapError
 from ...model.layers import attention_layers, attention_spec, rotary_module, sliding_window
+from ...runtime.state import removed
 
 # Name: class in kvpress, and whether it needs queries.
 PRESSES: dict[str, tuple[str, bool]] = {

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from ...calibration.state import evaluating
 from ...model.attention import pruned_attention
 from ...model.layers import AttentionLayer, attention_layers, attention_spec
 from ...model.roles import role_rows
 from ...model.specs import ROLES, AttentionSpec
+from ...runtime.state import evaluating
 
 PREFILL = 3  # tokens read before the decode step that is measured
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...calibration.state import evaluating
+from ...runtime.state import evaluating
 from .latency import interleaved, synchronize
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...calibration.logits import Head, chunk_tokens, decoder_of
-from ...calibration.progress import Progress
-from ...calibration.state import evaluating
 from ...model.errors import RapError
+from ...runtime.logits import Head, chunk_tokens, decoder_of
+from ...runtime.progress import Progress
+from ...runtime.state import evaluating
 from .decoding import Text
 from .fidelity import divergence
 from .generation import compare, repetition_rate

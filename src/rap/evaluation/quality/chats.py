@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import assets
-from ...calibration.entries import read_entries
+from ...data.entries import read_entries
 from ...model.errors import RapError
 
 

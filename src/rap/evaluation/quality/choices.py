@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...calibration.logits import Head, chunk_tokens, decoder_of
 from ...model.attention import RapAttention
 from ...model.families import FAMILIES
 from ...model.layers import base_model_type, text_config
+from ...runtime.logits import Head, chunk_tokens, decoder_of
 
 # What lm-eval asks: the strings (None: not to be cached), and the tokens of context and answer.
 Request = tuple[tuple[str, str] | None, list[int], list[int]]

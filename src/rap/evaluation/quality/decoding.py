@@ -19,13 +19,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...calibration.logits import Head, decoder_of
-from ...calibration.progress import Progress
-from ...calibration.sampling import nucleus
-from ...calibration.state import evaluating
+from ...data.sampling import nucleus
 from ...model.errors import RapError
 from ...model.kernels.growing_cache import grow
 from ...model.kernels.interface import NAME
+from ...runtime.logits import Head, decoder_of
+from ...runtime.progress import Progress
+from ...runtime.state import evaluating
 from ..retrieval.documents import evaluation_rng
 
 _TINY = float(np.finfo(np.float32).tiny)  # an exponential can be 0, by which nothing is divided

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...calibration.bos import Bos, bos_token
-from ...calibration.logits import Head, chunk_tokens, decoder_of, vocabulary
-from ...calibration.precision import in_precision
-from ...calibration.progress import Progress
-from ...calibration.state import evaluating
+from ...data.bos import Bos, bos_token
 from ...model.errors import RapError
+from ...runtime.logits import Head, chunk_tokens, decoder_of, vocabulary
+from ...runtime.precision import in_precision
+from ...runtime.progress import Progress
+from ...runtime.state import evaluating
 from .intervals import Interval, mean_interval, perplexity_ratio_interval
 from .perplexity import (
     Losses,

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...calibration.bos import Bos, bos_token, with_bos
-from ...calibration.progress import Progress
+from ...data.bos import Bos, bos_token, with_bos
 from ...model.errors import RapError
+from ...runtime.progress import Progress
 from ..retrieval.documents import evaluation_rng
 from .decoding import write
 from .fidelity import check_vocabularies

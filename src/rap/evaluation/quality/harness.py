@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...calibration.state import evaluating
 from ...checkpoint.provenance import installed_version
 from ...model.errors import RapError
+from ...runtime.state import evaluating
 from .choices import choice_scorer
 
 # In the order of preference, for tasks that no group gives a metric.

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...calibration.bos import Bos, bos_token, with_bos
-from ...calibration.logits import Head, chunk_tokens, decoder_of, vocabulary
-from ...calibration.precision import in_precision
-from ...calibration.progress import Progress
-from ...calibration.protocol import EVALUATION_WINDOW
-from ...calibration.state import evaluating
+from ...data.bos import Bos, bos_token, with_bos
+from ...data.protocol import EVALUATION_WINDOW
 from ...model.errors import RapError
 from ...model.layers import trained_length
+from ...runtime.logits import Head, chunk_tokens, decoder_of, vocabulary
+from ...runtime.precision import in_precision
+from ...runtime.progress import Progress
+from ...runtime.state import evaluating
 from .intervals import exponential
 
 FIRST_EDGE = 128  # tokens; ranges of positions double from here

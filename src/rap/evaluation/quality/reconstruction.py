@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...calibration.state import evaluating
+from ...runtime.state import evaluating
 
 CONTEXT = 58  # cached tokens; with the new one 59, a prime, which divides no number of heads
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import PercentFormatter
 
-from ...calibration.bos import Bos, bos_token
+from ...data.bos import Bos, bos_token
 from ...model.errors import RapError
 from .documents import (
     ANSWER,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...calibration.bos import Bos, bos_token
+from ...data.bos import Bos, bos_token
 from ...model.errors import RapError
 from ...model.layers import text_config
 from .documents import (

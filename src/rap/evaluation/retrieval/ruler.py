@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ...calibration.bos import Bos, bos_token
-from ...calibration.state import evaluating
 from ...checkpoint.card import interval_text
+from ...data.bos import Bos, bos_token
 from ...model.errors import RapError
+from ...runtime.state import evaluating
 from ..quality.intervals import Interval, mean_interval
 from ..quality.perplexity import check_sizes
 from .documents import (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...calibration.state import evaluating
+from ...runtime.state import evaluating
 from .documents import ANSWER, Document
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...calibration.progress import Progress
 from ...checkpoint.files import check_output_file, whole_file
 from ...checkpoint.gguf_header import FREQUENCY_FACTORS
 from ...checkpoint.load import load_config, load_tokenizer
 from ...model.errors import CheckpointError, RapError
 from ...model.layers import text_config
+from ...runtime.progress import Progress
 from .plain import check_form, head_width, plain_model, width_warnings
 from .rotation import rotate_heads
 

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...calibration.bos import describe_bos
-from ...calibration.protocol import EVALUATION_WINDOWS
 from ...calibration.statistics import Statistics
 from ...calibration.workbench import Workbench
+from ...data.bos import describe_bos
+from ...data.protocol import EVALUATION_WINDOWS
 from ...evaluation.quality.perplexity import evaluation_window, perplexity
 from ...methods import Method, Rap
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...calibration.bos import check_bos
-from ...calibration.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
+from ...data.bos import check_bos
+from ...data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ...methods import parse_method
 from ...model.errors import RapError
 from ...recovery.config import PRESETS, RecoveryConfig, preset

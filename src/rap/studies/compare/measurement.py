@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...calibration.held_out import HELD_OUT
-from ...calibration.protocol import EVALUATION_WINDOWS
-from ...calibration.state import evaluating
+from ...data.held_out import HELD_OUT
+from ...data.protocol import EVALUATION_WINDOWS
 from ...evaluation.cost.footprint import cached_tensors, footprint
 from ...evaluation.cost.latency import PLAIN, measure_point
 from ...evaluation.cost.prefill import time_prefill
@@ -24,6 +23,7 @@ from ...evaluation.retrieval.recall import copy_loss, recall_grid
 from ...methods.settings import read_value, split_setting
 from ...model.errors import RapError
 from ...model.fingerprint import fingerprint_model
+from ...runtime.state import evaluating
 
 
 @dataclass(frozen=True, kw_only=True)

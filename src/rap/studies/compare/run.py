@@ -10,14 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...calibration.contents import check_contents, note_contents
-from ...calibration.held_out import split
 from ...calibration.statistics import Statistics
-from ...calibration.text import check_sources
 from ...calibration.workbench import CalibrationText, Workbench
 from ...checkpoint.device import AUTO
 from ...checkpoint.files import check_folder, write_json
 from ...checkpoint.provenance import provenance
+from ...data.contents import check_contents, note_contents
+from ...data.held_out import split
+from ...data.text import check_sources
 from ...methods import Method
 from ...model.errors import RapError
 from ...recovery.runs import clear_work

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from ...calibration.bos import describe_bos
-from ...calibration.protocol import (
+from ...data.bos import describe_bos
+from ...data.protocol import (
     CALIBRATION_WINDOW,
     CALIBRATION_WINDOWS,
     EVALUATION_WINDOW,

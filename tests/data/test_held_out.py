@@ -8,17 +8,17 @@ from cases.command import run
 from cases.fits import SHORT, ShortFit
 from cases.models import tiny_model
 from rap import RapError, assets
-from rap.calibration import held_out, splits, text
-from rap.calibration.held_out import (
+from rap.checkpoint.load import load
+from rap.data import held_out, splits, text
+from rap.data.held_out import (
     HELD_OUT,
     check_enough,
     dataset_name,
     evaluation_tokens,
     split,
 )
-from rap.calibration.splits import held_out_part, training_part
-from rap.calibration.text import read_text
-from rap.checkpoint.load import load
+from rap.data.splits import held_out_part, training_part
+from rap.data.text import read_text
 from rap.model.errors import CalibrationError
 from rap.pipeline import compress
 

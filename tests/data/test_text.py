@@ -9,8 +9,8 @@ import torch
 
 from cases.characters import Characters
 from rap import assets
-from rap.calibration.held_out import evaluation_tokens
-from rap.calibration.text import (
+from rap.data.held_out import evaluation_tokens
+from rap.data.text import (
     check_sources,
     load_windows,
     named_sources,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rap.calibration.contents import NOTED, check_contents, note_contents
+from rap.data.contents import NOTED, check_contents, note_contents
 from rap.model.errors import CalibrationError
 
 

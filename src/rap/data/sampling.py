@@ -20,8 +20,8 @@ from ..checkpoint.files import check_output_file, whole_file
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import trained_length
-from .progress import Progress
-from .state import evaluating
+from ..runtime.progress import Progress
+from ..runtime.state import evaluating
 
 FEW = 2048  # tokens
 

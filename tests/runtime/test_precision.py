@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from cases.models import random_tokens, tiny_model
-from rap.calibration import precision
-from rap.calibration.precision import for_calibration, in_precision
 from rap.calibration.run import calibrate
 from rap.calibration.workbench import CalibrationText, Workbench
 from rap.evaluation.quality.perplexity import perplexity
+from rap.runtime import precision
+from rap.runtime.precision import for_calibration, in_precision
 
 WINDOW = 20
 LOW = {

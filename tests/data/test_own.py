@@ -11,10 +11,10 @@ import torch
 import rap
 from cases.command import run
 from cases.models import tiny_model
-from rap.calibration import own, sampling
-from rap.calibration.own import own_samples
-from rap.calibration.sampling import Corpus, write_documents
-from rap.calibration.text import check_sources, load_windows, named_sources, read_text
+from rap.data import own, sampling
+from rap.data.own import own_samples
+from rap.data.sampling import Corpus, write_documents
+from rap.data.text import check_sources, load_windows, named_sources, read_text
 from rap.model.errors import CalibrationError
 
 FEW = Corpus(documents=6, tokens=256, batch_size=6)

@@ -8,12 +8,12 @@ import pytest
 import rap
 from cases.command import run
 from cases.models import random_tokens, tiny_model
-from rap.calibration import progress
-from rap.calibration.progress import INTERVAL, Progress, track
 from rap.evaluation.quality.perplexity import perplexity
 from rap.recovery.closed_form import refit_outputs
 from rap.recovery.config import RecoveryConfig
 from rap.recovery.distillation import distill
+from rap.runtime import progress
+from rap.runtime.progress import INTERVAL, Progress, track
 
 SMALL = ("--windows", "2", "--window", "128", "--evaluate", "none")
 

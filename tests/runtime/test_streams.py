@@ -12,17 +12,17 @@ import torch
 
 from cases.family_cases import CASES, Case
 from cases.models import random_tokens, tiny_model
-from rap.calibration import memory, streams
-from rap.calibration.logits import CHUNK_LOGITS
 from rap.calibration.memory import estimate_layers
 from rap.calibration.registry import STATISTICS, backward_needs
 from rap.calibration.run import calibrate
-from rap.calibration.sources import LoadedLayers, StoredLayers
-from rap.calibration.streams import Stream, new_stream
 from rap.checkpoint.load import load_dense
 from rap.checkpoint.stored import StoredModel
 from rap.model.errors import CalibrationError, RapError
 from rap.model.fingerprint import fingerprint_model
+from rap.runtime import memory, streams
+from rap.runtime.logits import CHUNK_LOGITS
+from rap.runtime.sources import LoadedLayers, StoredLayers
+from rap.runtime.streams import Stream, new_stream
 
 FORWARD = {*STATISTICS} - {*backward_needs(STATISTICS)}
 # Layouts of attention, norms, experts, and layers that have none.

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cases.command import run
-from rap.calibration.held_out import evaluation_tokens
-from rap.calibration.hub import fetch_dataset
-from rap.calibration.text import read_text
 from rap.cli.fetch import NAMES
+from rap.data.held_out import evaluation_tokens
+from rap.data.hub import fetch_dataset
+from rap.data.text import read_text
 from rap.model.errors import CalibrationError
 from rap.recovery.data import validation_text
 

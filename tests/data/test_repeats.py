@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rap.calibration.repeats import GROUP, PASSAGE, repeat_passages
-from rap.calibration.text import load_windows, read_text, shown_name
 from rap.calibration.workbench import CalibrationText
+from rap.data.repeats import GROUP, PASSAGE, repeat_passages
+from rap.data.text import load_windows, read_text, shown_name
 from rap.model.errors import CalibrationError
 from rap.recovery.config import RecoveryConfig
 from rap.recovery.data import recovery_windows, validation_text

@@ -11,9 +11,9 @@ import torch
 
 from cases.models import tiny_model
 from rap import RapError
-from rap.calibration import sampling
-from rap.calibration.sampling import Corpus, draw, first_token, nucleus, write_documents
-from rap.calibration.text import load_windows
+from rap.data import sampling
+from rap.data.sampling import Corpus, draw, first_token, nucleus, write_documents
+from rap.data.text import load_windows
 from rap.model.errors import CheckpointError
 
 ASKED = Corpus(documents=5, tokens=7, batch_size=2)

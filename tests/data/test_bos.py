@@ -14,8 +14,8 @@ from cases.characters import Characters
 from cases.command import run
 from cases.models import VOCABULARY, random_tokens, tiny_model
 from rap import assets
-from rap.calibration.bos import bos_token
-from rap.calibration.text import windows_from_text
+from rap.data.bos import bos_token
+from rap.data.text import windows_from_text
 from rap.evaluation.cache.compressed import CacheCompression, compressed_perplexity
 from rap.evaluation.quality.perplexity import perplexity
 from rap.evaluation.retrieval import needle, recall
