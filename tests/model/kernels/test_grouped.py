@@ -27,9 +27,13 @@ class Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for made in result if isinstance(result, tuple) else (result,):
-            if isinstance(made, Tensor) and made._base is None:
+            if isinstance(made, Tensor) and _store(made) not in {_store(x) for x in args}:
                 self.most = max(self.most, made.numel())
         return result
+
+
+def _store(x: Any) -> int | None:
+    return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else None
 
 
 def states(shape: Any, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
