@@ -93,6 +93,8 @@ FRONT = re.compile(r"\A---\n.*?^---\n", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r"\$\$.*?\$\$", re.DOTALL)
 SHORT_FORMULA = re.compile(r"\$(?:[^$\n]|\n(?!\s*\n))+\$")
 CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
+# A method as commands take it, in the first column of a table: rap:merge=all:profile=stock.
+METHOD = re.compile(r"\b\w+(?::\w+=[\w.]+)+")
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)]*)\)")
 ITEM = re.compile(r"^ *(?:[*+-]|\d+\.) +")
 # A number that is not part of a name (SmolLM2, Llama-3-8B, int8), of an address, or n=16.
@@ -116,8 +118,8 @@ def blank(pattern: re.Pattern[str], text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """A document's prose and tables, without code blocks, formulas, comments and directives."""
-    for pattern in (FRONT, GENERATED, COMMENT, FENCE, DIRECTIVE, FORMULA):
+    """A document's prose and tables, without code, methods by name, formulas and directives."""
+    for pattern in (FRONT, GENERATED, COMMENT, FENCE, DIRECTIVE, FORMULA, METHOD):
         text = blank(pattern, text)
     return SHORT_FORMULA.sub(lambda found: "x" + "\n" * found[0].count("\n"), text)
 

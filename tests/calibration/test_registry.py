@@ -8,7 +8,12 @@ import torch
 from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
 from rap.calibration.memory import estimate_memory
-from rap.calibration.observers import BackwardStatistic, ForwardStatistic, GradientStatistic
+from rap.calibration.observers import (
+    BackwardStatistic,
+    ForwardStatistic,
+    GradientStatistic,
+    Statistic,
+)
 from rap.calibration.registry import STATISTICS, WINDOWS, watched_layers
 from rap.calibration.run import calibrate
 from rap.calibration.statistics import Statistics
@@ -25,11 +30,13 @@ def model_of(name: str) -> Any:
 
 
 def held(thing: Any) -> int:
-    """Bytes of the tensors that a statistic keeps: its own, in lists and by role."""
+    """Bytes of the tensors that a statistic keeps: its own, in lists, by role, of statistics."""
     if isinstance(thing, torch.Tensor):
         return thing.nbytes
-    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list) else ()
-    return sum(map(held, parts))
+    if isinstance(thing, Statistic):
+        thing = vars(thing)
+    parts = thing.values() if isinstance(thing, dict) else thing
+    return sum(map(held, parts)) if isinstance(thing, dict | list) else 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)

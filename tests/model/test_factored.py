@@ -49,7 +49,8 @@ def test_it_is_the_dense_model_with_projected_keys_and_values(case: Case) -> Non
     assert any(isinstance(layer, FactoredPlan) for layer in plan.layers)
     small, expected = apply(model, plan), projected_by_hooks(model, plan, case)
     ids = random_tokens(2, 11)
-    bound = {"rtol": 0, "atol": 1e-3 if case.in_float32 else 1e-5} if case.norms else ALIKE
+    # Norms work in float32 whatever the model does: a few 1e-7 of states of size ten and more.
+    bound = {"rtol": 0, "atol": 1e-4} if case.norms else ALIKE
     if case.in_float32:
         bound = {"rtol": 0, "atol": 1e-3}
     by_step = {"rtol": 0, "atol": 1e-4} if case.name in RECURRENT else bound

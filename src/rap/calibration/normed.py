@@ -44,7 +44,9 @@ class NormedMoment(ForwardStatistic):
 
     def __init__(self, layer: WatchedLayer):
         self.layer = layer
-        self.parts = (PairMoment(layer), JointMoment(layer)) if _mapped(layer) else ()
+        self.parts: list[ForwardStatistic] = []
+        if _mapped(layer):
+            self.parts = [PairMoment(layer), JointMoment(layer)]
 
     @staticmethod
     def num_bytes(layer: WatchedLayer, num_windows: int) -> int:

@@ -39,6 +39,10 @@ class Statistics:
     joint     joint_key_moment [G P, G P, 2], joint_free_moment [G F, G F], joint_value_moment
               [G D, G D]: second moments of all KV heads side by side, head by head, of keys as in
               `pairs` and of values as they are projected
+    normed    normed_query_moment, normed_key_moment, normed_query_free_moment,
+              normed_key_free_moment, normed_joint_key_moment, normed_joint_free_moment: as in
+              `pairs` and `joint`, of what the norm of queries and keys gives, where a map may follow
+    normed_gradients  normed_key_gradient, normed_free_gradient: as in `gradients`, by the same
     averages  averaged_moment [H, V, V]: second moment of the values of a group of KV heads (V
               channels side by side, `averages.averaged_group`) as each query head averages them
     energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens;
