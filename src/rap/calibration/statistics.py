@@ -41,7 +41,7 @@ class Statistics:
               `pairs` and of values as they are projected
     normed    normed_query_moment, normed_key_moment, normed_query_free_moment,
               normed_key_free_moment, normed_joint_key_moment, normed_joint_free_moment: as in
-              `pairs` and `joint`, of what the norm of queries and keys gives, where a map may follow
+              `pairs` and `joint`, of what norms of queries and keys give, where a map may follow
     normed_gradients  normed_key_gradient, normed_free_gradient: as in `gradients`, by the same
     averages  averaged_moment [H, V, V]: second moment of the values of a group of KV heads (V
               channels side by side, `averages.averaged_group`) as each query head averages them
