@@ -155,7 +155,9 @@ def test_the_engine_divides_by_the_same_ratios(saved, projections, dtype):
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        for path, tensor, part in list(projections._by_heads(placed, query, key)):
+        for path, tensor, part in list(
+            projections._by_heads(placed, query, key, key, torch.tensor([1]))
+        ):
             projections._place(placed, path, tensor, part, path)
     finally:
         torch.set_default_dtype(usual)

@@ -158,13 +158,14 @@ def test_a_plan_is_the_same_after_saving(case: Case, tmp_path):
 
 
 def test_every_statistic_of_queries_or_outputs_says_how_readers_add():
-    """Those of logits are for methods that families with norms of queries do not have, and averages
-    for merged heads, which layers that share keys and values do not have.
+    """Those of logits are for methods that families with norms of queries do not have, averages and
+    moments behind norms for merged heads, which layers that share keys and values do not have.
     """
     for need, statistic in STATISTICS.items():
         if {"q", "o"} & set(getattr(statistic, "roles", ())) and need not in (
             "logits",
             "averages",
+            "normed",
         ):
             assert {*statistic.names, *statistic.norm_names} & {*BY_HEAD, *SUMMED}, need
 

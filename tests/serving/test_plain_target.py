@@ -106,8 +106,9 @@ def loaded(tmp_path_factory: Any) -> dict[str, Any]:
 def test_a_family_computes_the_same_without_the_package(loaded: Any, family: str) -> None:
     small, expected, path, (module, logits) = loaded[family]
     written = {"qwen2": "llama", "phi3": "llama"}.get(family, family)
-    # As ALIKE, of logits of 10.
-    bound = 2e-5 * float(expected.abs().max())
+    # As ALIKE, of logits of 10: float32 sums of two modules in orders of their own, by up to 2.4e-5
+    # where embeddings are scaled (gemma); a wrong frequency costs a hundred times as much.
+    bound = 5e-5 * float(expected.abs().max())
     torch.testing.assert_close(logits, expected, rtol=0, atol=bound)
     assert module == f"transformers.models.{written}.modeling_{written}"
     config = json.loads((path / "config.json").read_text())
