@@ -43,7 +43,7 @@ HEAD = """# Paper replication
 Which qualitative findings of the [RAP paper](https://arxiv.org/abs/2602.02599) hold on two models,
 neither of which is a Llama-3-8B. The first counts, the second misleads where they differ:
 
-* SmolLM2-135M-Instruct: 30 layers, 3 KV heads of 64 channels, RoPE base 100,000.
+* SmolLM2-135M-Instruct: 30 layers, 3 KV heads of 64 channels. Its RoPE base is 100,000.
 * The [bundled test model](../reference/test-model.md): 6 layers, 2 KV heads of 64 channels.
 
 Numbers are perplexity, without BOS. Abbreviations and protocol:

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from cases.family_cases import CASES, Case
+from cases.models import random_tokens
 from cases.plans import plan_of
 from rap.methods.dense import dense_layers
+from rap.model.cache_layout import CacheLayout
 from rap.model.kinds.factored import FactoredPlan
 from rap.model.layers import attention_layers
 from rap.planning.plan import PairPlan, Plan
+from rap.surgery.apply import apply
 
 MERGE = 2
 RECURRENT = ("granitemoehybrid", "falcon_h1")
@@ -129,6 +132,28 @@ def projected_by_hooks(model: Any, plan: Plan, case: Case) -> Any:
             places = rows[:, 1].flatten(), rows[:, 2].flatten()
             attention.query_key_value.register_forward_hook(_mapped_at(places, maps))
     return model
+
+
+def check_projected(model: Any, plan: Plan, case: Case, bound: dict[str, float]) -> None:
+    """The pruned model is the projected one, whole and token by token, and caches as planned."""
+    small, expected = apply(model, plan), projected_by_hooks(model, plan, case)
+    ids = random_tokens(2, 11)
+    # A recurrent state beside attention is cached in float32.
+    by_step = {"rtol": 0, "atol": 1e-4} if case.name in RECURRENT else bound
+    with torch.no_grad():
+        found, wanted = small(ids).logits, expected(ids).logits
+        torch.testing.assert_close(found, wanted, **bound)
+        assert not torch.allclose(model(ids).logits, wanted, atol=1e-2)
+        # Token by token from the cache, whose layout is the plan's.
+        cache = small(ids[:, :6], use_cache=True).past_key_values
+        for place in range(6, 11):
+            step = small(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
+            torch.testing.assert_close(step.logits[:, 0], found[:, place], **by_step)
+    for index, layout in enumerate(plan.caches):
+        if plan.layers[index] is not None and hasattr(cache.layers[index], "keys"):
+            keys, values = cache.layers[index].keys, cache.layers[index].values
+            assert layout == CacheLayout(keys.shape[1], keys.shape[-1], values.shape[-1])
+            assert keys.shape[1] == attention_layers(model)[index].shape.num_kv_heads // MERGE
 
 
 def _key_map(planned: PairPlan, size: int, rotated: int, case: Case) -> Tensor:

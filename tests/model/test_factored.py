@@ -12,11 +12,11 @@ import torch
 
 import rap
 from cases.family_cases import CASES, Case
-from cases.merged_plans import ALIKE, MERGE, RECURRENT, merged_plan, projected_by_hooks
+from cases.merged_plans import ALIKE, check_projected, merged_plan
 from cases.models import random_tokens, tiny_model
 from rap.checkpoint.load import load
 from rap.methods.dense import dense_layers
-from rap.model.cache_layout import CacheLayout, FactoredEntry
+from rap.model.cache_layout import FactoredEntry
 from rap.model.errors import PlanError
 from rap.model.factored import FactoredAttention
 from rap.model.kinds.factored import FactoredPlan
@@ -47,26 +47,11 @@ def test_it_is_the_dense_model_with_projected_keys_and_values(case: Case) -> Non
     model = case.model()
     plan = merged_plan(model, case, mapped=True)
     assert any(isinstance(layer, FactoredPlan) for layer in plan.layers)
-    small, expected = apply(model, plan), projected_by_hooks(model, plan, case)
-    ids = random_tokens(2, 11)
     # Norms work in float32 whatever the model does: a few 1e-7 of states of size ten and more.
     bound = {"rtol": 0, "atol": 1e-4} if case.norms else ALIKE
     if case.in_float32:
         bound = {"rtol": 0, "atol": 1e-3}
-    by_step = {"rtol": 0, "atol": 1e-4} if case.name in RECURRENT else bound
-    with torch.no_grad():
-        found, wanted = small(ids).logits, expected(ids).logits
-        torch.testing.assert_close(found, wanted, **bound)
-        assert not torch.allclose(model(ids).logits, wanted, atol=1e-2)
-        cache = small(ids[:, :6], use_cache=True).past_key_values
-        for place in range(6, 11):
-            step = small(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
-            torch.testing.assert_close(step.logits[:, 0], found[:, place], **by_step)
-    for index, layout in enumerate(plan.caches):
-        if plan.layers[index] is not None and hasattr(cache.layers[index], "keys"):
-            keys, values = cache.layers[index].keys, cache.layers[index].values
-            assert layout == CacheLayout(keys.shape[1], keys.shape[-1], values.shape[-1])
-            assert keys.shape[1] == attention_layers(model)[index].shape.num_kv_heads // MERGE
+    check_projected(model, plan, case, bound)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "olmo2", "phi3", "afmoe"])

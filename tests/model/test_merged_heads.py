@@ -12,16 +12,13 @@ import rap
 from cases.family_cases import CASES, Case
 from cases.merged_plans import (
     ALIKE,
-    MERGE,
     MERGED,
-    RECURRENT,
+    check_projected,
     merged_layer,
     merged_plan,
-    projected_by_hooks,
 )
 from cases.models import random_tokens, tiny_model
 from rap.checkpoint.load import load
-from rap.model.cache_layout import CacheLayout
 from rap.model.errors import PlanError
 from rap.model.layers import attention_layers
 from rap.planning.plan import PairPlan, Plan
@@ -36,25 +33,8 @@ def test_it_is_the_dense_model_with_projected_keys_and_values(case: Case) -> Non
     model = case.model()
     plan = merged_plan(model, case)
     assert any(plan.layers)
-    small, expected = apply(model, plan), projected_by_hooks(model, plan, case)
-    ids = random_tokens(2, 11)
     bound = {"rtol": 0, "atol": 1e-3} if case.in_float32 else ALIKE
-    # A recurrent state beside attention is cached in float32.
-    by_step = {"rtol": 0, "atol": 1e-4} if case.name in RECURRENT else bound
-    with torch.no_grad():
-        found, wanted = small(ids).logits, expected(ids).logits
-        torch.testing.assert_close(found, wanted, **bound)
-        assert not torch.allclose(model(ids).logits, wanted, atol=1e-2)
-        # Token by token from the cache, whose layout is the plan's.
-        cache = small(ids[:, :6], use_cache=True).past_key_values
-        for place in range(6, 11):
-            step = small(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
-            torch.testing.assert_close(step.logits[:, 0], found[:, place], **by_step)
-    for index, layout in enumerate(plan.caches):
-        if plan.layers[index] is not None and hasattr(cache.layers[index], "keys"):
-            keys, values = cache.layers[index].keys, cache.layers[index].values
-            assert layout == CacheLayout(keys.shape[1], keys.shape[-1], values.shape[-1])
-            assert keys.shape[1] == attention_layers(model)[index].shape.num_kv_heads // MERGE
+    check_projected(model, plan, case, bound)
 
 
 @pytest.mark.parametrize(

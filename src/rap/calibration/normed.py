@@ -7,7 +7,7 @@ front; layers without such a norm have none of them.
 Shapes: B batch, T tokens, G KV heads, D head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..model.layers import split_heads
 from ..model.norms import mapped_limit, normalise_dense
 from .backward import GradientMoment
 from .joint import JointMoment
-from .observers import ForwardStatistic, GradientStatistic, WatchedLayer
+from .observers import ForwardStatistic, GradientStatistic, Statistic, WatchedLayer
 from .pair_moment import PairMoment
 
 NORMED = "normed_"
@@ -32,6 +32,12 @@ def behind_norm(statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _mapped(layer: WatchedLayer) -> bool:
     return layer.norm is not None and not mapped_limit(layer.norm) and layer.shape.source is None
+
+
+def _named(statistic: Statistic, parts: Sequence[Statistic], count: int) -> dict[str, Tensor]:
+    """What parts found, of that what the statistic leaves, by its names."""
+    found = {NORMED + name: x for part in parts for name, x in part.result(count).items()}
+    return {name: x for name, x in found.items() if name in statistic.norm_names}
 
 
 class NormedMoment(ForwardStatistic):
@@ -65,8 +71,7 @@ class NormedMoment(ForwardStatistic):
             part.see(role, inputs, normed)
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
-        found = {n: x for part in self.parts for n, x in part.result(num_tokens).items()}
-        return {NORMED + n: x for n, x in found.items() if NORMED + n in self.norm_names}
+        return _named(self, self.parts, num_tokens)
 
 
 class NormedGradient(GradientStatistic):
@@ -102,5 +107,4 @@ class NormedGradient(GradientStatistic):
         self.moment.see(role, gradient)
 
     def result(self, num_tokens: int) -> dict[str, Tensor]:
-        found = {} if self.moment is None else self.moment.result(num_tokens)
-        return {NORMED + n: x for n, x in found.items() if NORMED + n in self.norm_names}
+        return _named(self, [] if self.moment is None else [self.moment], num_tokens)

@@ -27,8 +27,9 @@ from .sampling import Corpus, first_token, write_documents
 from .splits import REPEATED
 
 OWN = "own"
-# As many as the recommended recipe was measured with (docs/fit.md): enough for a third of the
-# default calibration, and of the default fit. The seed is not that of a command: these are data.
+# As many as the recommended recipe was measured with (docs/how-to/calibration-data.md): enough for
+# a third of the default calibration, and of the default fit. The seed is not that of a command:
+# these are data.
 SAMPLES = Corpus(documents=80, batch_size=80)
 DIGITS = 16
 

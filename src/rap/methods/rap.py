@@ -27,7 +27,8 @@ from .merged import Merge, Merged, check_merging, layer_merges, merged_budget, n
 from .search import Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
 
-FAR = 1024  # tokens, for models that are to find what stands far back (docs/fit.md)
+# Tokens, for models that are to find what stands far back (docs/how-to/calibration-data.md).
+FAR = 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from .layout import cache_layouts, dense_layouts, padded_width
 from .plain_forms import STOCK_FAMILIES, WIDELY_READ
 from .refusals import check_served
 
-# What vLLM 0.32 declares for CPUs; the sizes of the others are conditions (docs/serving.md).
+# What vLLM 0.32 declares for CPUs; sizes of the others are conditions
+# (docs/reference/vllm-support.md).
 CPU_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Backend, the sizes it takes, and what makes widths that it takes as they are: multiples of what.
 BACKENDS: dict[str, tuple[Callable[[int], bool], str, int]] = {

@@ -43,8 +43,8 @@ class FactoredPlan(PairPlan):
     @classmethod
     def read(cls, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> Self:
         """As of every plan."""
-        fields_of: dict[str, Any] = {**tensors, "note": record.get("note", "")}
-        return cls(**fields_of, queries=record["queries"], outputs=record["outputs"])
+        plan = super().read(record, tensors)
+        return replace(plan, queries=record["queries"], outputs=record["outputs"])
 
     def entry(self, norm_mode: str = "constant") -> PairEntry:
         """As of every plan; norms are exact in every mode."""
