@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -307,3 +308,37 @@ def test_name_and_text_rules_fail():
     assert len(name_violations([Path("src/rap/utils.py"), Path("src/rap/rope.py")])) == 1
     text = "fine\n" + "caf\u00e9\n" + "# TO" + "DO later\n"
     assert [line.split(":")[1] for line in text_violations(Path("a.py"), text)] == ["2", "3"]
+
+
+# What a package that is required brings along, and what an extra of pyproject.toml installs.
+BROUGHT = {"numpy": "transformers", "huggingface_hub": "transformers", "markupsafe": "jinja2"}
+OPTIONAL = {"lm_eval", "vllm", "triton", "xllamacpp", "torchao", "bitsandbytes", "kvpress"}
+
+
+def _undeclared(sources, dependencies: list[str]) -> set[str]:
+    """What the package imports, and neither requires nor names as optional."""
+    required = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in dependencies}
+    required |= {"yaml"} if "pyyaml" in required else set()
+    used = {
+        name.partition(".")[0]
+        for tree in sources
+        for node in ast.walk(tree)
+        for name in _imported(node)
+    }
+    brought = {name for name, by in BROUGHT.items() if by in required}
+    return used - required - brought - OPTIONAL - set(sys.stdlib_module_names) - {"rap"}
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+
+
+def test_whatever_is_imported_is_required():
+    """An environment with only the wheel runs README: `rap fetch` once asked for gguf there."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    trees = [ast.parse(path.read_text()) for path in PACKAGE_ROOT.rglob("*.py")]
+    assert _undeclared(trees, project["dependencies"]) == set()
+    without = [line for line in project["dependencies"] if line != "gguf"]
+    assert _undeclared(trees, without) == {"gguf"}

@@ -120,7 +120,7 @@ def test_missing_engine_is_named_with_its_extra(pruned, command):
 def test_missing_llama_cpp_is_named_with_its_extra(pruned):
     result = run("verify", pruned, "--engine", "llamacpp")
     assert error_violations(result) == []
-    assert "llama.cpp is not installed here: pip install gguf xllamacpp" in result.err
+    assert "llama.cpp is not installed here: pip install xllamacpp" in result.err
 
 
 def test_a_checkpoint_is_its_own_reference(pruned):

@@ -1,7 +1,6 @@
 """GGUF files as a source: dequantized once into a normal checkpoint directory, by transformers."""
 
 import hashlib
-import importlib.util
 import json
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -58,10 +57,8 @@ def _kept(folder: Path) -> bool:
 def convert(file: Path, folder: Path) -> dict[str, Any]:
     """Write a GGUF file's weights, config and tokenizer as a checkpoint; returns what they were.
 
-    Raises CheckpointError as `checkpoint_of`, or if the `gguf` package is missing.
+    Raises CheckpointError as `checkpoint_of`.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError("reading GGUF files needs the package gguf: pip install gguf")
     with reading(f"read {file}"):
         header = Header(file)
         where: dict[str, Any] = {"gguf_file": file.name}

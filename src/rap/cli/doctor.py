@@ -14,7 +14,6 @@ from .options import print_json, print_table
 _FEATURES = (
     ("zero-shot and long-context benchmarks", "lm_eval", "pip install lm-eval"),
     ("serving with vLLM", "vllm", "pip install vllm"),
-    ("GGUF files, read and written", "gguf", "pip install gguf"),
     ("llama.cpp, to verify GGUF files", "xllamacpp", "pip install xllamacpp"),
     ("Triton kernels", "triton", "pip install triton, on a CUDA machine"),
     ("weight quantization", "torchao", "pip install torchao bitsandbytes"),

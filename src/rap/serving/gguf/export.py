@@ -1,6 +1,5 @@
 """Writing a checkpoint as one GGUF file: settings, tokenizer, then tensors one at a time."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,9 @@ from ...model.layers import text_config
 from ...runtime.progress import Progress
 from .plain import check_form, head_width, plain_model, width_warnings
 from .rotation import rotate_heads
+from .settings import add_settings, new_writer
+from .tensors import stored_tensors
+from .tokenizer import add_tokenizer, copy_tokenizer
 
 ARCHITECTURE = "llama"
 SUFFIX = ".gguf"
@@ -53,11 +55,6 @@ def export_gguf(
     does not end in .gguf.
     """
     modelfile = _checked(Path(output), force)
-    require_gguf()
-    from .settings import add_settings, new_writer  # they need the optional package
-    from .tensors import stored_tensors
-    from .tokenizer import add_tokenizer, copy_tokenizer
-
     config = load_config(source)
     check_form(config)
     vocabulary = text_config(config).vocab_size
@@ -96,12 +93,6 @@ def _checked(output: Path, force: bool) -> Path:
     for file in (output, modelfile):
         check_output_file(file, force=force)
     return modelfile
-
-
-def require_gguf() -> None:
-    """Raise CheckpointError unless the package gguf is installed (looked for, not imported)."""
-    if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError("GGUF files need the package gguf: pip install gguf")
 
 
 def _write(writer: Any, tensors: list[Any], path: Path, progress: bool) -> None:

@@ -65,7 +65,7 @@ class Answered:
 def require_xllamacpp() -> None:
     """Raise EngineError unless xllamacpp is installed (looked for, not imported)."""
     if importlib.util.find_spec("xllamacpp") is None:
-        raise EngineError("llama.cpp is not installed here: pip install gguf xllamacpp")
+        raise EngineError("llama.cpp is not installed here: pip install xllamacpp")
 
 
 def run_llamacpp(

@@ -20,7 +20,7 @@ from ...checkpoint.source import resolve_source
 from ...model.errors import CheckpointError, RapError
 from ..agreement import Agreement
 from ..engine import GIB
-from ..gguf.export import export_gguf, require_gguf
+from ..gguf.export import export_gguf
 from ..verify import (
     MAX_TOKENS,
     Verification,
@@ -60,7 +60,6 @@ def verify_llamacpp(
     Raises RapError, also for a tolerance below 0, CheckpointError or EngineError.
     """
     check_tolerance(tolerance)
-    require_gguf()
     require_xllamacpp()
     with tempfile.TemporaryDirectory(prefix="rap-gguf-") as folder:
         file = Path(source)
