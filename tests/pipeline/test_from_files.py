@@ -71,7 +71,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "method"),
     [
         *((name, FORWARD) for name in FAMILIES),
-        *(("llama", method) for method in ("rap", "palu", "elitekv", "matryoshka")),
+        *(("llama", method) for method in ("rap", "palu", "elitekv", "transmla", "matryoshka")),
         ("qwen3", "rap"),
     ],
 )

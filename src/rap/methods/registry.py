@@ -14,6 +14,7 @@ from .rap import Rap
 from .starkv import StarKv
 from .svdllm import SvdLlm
 from .svdllm2 import SvdLlm2
+from .transmla import TransMla
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
@@ -26,6 +27,7 @@ METHODS: dict[str, type[Method]] = {
         SvdLlm2,
         StarKv,
         EliteKv,
+        TransMla,
         Matryoshka,
         Heads,
         A3,

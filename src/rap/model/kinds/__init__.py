@@ -5,7 +5,7 @@ Out: the tensors of the pruned layer, its entry in config.json, and its module.
 """
 
 from ..modeling import KINDS
-from . import elite, factored, heads, latent, pairs, projected, single_channels
+from . import elite, factored, heads, latent, mla, pairs, projected, single_channels
 from .base import Kind, LayerPlan
 
 _ROWS: tuple[Kind, ...] = (
@@ -14,6 +14,7 @@ _ROWS: tuple[Kind, ...] = (
     heads.KIND,
     latent.KIND,
     elite.KIND,
+    mla.KIND,
     projected.KIND,
     single_channels.REINDEXED,
     single_channels.INDEXED,

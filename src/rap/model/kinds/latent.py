@@ -1,4 +1,4 @@
-"""Attention over a low-rank latent: what PaLU, SVD-LLM and EliteKV cache and multiply by.
+"""Attention over a low-rank latent: what PaLU, SVD-LLM, EliteKV and TransMLA cache and multiply by.
 
 The cache holds the latents alone. At every step keys are reconstructed from all of them, rotated
 and attended to, then thrown away: that work is what these methods pay for their cache.
