@@ -71,7 +71,10 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "method"),
     [
         *((name, FORWARD) for name in FAMILIES),
-        *(("llama", method) for method in ("rap", "palu", "elitekv", "transmla", "matryoshka")),
+        *(
+            ("llama", method)
+            for method in ("rap", "palu", "elitekv", "transmla:freqfold=2", "matryoshka")
+        ),
         ("qwen3", "rap"),
     ],
 )
