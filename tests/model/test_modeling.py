@@ -230,6 +230,37 @@ def test_mode_and_attention_implementation_follow_the_dense_model():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("asked", "taken"), [(None, "rap"), ("sdpa", "sdpa"), ("eager", "eager"), ("rap", "rap")]
+)
+def test_a_loaded_checkpoint_decodes_by_rap_unless_another_is_asked_for(tmp_path, asked, taken):
+    """And prefill is SDPA: to the last bit what SDPA gives."""
+    _small(dtype=torch.float32).save_pretrained(tmp_path)
+    given = {} if asked is None else {"attn_implementation": asked}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    assert {m.config._attn_implementation for m in (loaded, loaded.model)} == {taken}
+    assert "_attn_implementation" not in json.loads((tmp_path / "config.json").read_text())
+    if asked is None:
+        sdpa = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+        ids = random_tokens(2, 12)
+        with torch.no_grad():
+            assert torch.equal(loaded(ids).logits, sdpa(ids).logits)
+        tokens = [
+            m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+            for m in (loaded, sdpa)
+        ]
+        assert torch.equal(*tokens)
+
+
+def test_a_family_without_sdpa_keeps_its_attention(tmp_path, monkeypatch):
+    """What falls back to eager does so for a reason."""
+    small = _small(dtype=torch.float32)
+    small.save_pretrained(tmp_path)
+    monkeypatch.setattr(type(small), "_supports_sdpa", False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "eager"
+
+
 def test_attention_weights_are_the_zeroed_dense_ones_and_eager_equals_sdpa():
     model = tiny_model(heads=6, kv_heads=2, hidden=36, layers=3)
     plan = random_plan(model, WIDTHS)

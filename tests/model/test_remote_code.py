@@ -42,6 +42,7 @@ tokens = load_file(f"{folder}/tokens.safetensors")["tokens"]
 results = {}
 for name in ("first", "second"):
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+    assert model.config._attn_implementation == "sdpa"
     with torch.no_grad():
         results[f"{name}.logits"] = model(tokens).logits
     results[f"{name}.tokens"] = model.generate(

@@ -21,6 +21,7 @@ from .norms import norm_names, normalise_dense, pruned_norms, select_channels
 from .rope import AttentionShape, Tables, gather_pairs, pair_tables, rotate_pairs, rotate_step
 from .specs import AttentionSpec, QKNorm
 
+ATTENTION = "rap"  # the name of the package's attention implementation
 # What some families, in some releases of transformers, call the cache.
 _CACHE_ARGUMENTS = ("layer_past", "past_key_value")
 

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -27,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from .attention import RapAttention
+from .attention import ATTENTION, RapAttention
 from .cache_layout import Entry, FactoredEntry, PairEntry
 from .errors import CheckpointError, UnsupportedModelError
 from .factored import FactoredAttention
@@ -108,6 +109,18 @@ class RapModelMixin(_Model):
         """As the base class; the config records the fingerprint of exactly these weights."""
         self.config.rap["fingerprint"] = fingerprint_saved(self, kwargs.get("state_dict"))
         return super().save_pretrained(save_directory, *args, **kwargs)
+
+    def get_correct_attn_implementation(
+        self, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        """As the base class; where nobody asked and SDPA would be taken, "rap" if there is one.
+
+        It is SDPA for prefill, and reads the cache once for all queries of a head in decoding.
+        Loaded as remote code, without the package, there is none.
+        """
+        chosen: str = super().get_correct_attn_implementation(requested_attention, is_init_check)
+        own = ATTENTION if ATTENTION in ALL_ATTENTION_FUNCTIONS.valid_keys() else chosen
+        return own if requested_attention is None and chosen == "sdpa" else chosen
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise UnsupportedModelError: its paged cache has one head size for all layers."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...model.attention import RapAttention
+from ...model.attention import ATTENTION, RapAttention
 from ...model.families import FAMILIES
 from ...model.layers import base_model_type, text_config
 from ...runtime.logits import Head, chunk_tokens, decoder_of
@@ -27,7 +27,7 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
 
 # Their masks may say anything; others build their own, or know causal ones only.
-ATTENTION = ("eager", "sdpa")
+MASKED = ("eager", "sdpa", ATTENTION)
 # Scalings whose frequencies do not follow the longest position of a pass.
 FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
 # Longer rows spend more on masked attention, and on the mask, than a shared context saves.
@@ -49,8 +49,8 @@ def packable(model: Any) -> bool:
     windowed = getattr(text, "sliding_window", None) is not None
     return (
         base_model_type(text) in FAMILIES
-        and model.config._attn_implementation in ATTENTION
-        and text._attn_implementation in ATTENTION
+        and model.config._attn_implementation in MASKED
+        and text._attn_implementation in MASKED
         and set(getattr(text, "layer_types", None) or ()) <= {"full_attention"}
         and not (windowed and getattr(text, "use_sliding_window", True))
         and not getattr(text, "attn_temperature_tuning", False)

@@ -20,9 +20,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...data.sampling import nucleus
+from ...model.attention import ATTENTION
 from ...model.errors import RapError
 from ...model.kernels.growing_cache import grow
-from ...model.kernels.interface import NAME
 from ...runtime.logits import Head, decoder_of
 from ...runtime.progress import Progress
 from ...runtime.state import evaluating
@@ -199,7 +199,7 @@ def _shared_reads(model: Any) -> Iterator[None]:
     """SDPA as `rap` inside, which reads the keys of a group once, also under a mask."""
     before = model.config._attn_implementation
     if before == "sdpa":
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(ATTENTION)
     try:
         yield
     finally:

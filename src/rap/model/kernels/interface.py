@@ -20,18 +20,17 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..attention import ATTENTION
 from .availability import takes_triton
 from .decode_attention import decode_attention, decode_step
 from .decode_attention.reference import attend
 from .rope_pairs import rope_pairs
 
-NAME = "rap"
-
 
 def register_attention() -> None:
-    """Make transformers know the implementation; no model uses it unless asked to."""
-    AttentionInterface.register(NAME, RapAttentionInterface())
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    """Make transformers know it; pruned models take it where SDPA would be the default."""
+    AttentionInterface.register(ATTENTION, RapAttentionInterface())
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class RapAttentionInterface:
