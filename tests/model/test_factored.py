@@ -12,10 +12,9 @@ import torch
 
 import rap
 from cases.family_cases import CASES, Case
-from cases.merged_plans import ALIKE, check_projected, merged_plan
+from cases.merged_plans import ALIKE, MAPPED, check_projected, merged_plan
 from cases.models import random_tokens, tiny_model
 from rap.checkpoint.load import load
-from rap.methods.dense import dense_layers
 from rap.model.cache_layout import FactoredEntry
 from rap.model.errors import PlanError
 from rap.model.factored import FactoredAttention
@@ -26,13 +25,7 @@ from rap.planning.plan import Plan
 from rap.surgery.apply import apply
 from rap.surgery.write import apply_streamed
 
-
-def _can_merge(case: Case) -> bool:
-    return any(not limit for limit in dense_layers(case.model()).mapped_limits)
-
-
-MERGED = [case for case in CASES if not case.around and _can_merge(case)]
-NORMED = [case for case in MERGED if case.norms]
+NORMED = [case for case in MAPPED if case.norms]
 names = {"ids": lambda case: case.name}
 
 
@@ -42,7 +35,7 @@ def test_families_with_normalised_keys_are_among_them() -> None:
     }
 
 
-@pytest.mark.parametrize("case", MERGED, **names)
+@pytest.mark.parametrize("case", MAPPED, **names)
 def test_it_is_the_dense_model_with_projected_keys_and_values(case: Case) -> None:
     model = case.model()
     plan = merged_plan(model, case, mapped=True)
