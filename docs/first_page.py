@@ -30,7 +30,8 @@ COMPARED = (
     *("smollm2", "smollm2-sweep", "smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods"),
     *("smollm2-fit-others", "smollm2-distil", "smollm2-distil-others"),
 )
-MERGED = "smollm2-merged"  # comparisons, zero-shot scores and perplexities of merged heads
+# Comparisons, zero-shot scores and perplexities of merged heads.
+MERGED = ("smollm2-merged", "smollm2-merged-0.7")
 SCORED = "smollm2-zero-shot/zero-shot.json"
 WHOLE = "smollm2-whole-test"
 RATIOS = (0.7, 0.5)
@@ -70,7 +71,7 @@ class Measured:
     def __init__(self, experiments: Path = EXPERIMENTS) -> None:
         self.cells: dict[tuple[str, float, str], dict[str, Any]] = {}
         compared = [_read(experiments / name / "compare.json") for name in COMPARED]
-        merged = [_read(file) for file in sorted((experiments / MERGED).glob("*.json"))]
+        merged = [_read(x) for name in MERGED for x in sorted((experiments / name).glob("*.json"))]
         self.merged = [one for one in merged if "cells" in one]
         for one in (*compared, *self.merged):
             for cell in one["cells"]:
@@ -83,7 +84,7 @@ class Measured:
         self.scores = {row["name"]: (row["mean"], row["mean_stderr"]) for row in rows}
         self.whole = {
             file.stem: found["value"]
-            for folder in (WHOLE, MERGED)
+            for folder in (WHOLE, *MERGED)
             for file in sorted((experiments / folder).glob("*.json"))
             if "value" in (found := _read(file))
         }

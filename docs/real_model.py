@@ -106,11 +106,12 @@ class Evidence:
         for folder in MORE:
             self.cells |= dict(self._cells(folder))
         self.timed = dict(self._cells(TIMED))
-        self.texts = self._measured((*TEXTS, MERGED), "other_texts")
-        self.recalled = self._measured((*RECALLED, MERGED), "recall")
+        self.texts = self._measured((*TEXTS, *MERGED), "other_texts")
+        self.recalled = self._measured((*RECALLED, *MERGED), "recall")
         self.ruled = {length: dict(self._named(folder)) for length, folder in RULED.items()}
         self.whole = dict(self._named(WHOLE))
-        self.whole |= {key: one for key, one in self._named(MERGED) if "value" in one}
+        for folder in MERGED:
+            self.whole |= {key: one for key, one in self._named(folder) if "value" in one}
         self.scores = {key: first.score(key.method, key.retain, key.recover) for key in self.cells}
         self.dense, self.protocol = self.cells[DENSE], first.protocol
 
