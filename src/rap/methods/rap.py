@@ -57,7 +57,8 @@ class Rap(PairPruning):
         stands far back (docs/log.md).
     shrinkage: how far a subspace looks beyond the calibration text (losses.value_subspace).
     merge: KV heads that become one cached head: a number that divides them, `all`, or `auto`, the
-        most that keep W_q and W_o within twice the dense size and a head within 256 channels.
+        most that keep W_q and W_o within 2.25 times the dense size and a head within 256
+        channels.
         Needs keys `fold` and values `subspace`; layers that cannot be merged stay as they are.
     queries: `absorbed`, W_q and W_o take in what merged or folded heads are multiplied by;
         `factored`, they stay dense and every head has a map of its own, which also merges and folds
