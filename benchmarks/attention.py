@@ -18,7 +18,7 @@ from speed import clock_note, clock_of, config_of, dtype_of, figure, is_cuda, pa
 from rap.calibration.run import calibrate
 from rap.evaluation.cost.footprint import footprint
 from rap.evaluation.cost.latency import WARM_UP, fill_cache, interleaved, synchronize
-from rap.evaluation.cost.stand_ins import stand_in
+from rap.evaluation.cost.random_models import random_model
 from rap.evaluation.quality.perplexity import in_precision
 from rap.methods import METHODS
 from rap.model.errors import RapError
@@ -35,7 +35,7 @@ def cut_models(arguments: Any) -> tuple[dict[str, Any], dict[str, str]]:
     config = config_of(arguments.device)
     config.num_hidden_layers, config.vocab_size = 1, 1024
     config.layer_types = None
-    dense = stand_in(config, dtype=torch.float32, device=arguments.device)
+    dense = random_model(config, dtype=torch.float32, device=arguments.device)
     # Widths do not depend on the text, so little of it will do.
     windows = torch.randint(config.vocab_size, (2, 64))
     models, refused = {"dense": dense}, {}

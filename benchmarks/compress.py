@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from memory import resident_peak
 
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.calibration.loss import next_token_loss
-from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
-from rap.cli.groups import Reading
+from rap.cli.groups import ReadingOptions
 from rap.methods import parse_method
 from rap.pipeline import EVALUATION_WINDOWS, measure_against, save
 from rap.runtime.logits import decoder_of
@@ -80,18 +80,18 @@ def plain_speeds(model: Any, ids_BT: torch.Tensor) -> dict[str, float]:
 def measure(source: str, retain: float, reading: CalibrationText) -> dict[str, Any]:
     """Every stage once, as `rap compress` runs them by default."""
     clock = Clock()
-    bench = clock.run("load", lambda: Workbench.open(source, reading=reading))
-    held_out = clock.run("read texts", lambda: (bench.windows, bench.held_out("bundled"))[1])
+    context = clock.run("load", lambda: DenseContext.open(source, reading=reading))
+    held_out = clock.run("read texts", lambda: (context.windows, context.held_out("bundled"))[1])
     method = parse_method("rap", retain)
-    read = bench.windows.numel()
-    clock.run("calibrate", lambda: bench.statistics_for([method]), tokens=read)
-    plan = clock.run("plan", lambda: bench.plan(method))
-    small = clock.run("apply", lambda: method.apply(bench.model, plan))
-    judged: dict[str, Any] = {"tokens": held_out, "bos": bench.bos}
+    read = context.windows.numel()
+    clock.run("calibrate", lambda: context.statistics_for([method]), tokens=read)
+    plan = clock.run("plan", lambda: context.plan(method))
+    small = clock.run("apply", lambda: method.apply(context.model, plan))
+    judged: dict[str, Any] = {"tokens": held_out, "bos": context.bos}
     figures = clock.run(
         "evaluate",
         lambda: measure_against(
-            bench.model, {"pruned": small}, bench.tokenizer, "bundled", **judged
+            context.model, {"pruned": small}, context.tokenizer, "bundled", **judged
         ),
     )
     scored = figures["dense"]["evaluation"]
@@ -99,12 +99,12 @@ def measure(source: str, retain: float, reading: CalibrationText) -> dict[str, A
         scored["num_windows"] * scored["window"] / clock.rows[-1]["seconds"]
     )
     with tempfile.TemporaryDirectory() as folder:
-        clock.run("save", lambda: save(small, plan, Path(folder) / "out", bench.tokenizer))
-    model = bench.model.float()
+        clock.run("save", lambda: save(small, plan, Path(folder) / "out", context.tokenizer))
+    model = context.model.float()
     return {
         "rows": clock.rows,
         "seconds": sum(row["seconds"] for row in clock.rows),
-        "plain": plain_speeds(model, bench.windows[:PLAIN_WINDOWS]),
+        "plain": plain_speeds(model, context.windows[:PLAIN_WINDOWS]),
         "perplexity": {name: row["perplexity"] for name, row in figures.items()},
         "kl": figures["pruned"]["kl"],
         "evaluation_windows": EVALUATION_WINDOWS,
@@ -134,7 +134,7 @@ def table(result: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print the table, write the result file."""
-    defaults = Reading().text
+    defaults = ReadingOptions().text
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--retain", type=float, default=0.7)

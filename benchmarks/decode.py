@@ -19,19 +19,19 @@ from speed import clock_note, clock_of, config_of, dtype_of, figure, is_cuda, pa
 from rap.evaluation.cost.latency import (
     COMPILED,
     PLAIN,
-    Point,
+    LatencyPoint,
     default_variants,
     measure_point,
 )
+from rap.evaluation.cost.random_models import random_model, uniform_config
 from rap.evaluation.cost.reading import weight_bytes
-from rap.evaluation.cost.stand_ins import stand_in, uniform_config
 
 CONTEXTS = {"cpu": [512, 2048, 4096, 8192, 16384], "cuda": [4096, 8192, 16384, 32768]}
 BATCHES = {"cpu": [1, 8], "cuda": [1, 4, 8, 16]}
 RETAINS = {"cpu": [0.9, 0.7, 0.5], "cuda": [0.7, 0.5]}
 
 
-def rows_of(point: Point, weights: dict[str, int]) -> list[dict[str, Any]]:
+def rows_of(point: LatencyPoint, weights: dict[str, int]) -> list[dict[str, Any]]:
     """One JSON-able row per pruned model of a point."""
     dense = point.median("dense")
     rows = []
@@ -67,7 +67,7 @@ def rows_of(point: Point, weights: dict[str, int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _peak(point: Point, name: str, weights: dict[str, int]) -> int | None:
+def _peak(point: LatencyPoint, name: str, weights: dict[str, int]) -> int | None:
     """Weights, cache and what the step of the best variant takes besides; None off CUDA."""
     extra = point.transient_bytes[name].get(point.best(name) or "")
     return weights[name] + point.kv_bytes[name] + extra if extra else None
@@ -122,7 +122,8 @@ def main() -> None:
         str(retain): uniform_config(config, retain) for retain in arguments.retains or RETAINS[kind]
     }
     models = {
-        name: stand_in(each, dtype=dtype, device=arguments.device) for name, each in configs.items()
+        name: random_model(each, dtype=dtype, device=arguments.device)
+        for name, each in configs.items()
     }
     weights = {name: sum(p.nbytes for p in model.parameters()) for name, model in models.items()}
     variants = default_variants(arguments.device) + (COMPILED if arguments.compile else ())

@@ -20,7 +20,7 @@ from speed import LLAMA_3_8B, clock_of, figure, is_cuda, parser, write
 from transformers import LlamaConfig
 
 from rap.evaluation.cost.latency import synchronize
-from rap.evaluation.cost.stand_ins import stand_in, uniform_config
+from rap.evaluation.cost.random_models import random_model, uniform_config
 from rap.recovery.fit import fit_layers
 from rap.recovery.layer_fit import SCOPES, FitConfig
 
@@ -44,13 +44,13 @@ def measure(arguments: Any, shape: str) -> dict[str, Any]:
     """Seconds of a step, of a window and of the rest, and bytes, for one layer of a shape."""
     device = arguments.device
     config = LlamaConfig(**(SHAPES[shape] | SMALL))
-    dense = stand_in(config, dtype=torch.float32, device=device)
+    dense = random_model(config, dtype=torch.float32, device=device)
     narrow = uniform_config(config, arguments.retain)
     clock, seconds = clock_of(arguments), []
     settings = FitConfig(scope=arguments.scope)
     before = peak(device)
     for number, steps in (RUNS[0], *RUNS):  # the first warms up
-        small = stand_in(narrow, dtype=torch.float32, device=device)
+        small = random_model(narrow, dtype=torch.float32, device=device)
         windows = torch.randint(0, SMALL["vocab_size"], (number, settings.window))
         started = clock()
         fit_layers(small, dense, windows, replace(settings, steps=steps))

@@ -19,7 +19,7 @@ from speed import config_of, dtype_of, figure, is_cuda, parser, write
 
 from rap.evaluation.cost.footprint import footprint
 from rap.evaluation.cost.latency import synchronize
-from rap.evaluation.cost.stand_ins import stand_in, uniform_config
+from rap.evaluation.cost.random_models import random_model, uniform_config
 from rap.model.kernels.growing_cache import GrowingCache
 
 PIECE, STEPS = 1024, 4
@@ -31,7 +31,7 @@ def build(job: dict[str, Any]) -> Any:
     config = config_of(job["device"])
     if job["retain"] is not None:
         config = uniform_config(config, job["retain"])
-    model = stand_in(config, dtype=dtype_of(job["device"]), device=job["device"])
+    model = random_model(config, dtype=dtype_of(job["device"]), device=job["device"])
     model.set_attn_implementation("rap")
     return model
 

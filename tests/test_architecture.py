@@ -49,7 +49,7 @@ SHIPPED = {
     "layers",
     "norms",
 }
-SHIPPED |= {"cache_layout", "attention", "factored", "sharing", "modeling"}
+SHIPPED |= {"cache_layout", "attention", "factored", "kv_sharing", "modeling"}
 PURE = {"planning"}
 IN_OUT = ("In: ", "Out: ")
 

@@ -12,7 +12,7 @@ import torch
 import rap
 from cases.scripts import REPOSITORY, load_script
 from rap import assets
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.evaluation.cache.compressed import CacheCompression
 
 
@@ -34,9 +34,9 @@ def fit_anew(folder: Path) -> None:
 
 def test_zero_shot_cells_of_other_weights_are_not_taken(checkpoint: Path, tmp_path: Path) -> None:
     script = load_script("experiments/smollm2-zero-shot/run.py")
-    bench: Any = SimpleNamespace(fingerprint="dense", bos=None)
+    context: Any = SimpleNamespace(fingerprint="dense", bos=None)
     subject = script.Subject("rap 0.7 fit", directory=checkpoint)
-    key = script.cell_key(bench, subject, "piqa", 500)
+    key = script.cell_key(context, subject, "piqa", 500)
     path = tmp_path / "cell.json"
     # As this release keeps a cell, and as an earlier one did: the fingerprint beside the key.
     old = {name: x for name, x in key.items() if name != "fingerprint"}
@@ -45,7 +45,7 @@ def test_zero_shot_cells_of_other_weights_are_not_taken(checkpoint: Path, tmp_pa
         assert script.finished(path, key) == cell
         fit_anew(checkpoint)
         script.weights_of.cache_clear()
-        assert script.finished(path, script.cell_key(bench, subject, "piqa", 500)) is None
+        assert script.finished(path, script.cell_key(context, subject, "piqa", 500)) is None
         assets.reference_model().save_pretrained(checkpoint)
         script.weights_of.cache_clear()
     assert script.finished(path, key | {"limit": 100}) is None
@@ -55,13 +55,13 @@ def test_zero_shot_cells_of_another_calibration_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = load_script("experiments/smollm2-zero-shot/run.py")
-    bench: Any = SimpleNamespace(fingerprint="dense", bos=None)
+    context: Any = SimpleNamespace(fingerprint="dense", bos=None)
     (subject,) = (one for one in script.subjects([]) if one.name == "rap 0.7")
-    key, path = script.cell_key(bench, subject, "piqa", 500), tmp_path / "cell.json"
+    key, path = script.cell_key(context, subject, "piqa", 500), tmp_path / "cell.json"
     path.write_text(json.dumps({"key": key}), encoding="utf-8")
     assert script.finished(path, key) is not None
     monkeypatch.setattr(script, "READING", replace(script.READING, num_windows=32))
-    assert script.finished(path, script.cell_key(bench, subject, "piqa", 500)) is None
+    assert script.finished(path, script.cell_key(context, subject, "piqa", 500)) is None
 
 
 def test_all_committed_zero_shot_cells_are_still_taken() -> None:
@@ -132,17 +132,17 @@ def test_kept_cuts_are_of_the_weights_and_the_text(
         made.append(folder)
 
     monkeypatch.setattr(script, "save", save)
-    monkeypatch.setattr(Workbench, "plan", lambda bench, method: None)
+    monkeypatch.setattr(DenseContext, "plan", lambda context, method: None)
     monkeypatch.setattr(rap.Rap, "apply", lambda method, model, plan: None)
     reading = CalibrationText(num_windows=2, window=32)
-    bench = Workbench.open("bundled", reading=reading)
-    assert script.cut(bench, 0.5, tmp_path) == script.cut(bench, 0.5, tmp_path)
+    context = DenseContext.open("bundled", reading=reading)
+    assert script.cut(context, 0.5, tmp_path) == script.cut(context, 0.5, tmp_path)
     assert len(made) == 1
-    other = Workbench.open("bundled", reading=replace(reading, seed=1))
-    changed = Workbench.open("bundled", reading=reading)
+    other = DenseContext.open("bundled", reading=replace(reading, seed=1))
+    changed = DenseContext.open("bundled", reading=reading)
     with torch.no_grad():
         changed.model.lm_head.weight.mul_(2)
-    folders = {script.cut(one, 0.5, tmp_path) for one in (bench, other, changed)}
+    folders = {script.cut(one, 0.5, tmp_path) for one in (context, other, changed)}
     assert len(folders) == len(made) == 3
 
 

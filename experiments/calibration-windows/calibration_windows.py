@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.calibration.run import calibrate
 from rap.calibration.statistics import Statistics
-from rap.calibration.workbench import CalibrationText, Workbench
 from rap.checkpoint.card import interval_text
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
@@ -47,7 +47,7 @@ def joined(before: Statistics | None, more: Statistics) -> Statistics:
 
 def measure(source: str, reading: CalibrationText, text: str, held_out: int) -> dict[str, Any]:
     """A row a number of windows and retain ratio."""
-    bench = Workbench.open(source, dtype=torch.float32, reading=reading)
+    bench = DenseContext.open(source, dtype=torch.float32, reading=reading)
     model, windows = bench.model, bench.windows
     tokens = bench.held_out(text)
     sizes: dict[str, Any] = {"window": HELD_OUT_WINDOW, "max_windows": held_out}

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import rap
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import installed_version, provenance
 from rap.evaluation.cache.compressed import (
@@ -66,11 +66,11 @@ def cache_axes() -> list[CacheCompression]:
 
 
 class Bench:
-    """The dense model on its workbench, its text to judge on, and what its attention costs."""
+    """The dense model in its context, its text to judge on, and what its attention costs."""
 
     def __init__(self, num_windows: int, num_documents: int):
         reading = CalibrationText(num_windows=CALIBRATION_WINDOWS, window=WINDOW)
-        self.dense = Workbench.open("bundled", dtype=torch.float32, reading=reading)
+        self.dense = DenseContext.open("bundled", dtype=torch.float32, reading=reading)
         self.tokens = self.dense.held_out("bundled")
         self.num_windows, self.num_documents = num_windows, num_documents
         self.dense.statistics_for(RECIPES.values())  # one reading for what all cells need

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.load import load
 from rap.checkpoint.provenance import installed_version, provenance
@@ -45,7 +45,7 @@ CONVERTER = "llama.cpp's converter"
 def checkpoints(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Path], list[int]]:
     """The dense model and its cuts as folders, and the tokens of the long text."""
     reading = CalibrationText(arguments.calibration, arguments.windows)
-    bench = Workbench.open(
+    bench = DenseContext.open(
         arguments.model, dtype=torch.float32, reading=reading, kept_in=arguments.kept_in
     )
     saved = {}
@@ -60,7 +60,7 @@ def checkpoints(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, 
     return saved, bench.held_out(arguments.text)[: arguments.long].tolist()
 
 
-def cut(bench: Workbench, retain: float, kept_in: Path) -> Path:
+def cut(bench: DenseContext, retain: float, kept_in: Path) -> Path:
     """The checkpoint of a cut of the stock profile, one that was kept there before if there is."""
     method = Rap(retain=retain, profile="stock", align=16)
     # Named by weights, text and settings, so that another model does not get it.

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quality"))
 from channels import best_channels, index_aware
 
 import rap
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.perplexity import perplexity
@@ -71,11 +71,13 @@ COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Bench:
-    """The dense model on its workbench, and its text to judge on."""
+    """The dense model in its context, and its text to judge on."""
 
     def __init__(self) -> None:
         reading = CalibrationText(num_windows=CALIBRATION_WINDOWS, window=WINDOW)
-        self.dense = Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+        self.dense = DenseContext.open(
+            "bundled", dtype=torch.float32, reading=reading, progress=True
+        )
         self.tokens = self.dense.held_out("bundled")
 
     def cell(self, retain: float, cut: str, steps: tuple[str, ...]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import rap
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.retrieval.needle import NeedleCell, heat_maps, needle_grid, needle_table
@@ -29,13 +29,13 @@ LENGTHS, DEPTHS, FACTS = (256, 512, 1024, 2048), (0.0, 0.25, 0.5, 0.75, 1.0), 4
 CUTS = (("rap", 0.7), ("rap", 0.5), ("rap:paper", 0.5), ("palu", 0.5))
 
 
-def opened(grid: Grid) -> Workbench:
+def opened(grid: Grid) -> DenseContext:
     """The dense model, calibrated as in a comparison."""
     reading = CalibrationText(grid.calibration, grid.num_windows, grid.window, grid.seed, grid.bos)
-    return Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+    return DenseContext.open("bundled", dtype=torch.float32, reading=reading, progress=True)
 
 
-def models(bench: Workbench, grid: Grid) -> Any:
+def models(bench: DenseContext, grid: Grid) -> Any:
     """Name and model, one after the other: dense, then every cut."""
     yield DENSE, bench.model
     methods = {(spec, r): parse_method(spec, r, **grid.common) for spec, r in CUTS}

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rap
 from rap import assets
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quality.perplexity import perplexity
@@ -45,11 +45,11 @@ MODES = (
 WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 512, 32, 32
 
 
-def bench_of(model: Any, num_windows: int) -> Workbench:
-    """The model with QK-norm on its workbench, with the tokenizer of the bundled one."""
+def bench_of(model: Any, num_windows: int) -> DenseContext:
+    """The model with QK-norm in its context, with the tokenizer of the bundled one."""
     reading = CalibrationText(num_windows=num_windows, window=WINDOW)
     tokenizer = assets.reference_tokenizer()
-    return Workbench.open(model, tokenizer, reading=reading, progress=True)
+    return DenseContext.open(model, tokenizer, reading=reading, progress=True)
 
 
 def kept_folder(folder: Path, dense: Any, steps: int, seed: int) -> Path:

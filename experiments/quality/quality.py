@@ -19,7 +19,7 @@ import torch
 from channels import best_channels, index_aware, reindexed
 
 import rap
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.methods import Rap
@@ -31,7 +31,7 @@ CALIBRATION_WINDOWS = 32
 SEEDS = (0, 1, 2)
 
 
-def cuts(bench: Workbench, retain: float) -> Iterator[tuple[str, Any, Any]]:
+def cuts(bench: DenseContext, retain: float) -> Iterator[tuple[str, Any, Any]]:
     """(name, model, method) of everything that is compared at one retain ratio."""
     adaptive = Rap.paper(retain=retain, align=1)
     # One width that a stock model can have: an even number of channels in every head.
@@ -55,7 +55,7 @@ def cuts(bench: Workbench, retain: float) -> Iterator[tuple[str, Any, Any]]:
 def measure(num_windows: int) -> dict[str, Any]:
     """Every row of the comparison, dense first."""
     reading = CalibrationText(num_windows=CALIBRATION_WINDOWS, window=WINDOW)
-    bench = Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+    bench = DenseContext.open("bundled", dtype=torch.float32, reading=reading, progress=True)
     tokens = bench.held_out("bundled")
     bench.statistics_for([Rap.paper(), Rap()])  # one reading for what all cuts need
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import rap
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.recovery.config import preset
@@ -29,11 +29,13 @@ FOREIGN = "def f{0}(x): return x * {0} + {1}\nassert f{0}({1}) == {2}\n"
 
 
 class Bench:
-    """The dense model on its workbench, and its text to judge on."""
+    """The dense model in its context, and its text to judge on."""
 
     def __init__(self) -> None:
         reading = CalibrationText(num_windows=CALIBRATION_WINDOWS, window=WINDOW)
-        self.dense = Workbench.open("bundled", dtype=torch.float32, reading=reading, progress=True)
+        self.dense = DenseContext.open(
+            "bundled", dtype=torch.float32, reading=reading, progress=True
+        )
         self.tokens = self.dense.held_out("bundled")
 
     def cut(self, **settings: Any) -> Any:

@@ -25,7 +25,7 @@ from formulas import PUBLISHED
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.cost.footprint import Footprint, footprint
-from rap.evaluation.cost.stand_ins import uniform_config
+from rap.evaluation.cost.random_models import uniform_config
 from rap.studies.report.report import markdown_table
 
 HERE = Path(__file__).parent

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.card import interval_text
 from rap.checkpoint.files import write_json
 from rap.checkpoint.load import load
@@ -50,7 +50,7 @@ class Subjects:
     """The dense model and those cut from it, each made when it is first asked for."""
 
     def __init__(self, kept_in: Path, checkpoints: Sequence[tuple[str, Path]]) -> None:
-        self.bench = Workbench.open(
+        self.bench = DenseContext.open(
             SOURCE, dtype=torch.float32, reading=READING, kept_in=kept_in, progress=True
         )
         self.kept_in, self._folders = kept_in, dict(checkpoints)

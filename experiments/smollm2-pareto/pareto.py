@@ -23,7 +23,7 @@ import front
 import torch
 from continuations import DenseContinuations, Prefixes
 
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.load import load
 from rap.checkpoint.provenance import installed_version, provenance
@@ -70,7 +70,7 @@ class Subject:
     recover: str = "none"
     directory: Path | None = None
 
-    def make(self, bench: Workbench) -> Any:
+    def make(self, bench: DenseContext) -> Any:
         """The model, in float32."""
         if self.directory is not None:
             return load(resolve_source(self.directory), dtype="float32")
@@ -120,7 +120,7 @@ class Bench:
     """The dense model, what it predicts, and how many bytes of cache it holds a token."""
 
     def __init__(self, statistics: Path, num_windows: int):
-        self.dense = Workbench.open(
+        self.dense = DenseContext.open(
             SOURCE, dtype=torch.float32, reading=READING, kept_in=statistics
         )
         sizes = {"window": WINDOW, "prefix": PREFIX, "piece": PIECE, "num_windows": num_windows}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.load import load
 from rap.checkpoint.provenance import provenance
@@ -83,7 +83,7 @@ class Subject:
     method: Method | None = None
     directory: Path | None = None
 
-    def key(self, bench: Workbench) -> dict[str, Any]:
+    def key(self, bench: DenseContext) -> dict[str, Any]:
         """What a finished cell must agree in."""
         key: dict[str, Any] = {"model": self.name, "dense_fingerprint": bench.fingerprint}
         if self.method is not None:
@@ -94,7 +94,7 @@ class Subject:
             key["fingerprint"] = weights_of(self.directory)
         return key
 
-    def make(self, bench: Workbench) -> tuple[Any, dict[str, Any]]:
+    def make(self, bench: DenseContext) -> tuple[Any, dict[str, Any]]:
         """The model, and what its cells say of it."""
         if self.directory is not None:
             model = load(resolve_source(self.directory), dtype="float32")
@@ -137,19 +137,19 @@ def finished(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     return cell if same == {n: x for n, x in wanted.items() if n not in later} else None
 
 
-def cell_key(bench: Workbench, subject: Subject, task: str, limit: int) -> dict[str, Any]:
+def cell_key(bench: DenseContext, subject: Subject, task: str, limit: int) -> dict[str, Any]:
     """What a finished cell of a model and a task must agree in."""
     return {**subject.key(bench), "task": task, "limit": limit}
 
 
-def is_finished(bench: Workbench, subject: Subject, limit: int) -> bool:
+def is_finished(bench: DenseContext, subject: Subject, limit: int) -> bool:
     """Whether all tasks of a model are stored."""
     keys = {task: cell_key(bench, subject, task, limit) for task in TASKS}
     return all(finished(cell_path(subject, task), key) for task, key in keys.items())
 
 
 def measure(
-    bench: Workbench, subject: Subject, folder: Path, limit: int
+    bench: DenseContext, subject: Subject, folder: Path, limit: int
 ) -> Iterator[dict[str, Any]]:
     """A cell a task: stored ones, and the missing ones as soon as each is finished."""
     made: tuple[Any, dict[str, Any]] | None = None
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=500)
     arguments = parser.parse_args()
     limit: int = arguments.limit
-    bench = Workbench.open(
+    bench = DenseContext.open(
         SOURCE, dtype=torch.float32, reading=READING, kept_in=arguments.statistics, progress=True
     )
     chosen = subjects(arguments.checkpoint)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import installed_version, provenance
 from rap.methods import Rap
@@ -56,7 +56,7 @@ class Judge:
 def exported(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Path], Any, Any]:
     """A file per model of MODELS, and the dense model with its tokenizer."""
     reading = CalibrationText(arguments.calibration, arguments.windows)
-    bench = Workbench.open(
+    bench = DenseContext.open(
         arguments.model, dtype=torch.float32, reading=reading, kept_in=arguments.kept_in
     )
     files, saved = {}, {}
@@ -75,7 +75,7 @@ def exported(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Pat
     return files, bench.model, bench.tokenizer
 
 
-def cut(bench: Workbench, retain: float, kept_in: Path) -> Path:
+def cut(bench: DenseContext, retain: float, kept_in: Path) -> Path:
     """The checkpoint of a cut of the stock profile, one that was kept there before if there is."""
     method = Rap(retain=retain, profile="stock", align=16)
     # Named by weights, text and settings, so that another model does not get it.
@@ -198,7 +198,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         files, dense, tokenizer = exported(arguments, Path(folder))
-        bench = Workbench(dense, tokenizer, arguments.model)
+        bench = DenseContext(dense, tokenizer, arguments.model)
         tokens = bench.held_out(arguments.text)
         size = arguments.held_out * arguments.length
         judge = Judge(dense.lm_head, tokens[:size].reshape(arguments.held_out, arguments.length))

@@ -9,7 +9,7 @@ from rap.calibration.backward import GradientMoment
 from rap.calibration.joint import JointMoment
 from rap.calibration.normed import NORMED, behind_norm
 from rap.calibration.pair_moment import PairMoment
-from rap.calibration.registry import watched_layer
+from rap.calibration.registry import observed_layer
 from rap.calibration.run import calibrate
 from rap.methods.dense import dense_layers
 from rap.model.layers import attention_layers
@@ -35,7 +35,7 @@ def test_they_are_those_of_what_the_norm_gives(case):
     windows = random_tokens(1, 19)
     statistics = calibrate(model, windows, {"normed", "normed_gradients", "pairs"})
     layer = next(x for x in attention_layers(model) if x.norm is not None)
-    found, watched = statistics.layers[layer.index], watched_layer(model, layer)
+    found, watched = statistics.layers[layer.index], observed_layer(model, layer)
     pairs, joint, gradient = PairMoment(watched), JointMoment(watched), GradientMoment(watched)
     outputs = {}
     for role, norm in zip("qk", layer.norm.names, strict=True):
@@ -49,10 +49,10 @@ def test_they_are_those_of_what_the_norm_gives(case):
     (by_keys,) = torch.autograd.grad(loss, outputs["k"])
     for role in "qk":
         states = _flat(case, outputs[role].detach())
-        pairs.see(role, states, states)
-    joint.see("k", states, states)
-    gradient.see("k", _flat(case, by_keys))
-    expected = pairs.result(19) | joint.result(19) | gradient.result(19)
+        pairs.update(role, states, states)
+    joint.update("k", states, states)
+    gradient.update("k", _flat(case, by_keys))
+    expected = pairs.compute(19) | joint.compute(19) | gradient.compute(19)
     names = (*PairMoment.names, "joint_key_moment", "key_gradient", "free_gradient")
     for kept in names:
         torch.testing.assert_close(found[NORMED + kept], expected[kept], **CLOSE)

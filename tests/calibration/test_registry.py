@@ -14,7 +14,7 @@ from rap.calibration.observers import (
     GradientStatistic,
     Statistic,
 )
-from rap.calibration.registry import STATISTICS, WINDOWS, watched_layers
+from rap.calibration.registry import STATISTICS, WINDOWS, observed_layers
 from rap.calibration.run import calibrate
 from rap.calibration.statistics import Statistics
 
@@ -52,15 +52,15 @@ def test_a_statistic_holds_and_leaves_what_it_says(
                 super().__init__(layer)
                 self.index = layer.index
 
-            def result(self, count: int) -> dict[str, torch.Tensor]:
+            def compute(self, count: int) -> dict[str, torch.Tensor]:
                 size = held(vars(self))
-                found = super().result(count)
+                found = super().compute(count)
                 seen[need, self.index] = size, {*found}
                 return found
 
         return Watched
 
-    layers = watched_layers(model)
+    layers = observed_layers(model)
     estimates = {
         need: estimate_memory(model, windows, {need})["accumulators"] for need in STATISTICS
     }

@@ -17,7 +17,7 @@ from rap.calibration import memory
 from rap.calibration import statistics as statistics_file
 from rap.calibration.loss import next_token_loss, output_gradient
 from rap.calibration.memory import estimate_memory
-from rap.calibration.observers import WatchedLayer
+from rap.calibration.observers import ObservedLayer
 from rap.calibration.registry import STATISTICS, Fisher, GateFisher
 from rap.calibration.run import calibrate
 from rap.calibration.statistics import Statistics
@@ -536,19 +536,19 @@ def test_a_trained_model_has_finite_scores_of_every_kind(reference_model, test_t
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_gates_and_canonical_order_of_partial_rotary_heads(pairing):
     shape = AttentionShape(4, 2, 6, HeadGeometry(8, 4, pairing))
-    layer = WatchedLayer(0, shape, {role: nn.Linear(6, 16) for role in "kv"})
+    layer = ObservedLayer(0, shape, {role: nn.Linear(6, 16) for role in "kv"})
     fisher, gate = Fisher(layer), GateFisher(layer)
     weight, bias = layer.linears["k"].weight, layer.linears["k"].bias
     slopes = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(0))
     for slope in slopes:
         for statistic in (fisher, gate):
-            statistic.see("k", weight, slope)
-            statistic.see("k", bias, slope[:, 0])
+            statistic.update("k", weight, slope)
+            statistic.update("k", bias, slope[:, 0])
             statistic.end_window()
     derivative = (weight * slopes).sum(2) + bias * slopes[:, :, 0]
     heads = derivative.detach().view(2, 2, 8)
     pairs = [heads[:, :, channels].sum(2) for channels in shape.geometry.pair_channels()]
     expected = torch.stack([*pairs, *heads[:, :, 4:].unbind(2)], dim=2).square().mean(0)
-    torch.testing.assert_close(gate.result(2)["gate_fisher_k"], expected)
+    torch.testing.assert_close(gate.compute(2)["gate_fisher_k"], expected)
     root = slopes.square().mean(0).sqrt().sum(1).view(2, 8)[:, shape.geometry.canonical_order()]
-    torch.testing.assert_close(fisher.result(2)["root_fisher_k"], root)
+    torch.testing.assert_close(fisher.compute(2)["root_fisher_k"], root)

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rap.calibration.observers import FLOAT, ForwardStatistic, WatchedLayer
+from rap.calibration.observers import FLOAT, ForwardStatistic, ObservedLayer
 from rap.calibration.registry import STATISTICS
 from rap.methods import METHODS, PairPruning
 from rap.model.layers import split_heads
@@ -25,22 +25,22 @@ class Peaks(ForwardStatistic):
 
     need = "peaks"
     names = ("peak_k", "peak_v")
-    roles = ("k", "v")
+    projections = ("k", "v")
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.layer = layer
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
-        self.peaks = {role: layer.zeros(role, heads, width) for role in self.roles}
+        self.peaks = {role: layer.zeros(role, heads, width) for role in self.projections}
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         return 2 * FLOAT * layer.shape.num_kv_heads * layer.shape.head_dim
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         seen = split_heads(outputs.float(), self.layer.shape.head_dim).abs().amax((0, 1))
         self.peaks[role] = torch.maximum(self.peaks[role], seen)
 
-    def result(self, count: int) -> dict[str, Tensor]:
+    def compute(self, count: int) -> dict[str, Tensor]:
         return {"peak_k": self.layer.canonical(self.peaks["k"]), "peak_v": self.peaks["v"]}
 
 

@@ -332,7 +332,7 @@ def test_a_budget_that_no_layer_can_keep_is_refused_before_calibration(
     tmp_path, monkeypatch, arguments
 ):
     never = mock.Mock(side_effect=AssertionError("calibrated"))
-    monkeypatch.setattr("rap.calibration.workbench.calibrate", never)
+    monkeypatch.setattr("rap.calibration.dense_context.calibrate", never)
     result = run(*BUNDLED[:2], "-o", tmp_path / "out", *QUICK, *arguments.split())
     assert error_violations(result) == []
     assert "retain 0.01" in result.err

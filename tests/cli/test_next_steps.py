@@ -11,14 +11,14 @@ from cases.command import run
 from cases.fits import ShortFit
 from rap import assets
 from rap.checkpoint.files import read_json
-from rap.cli.groups import Reading
-from rap.cli.next_steps import Made
+from rap.cli.groups import ReadingOptions
+from rap.cli.next_steps import CompressionRun
 from rap.data.held_out import dataset_name, split
 from rap.planning.shared import TARGETS
 from rap.recovery import stages
-from rap.serving.capacity import Held
+from rap.serving.capacity import EngineCapacity
 
-SERVED = [Held("vLLM on a CPU", "as they are", 1.4, "")]
+SERVED = [EngineCapacity("vLLM on a CPU", "as they are", 1.4, "")]
 PRUNED = SimpleNamespace(model_type="rap_llama")
 LABELS = ("evaluate", "recover", "serve")
 
@@ -91,15 +91,21 @@ def _served(command, target):
 
 
 def test_what_is_no_default_is_repeated_and_nothing_else():
-    plain = Made(model="m", output=Path("o"), read=Reading()).next_steps(PRUNED, SERVED)
+    plain = CompressionRun(model="m", output=Path("o"), read=ReadingOptions()).next_steps(
+        PRUNED, SERVED
+    )
     assert plain == [
         "evaluate: rap evaluate fidelity o --dense m --text bundled --max-windows 8",
         "recover:  rap recover o --teacher m --preset fit --text bundled -o o-recovered",
         "serve:    rap serve o",
     ]
-    read = Reading(calibration="paper", dtype="bfloat16", device_map="auto", bos="always", seed=7)
+    read = ReadingOptions(
+        calibration="paper", dtype="bfloat16", device_map="auto", bos="always", seed=7
+    )
     about = {"model": "m", "output": Path("o"), "read": read, "window": 512}
-    evaluate, recover, _ = Made(**about, recover="fit", evaluate="a b").next_steps(PRUNED, SERVED)
+    evaluate, recover, _ = CompressionRun(**about, recover="fit", evaluate="a b").next_steps(
+        PRUNED, SERVED
+    )
     assert evaluate.endswith(
         "--text 'a b' --max-windows 8 --window 512 --bos always --device-map auto"
     )
@@ -107,23 +113,23 @@ def test_what_is_no_default_is_repeated_and_nothing_else():
         "--preset full --text paper --evaluate 'a b' --seed 7 --teacher-dtype bfloat16 "
         "--bos always --device-map auto -o o-recovered"
     )
-    none = Made(**about, evaluate="none").next_steps(PRUNED, SERVED)
+    none = CompressionRun(**about, evaluate="none").next_steps(PRUNED, SERVED)
     assert "--text wikitext2 " in none[0]
     assert "--evaluate none " in none[1]
 
 
 def test_a_checkpoint_that_no_engine_or_every_engine_loads():
-    made = Made(model="m", output=Path("an o"), read=Reading())
+    made = CompressionRun(model="m", output=Path("an o"), read=ReadingOptions())
     assert "no engine" in made.next_steps(PRUNED, [])[2]
     plain = made.next_steps(SimpleNamespace(model_type="llama"), [])[2]
     assert shlex.split(plain, comments=True)[1:] == ["vllm", "serve", "an o"]
 
 
 def test_an_export_has_the_tokenizer_that_llamacpp_does_not_know():
-    about = {"output": Path("o"), "read": Reading(), "target": "llamacpp"}
+    about = {"output": Path("o"), "read": ReadingOptions(), "target": "llamacpp"}
     ends = {"bundled": "--pre smollm", "m.gguf": "--tokenizer-from m.gguf", "m": "-o o.gguf"}
     for model, end in ends.items():
-        assert Made(model=model, **about).next_steps(PRUNED, [])[2].endswith(end)
+        assert CompressionRun(model=model, **about).next_steps(PRUNED, [])[2].endswith(end)
 
 
 def test_the_split_is_by_the_data():

@@ -118,7 +118,7 @@ def read(monkeypatch):
         return reading
 
     for place in (
-        "rap.calibration.workbench.load_windows",
+        "rap.calibration.dense_context.load_windows",
         "rap.recovery.stages.recovery_windows",
     ):
         module, _, name = place.rpartition(".")

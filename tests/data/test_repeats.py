@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rap.calibration.workbench import CalibrationText
+from rap.calibration.dense_context import CalibrationText
 from rap.data.repeats import GROUP, PASSAGE, repeat_passages
 from rap.data.text import load_windows, read_text, shown_name
 from rap.model.errors import CalibrationError

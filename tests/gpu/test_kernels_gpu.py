@@ -22,7 +22,7 @@ from cases.kernel_cases import (
     check_step,
 )
 from rap.evaluation.cost.latency import CUDA_VARIANTS, DecodeStep
-from rap.evaluation.cost.stand_ins import stand_in, uniform_config
+from rap.evaluation.cost.random_models import random_model, uniform_config
 from rap.model.kernels.decode_attention import decode_step
 from rap.model.kernels.rope_pairs import rope_pairs
 
@@ -107,7 +107,7 @@ def test_step_in_a_cuda_graph_follows_the_length():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_model_decodes_the_same_with_the_kernels(compiled):
     """Fused steps over a static cache against SDPA, left padding included, in float32."""
-    model = stand_in(uniform_config(CONFIG, 0.7), dtype=torch.float32, device="cuda")
+    model = random_model(uniform_config(CONFIG, 0.7), dtype=torch.float32, device="cuda")
     ids = torch.randint(512, (3, 24), device="cuda")
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -131,7 +131,7 @@ def test_model_decodes_the_same_with_the_kernels(compiled):
 @torch.no_grad()
 @pytest.mark.parametrize("variant", CUDA_VARIANTS, ids=lambda variant: variant.name)
 def test_every_variant_of_the_benchmark_runs(variant):
-    model = stand_in(uniform_config(CONFIG, 0.5), dtype=torch.bfloat16, device="cuda")
+    model = random_model(uniform_config(CONFIG, 0.5), dtype=torch.bfloat16, device="cuda")
     step = DecodeStep(model, variant, batch=2, context=100, steps=3)
     for _ in range(3):
         step()

@@ -7,9 +7,9 @@ import torch
 
 from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
-from rap.calibration import workbench
+from rap.calibration import dense_context
+from rap.calibration.dense_context import DenseContext
 from rap.calibration.run import calibrate
-from rap.calibration.workbench import Workbench
 from rap.methods import parse_method
 from rap.methods.trials import Trials
 from rap.model.errors import RapError
@@ -47,10 +47,10 @@ def test_what_a_config_rules_out_is_refused_first(monkeypatch, tokenizer, method
         model = tiny_model("stablelm", qk_layernorm=True, hidden=64, head_dim=16)
     else:
         model = family(name)
-    monkeypatch.setattr(workbench, "calibrate", measured)
-    bench = Workbench.open(model, tokenizer)
+    monkeypatch.setattr(dense_context, "calibrate", measured)
+    context = DenseContext.open(model, tokenizer)
     with pytest.raises(RapError, match=said):
-        bench.plan(parse_method(method, 0.5))
+        context.plan(parse_method(method, 0.5))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_every_method_says_what_it_is(name: str) -> None:
     assert method.family
     assert "\n" not in method.summary
     assert 0 < len(method.summary) < 150
-    assert method.rebuilds in ("", "keys", "keys and values")
+    assert method.reconstructs in ("", "keys", "keys and values")
 
 
 @every_case
@@ -124,7 +124,7 @@ def test_cache_holds_what_is_claimed(case: MethodCase, retain: float, calibrated
         cache = pruned(random_tokens(3, 7), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert held == 3 * 7 * found.kv_bytes_per_token
-    assert reconstructs(pruned) == bool(METHODS[case.name].rebuilds)
+    assert reconstructs(pruned) == bool(METHODS[case.name].reconstructs)
 
 
 @every_case

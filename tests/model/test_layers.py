@@ -21,7 +21,7 @@ from rap.model.layers import (
     sliding_window,
 )
 from rap.model.rope import AttentionShape, HeadGeometry
-from rap.planning.mixing import key_limit, value_limit
+from rap.planning.mixing import key_mixing_limit, value_mixing_limit
 from rap.surgery.apply import apply
 
 REFUSED = {
@@ -136,7 +136,7 @@ def test_sliding_window_is_the_one_the_dense_module_uses():
 def test_what_is_clamped_channel_by_channel_is_not_mixed():
     clipped, free = (tiny_model("olmo", clip_qkv=bound) for bound in (1.0, None))
     for model, expected in ((clipped, "clip_qkv clamps single channels"), (free, "")):
-        assert key_limit(attention_layers(model)[0], model.config) == expected
-        assert value_limit(model.config) == expected
+        assert key_mixing_limit(attention_layers(model)[0], model.config) == expected
+        assert value_mixing_limit(model.config) == expected
         dense = dense_layers(model)
         assert dense.mixes_keys == dense.mixes_values == [not expected] * 2

@@ -19,7 +19,7 @@ from rap.model.families import FAMILIES
 from rap.model.layers import attention_layers, rotary_module
 from rap.model.rope import pair_tables
 from rap.model.specs import AttentionSpec
-from rap.planning.mixing import key_limit
+from rap.planning.mixing import key_mixing_limit
 from rap.surgery.apply import apply
 
 TOKENS, PROMPT = 11, 6
@@ -158,6 +158,6 @@ def test_pairs_of_several_axes_are_neither_folded_nor_given_to_baselines():
     model = next(case for case in BY_AXIS if case.name == "qwen2_vl").model(dtype=torch.float32)
     layers = attention_layers(model)
     assert Rap(retain=0.5).keys == "fold"
-    assert all("different axes" in key_limit(layer, model.config) for layer in layers)
+    assert all("different axes" in key_mixing_limit(layer, model.config) for layer in layers)
     with pytest.raises(UnsupportedModelError, match="positions of several axes: use method rap"):
         check_plain(model, layers, "palu")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import rap
 from cases.command import error_violations, run
 from cases.family_cases import CASES
-from rap.calibration import workbench
+from rap.calibration import dense_context
 from rap.checkpoint.load import load, load_dense
 from rap.model.errors import RapError
 from rap.pipeline import compress, objective
@@ -166,7 +166,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     options["method"] = FORWARD
     compress(dense, 0.5, tmp_path / "whole", **options, stream=True)
     solve, solved, calibrated = LayerProblem.solve, [], []
-    calibrate = workbench.calibrate
+    calibrate = dense_context.calibrate
 
     def solve_some(problem: LayerProblem) -> Any:
         solved.append(problem.index)
@@ -179,7 +179,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
         return calibrate(*args, **kwargs)
 
     monkeypatch.setattr(LayerProblem, "solve", solve_some)
-    monkeypatch.setattr(workbench, "calibrate", calibrate_once)
+    monkeypatch.setattr(dense_context, "calibrate", calibrate_once)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         compress(dense, 0.5, out, **options, stream=True)

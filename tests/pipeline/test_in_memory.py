@@ -14,7 +14,7 @@ import rap
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import assets
-from rap.calibration import workbench
+from rap.calibration import dense_context
 from rap.pipeline import run
 from rap.pipeline.report import save
 
@@ -60,19 +60,19 @@ def test_a_recovery_that_was_stopped_goes_on_from_the_same_statistics(
         rap.compress(model, 0.5, out, **given)
     assert not out.exists()
 
-    monkeypatch.setattr(workbench, "calibrate", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(dense_context, "calibrate", mock.Mock(side_effect=AssertionError))
     monkeypatch.setattr(run, "recover_stage", lambda small, *_, **__: (small, {}))
     rap.compress(model, 0.5, out, **given)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "out"]
 
 
 def test_a_plan_that_cannot_be_leaves_no_statistics(tokenizer, tmp_path: Path, monkeypatch) -> None:
-    def refused(bench: Any, method: Any) -> None:
-        bench.statistics_for([method])
+    def refused(context: Any, method: Any) -> None:
+        context.statistics_for([method])
         assert list(tmp_path.iterdir()), "the statistics of the run"
         raise rap.RapError("no such cut")
 
-    monkeypatch.setattr(workbench.Workbench, "plan", refused)
+    monkeypatch.setattr(dense_context.DenseContext, "plan", refused)
     model = tiny_model(vocab_size=len(tokenizer))
     given: dict[str, Any] = {"tokenizer": tokenizer, "num_windows": 2, "window": 32}
     with pytest.raises(rap.RapError, match="no such cut"):

@@ -11,7 +11,7 @@ from torch import Tensor
 import rap
 from cases.models import random_tokens, tiny_model
 from rap.recovery.closed_form import refit_outputs
-from rap.runtime.streams import Stream
+from rap.runtime.layerwise import LayerwiseRunner
 
 
 @pytest.fixture
@@ -138,9 +138,9 @@ def test_every_layer_is_walked_once(pair: tuple, monkeypatch: pytest.MonkeyPatch
     """Time grows with the layers, not with their square: three passes of a layer, all counted."""
     dense, small = pair
     passes: list[int] = []
-    run = Stream.run
+    run = LayerwiseRunner.run
     monkeypatch.setattr(
-        Stream,
+        LayerwiseRunner,
         "run",
         lambda self, layer, index, rows: passes.append(index) or run(self, layer, index, rows),
     )

@@ -22,8 +22,8 @@ from rap.recovery import layer_fit
 from rap.recovery.fit import estimate_fit, fit_layers
 from rap.recovery.layer_fit import FitConfig, LayerProblem, fit_config
 from rap.recovery.streams import residual_scale
+from rap.runtime.layerwise import LayerwiseRunner
 from rap.runtime.sources import LoadedLayers
-from rap.runtime.streams import Stream
 
 CONFIG = FitConfig(window=16, num_windows=24, steps=25, batch=2, rate=0.03, scope="attention")
 WINDOWS = random_tokens(24, 16)
@@ -65,7 +65,7 @@ def test_layers_that_read_others_are_not_fitted(case: Case) -> None:
 def test_layers_one_by_one_are_the_whole_model_in_every_family(case: Case) -> None:
     model = case.model(dtype=torch.float32)
     windows = random_tokens(3, 16)  # the last batch is smaller
-    stream = Stream(LoadedLayers(model), windows, batch_size=2)
+    stream = LayerwiseRunner(LoadedLayers(model), windows, batch_size=2)
     stream.walk("walking")
     expected = _last_hidden(model, windows)
     torch.testing.assert_close(stream.hidden, expected.float(), atol=2e-4, rtol=2e-4)
@@ -114,7 +114,7 @@ def test_how_a_layer_adds_its_attention_is_found(
     family: str, fields: dict[str, Any], scale: float | None
 ) -> None:
     model = tiny_model(family, **fields)
-    stream = Stream(LoadedLayers(model), WINDOWS, batch_size=2)
+    stream = LayerwiseRunner(LoadedLayers(model), WINDOWS, batch_size=2)
     layer = stream.source.working(0)
     attention = getattr(layer, attention_spec(model.config).attention)
     seen: list[Tensor] = []

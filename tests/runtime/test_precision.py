@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cases.models import random_tokens, tiny_model
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.calibration.run import calibrate
-from rap.calibration.workbench import CalibrationText, Workbench
 from rap.evaluation.quality.perplexity import perplexity
 from rap.runtime import precision
 from rap.runtime.precision import for_calibration, in_precision
@@ -54,11 +54,11 @@ def test_low_precision_is_calibrated_in_float32_on_a_cpu(dtype, monkeypatch, tok
     model = tiny_model(vocab_size=tokenizer.vocab_size, dtype=dtype)
     text = tmp_path / "text.txt"
     text.write_text("It was a dark evening, and the old man walked on. " * 40)
-    bench = Workbench(model, tokenizer, "tiny", CalibrationText(str(text), 2, 24))
-    found = bench.statistics({"energy", "gradients"})
+    context = DenseContext(model, tokenizer, "tiny", CalibrationText(str(text), 2, 24))
+    found = context.statistics({"energy", "gradients"})
     assert model.dtype == dtype
-    expected = calibrate(in_precision(model, torch.float32), bench.windows, found.needs)
-    assert found.fingerprint == expected.fingerprint == bench.fingerprint
+    expected = calibrate(in_precision(model, torch.float32), context.windows, found.needs)
+    assert found.fingerprint == expected.fingerprint == context.fingerprint
     for layer, other in zip(found.layers, expected.layers, strict=True):
         assert all(torch.equal(layer[name], other[name]) for name in other)
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..model.layers import split_heads
 from ..model.rope import AttentionShape
-from .observers import FLOAT, ForwardStatistic, Reading, WatchedLayer, linear_of
+from .observers import FLOAT, CalibrationStep, ForwardStatistic, ObservedLayer, linear_of
 
 # Channels of a group at most: twice what a cached head may have (planning.merging).
 WIDEST_GROUP = 512
@@ -44,30 +44,30 @@ class AveragedValues(ForwardStatistic):
 
     need = "averages"
     names = ("averaged_moment",)
-    roles = ("o",)
+    projections = ("o",)
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.layer, self.group = layer, averaged_group(layer.shape)
         width = self.group * layer.shape.head_dim
         self.sum = layer.zeros("o", layer.shape.num_heads, width, width)
         self.moved: list[Tensor] = []
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         width = averaged_group(layer.shape) * layer.shape.head_dim
         return FLOAT * layer.shape.num_heads * width**2
 
-    def watch(self, reading: Reading) -> list[RemovableHandle]:
+    def watch(self, step: CalibrationStep) -> list[RemovableHandle]:
         """A hook that runs attention with moved values, each time before it runs as it is."""
         module = self.layer.module
-        return [module.register_forward_pre_hook(partial(self._before, reading), with_kwargs=True)]
+        return [module.register_forward_pre_hook(partial(self._before, step), with_kwargs=True)]
 
     def _before(
-        self, reading: Reading, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, step: CalibrationStep, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not reading.forward:
+        if not step.forward:
             return
-        reading.forward = False  # for all that watches the same projections
+        step.forward = False  # for all that watches the same projections
         value, rows = linear_of(self.layer, "v")
         output, _ = linear_of(self.layer, "o")
         self.moved.clear()
@@ -84,7 +84,7 @@ class AveragedValues(ForwardStatistic):
                     for handle in handles:
                         handle.remove()
         finally:
-            reading.forward = True
+            step.forward = True
 
     def _move(
         self, distance: int, rows: Tensor | None, module: Any, inputs: Any, outputs: Tensor
@@ -100,7 +100,7 @@ class AveragedValues(ForwardStatistic):
     def _keep(self, module: Any, inputs: tuple[Tensor, ...]) -> None:
         self.moved.append(inputs[0].detach())
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         dim, per_head = self.layer.shape.head_dim, self.layer.shape.group_size
         parts = [split_heads(x.float(), dim).flatten(0, 1) for x in (inputs, *self.moved)]
         for head in range(self.layer.shape.num_heads):
@@ -112,5 +112,5 @@ class AveragedValues(ForwardStatistic):
             self.sum[head] += x_NV.mT @ x_NV
         self.moved.clear()
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         return {"averaged_moment": self.sum / num_tokens}

@@ -15,9 +15,9 @@ from ..model.layers import split_heads
 from .observers import (
     COMPLEX,
     FLOAT,
+    CalibrationStep,
     GradientStatistic,
-    Reading,
-    WatchedLayer,
+    ObservedLayer,
     by_kv_head,
     by_query_head,
     complex_pairs,
@@ -34,9 +34,9 @@ class GradientMoment(GradientStatistic):
 
     need = "gradients"
     names = ("key_gradient", "free_gradient", "value_gradient")
-    roles = ("k", "o")
+    projections = ("k", "o")
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.shape, geometry = layer.shape, layer.shape.geometry
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
         self.pairs = layer.zeros("k", heads, geometry.num_pairs, geometry.num_pairs)
@@ -45,13 +45,13 @@ class GradientMoment(GradientStatistic):
         self.values = layer.zeros("o", layer.shape.num_heads, width, width)
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         geometry, width = layer.shape.geometry, layer.shape.head_dim
         keys = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
         values = layer.shape.num_heads * FLOAT * width**2
         return layer.shape.num_kv_heads * keys + values
 
-    def see(self, role: str, gradient: Tensor) -> None:
+    def update(self, role: str, gradient: Tensor) -> None:
         states_BTHD = split_heads(gradient, self.shape.head_dim)
         if role == "o":
             heads_HND = by_query_head(states_BTHD)
@@ -63,7 +63,7 @@ class GradientMoment(GradientStatistic):
         free_GNF = free_channels(heads_GND, self.shape)
         self.free += free_GNF.mT @ free_GNF
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         return {
             "key_gradient": torch.view_as_real(self.pairs / num_tokens),
             "free_gradient": self.free / num_tokens,
@@ -72,13 +72,13 @@ class GradientMoment(GradientStatistic):
 
 
 def watch_gradients(
-    moments: list[tuple[WatchedLayer, GradientStatistic]], reading: Reading, tokens: int
+    moments: list[tuple[ObservedLayer, GradientStatistic]], step: CalibrationStep, tokens: int
 ) -> list[RemovableHandle]:
     """Hooks that hand the gradients of k's outputs and o's inputs to their statistics.
 
-    One hook for each layer and each of its statistic's `roles`: of k the gradient by what the
+    One hook for each layer and each of its statistic's `projections`: of k the gradient by what the
     projection gives, of o by what it reads, [B, T, ...], float32, in nats (the loss is a mean over
-    `tokens` - 1 predictions, the statistic sees the gradient of their sum). `reading` says which
+    `tokens` - 1 predictions, the statistic sees the gradient of their sum). `step` says which
     windows are being read; a statistic says whether another module than the projection is watched.
 
     Returns the handles, for the caller to remove. A gradient that is not finite raises
@@ -86,7 +86,7 @@ def watch_gradients(
     """
 
     def attach(
-        layer: WatchedLayer,
+        layer: ObservedLayer,
         statistic: GradientStatistic,
         role: str,
         module: nn.Module,
@@ -99,23 +99,23 @@ def watch_gradients(
         watched.register_hook(partial(arrive, layer, statistic, role))
 
     def arrive(
-        layer: WatchedLayer, statistic: GradientStatistic, role: str, gradient: Tensor
+        layer: ObservedLayer, statistic: GradientStatistic, role: str, gradient: Tensor
     ) -> None:
         taken = statistic.taken(layer, role, gradient)
-        check_gradient(layer, role, taken, reading.windows.start)
+        check_gradient(layer, role, taken, step.windows.start)
         # The loss is a mean over the window; moments are of the gradient of the sum.
-        statistic.see(role, taken.float() * (tokens - 1))
+        statistic.update(role, taken.float() * (tokens - 1))
 
     return [
         watched.register_forward_hook(partial(attach, layer, statistic, role))
         for layer, statistic in moments
-        for role in statistic.roles
+        for role in statistic.projections
         if role in layer.linears
         if (watched := statistic.watched(layer, role)) is not None
     ]
 
 
-def check_gradient(layer: WatchedLayer, role: str, gradient: Tensor, window: int) -> None:
+def check_gradient(layer: ObservedLayer, role: str, gradient: Tensor, window: int) -> None:
     """Raise CalibrationError, naming layer and window, for a gradient that is not finite."""
     if not torch.isfinite(gradient).all():
         raise CalibrationError(

@@ -17,9 +17,9 @@ from .observers import (
     COMPLEX,
     FLOAT,
     LONG,
+    CalibrationStep,
     ForwardStatistic,
-    Reading,
-    WatchedLayer,
+    ObservedLayer,
     complex_pairs,
 )
 
@@ -33,21 +33,21 @@ class InputMoment(ForwardStatistic):
 
     need = "inputs"
     names = ("input_moment",)
-    roles = ("k",)
+    projections = ("k",)
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         width = layer.linears["k"].weight.shape[1]
         self.sum = layer.zeros("k", width, width)
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         return FLOAT * layer.shape.hidden_size**2
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         x_NE = inputs.float().flatten(0, -2)
         self.sum += x_NE.mT @ x_NE
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         return {"input_moment": self.sum / num_tokens}
 
 
@@ -56,23 +56,23 @@ class RotatedMoment(ForwardStatistic):
 
     need = "rotated"
     names = ("rotated_key_moment", "value_moment_about_mean", "value_mean")
-    roles = ("k", "v")
+    projections = ("k", "v")
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.layer = layer
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
-        self.moments = {role: layer.zeros(role, heads, width, width) for role in self.roles}
-        self.means = {role: layer.zeros(role, heads, width) for role in self.roles}
+        self.moments = {role: layer.zeros(role, heads, width, width) for role in self.projections}
+        self.means = {role: layer.zeros(role, heads, width) for role in self.projections}
         # About a mean of the first states: biases may be a hundred times what varies, and in
         # float32 the difference of two such squares would be noise.
         self.centers: dict[str, Tensor] = {}
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         width = layer.shape.head_dim
         return FLOAT * 2 * layer.shape.num_kv_heads * (width**2 + 2 * width)
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTGD = split_heads(outputs.float(), self.layer.shape.head_dim)
         if role == "k":
             states_BTGD = _rotated(states_BTGD, self.layer)
@@ -82,7 +82,7 @@ class RotatedMoment(ForwardStatistic):
         self.moments[role] += states_GND.mT @ states_GND
         self.means[role] += states_GND.sum(1)
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         means = {role: total / num_tokens for role, total in self.means.items()}
         about = {
             role: self.moments[role] / num_tokens - mean[:, :, None] * mean[:, None, :]
@@ -104,9 +104,9 @@ class LogitSamples(ForwardStatistic):
 
     need = "logits"
     names = ("logit_products", "logit_distances")
-    roles = ("q", "k")
+    projections = ("q", "k")
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.layer = layer
         self.generator = torch.Generator().manual_seed(layer.index)
         self.query = torch.empty(0)
@@ -115,11 +115,11 @@ class LogitSamples(ForwardStatistic):
         self.distances: list[Tensor] = []
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         products = COMPLEX * layer.shape.num_heads * layer.shape.geometry.num_pairs
         return num_windows * SAMPLES_PER_WINDOW * (products + LONG)
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         shape = self.layer.shape
         pairs_BTHP = complex_pairs(split_heads(outputs.float(), shape.head_dim), shape)
         if role == "q":
@@ -146,7 +146,7 @@ class LogitSamples(ForwardStatistic):
             self.places = list(zip(query, key, strict=True))
         return self.places.pop(0)
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         products_HNP = torch.cat(self.products).transpose(0, 1)
         return {
             "logit_products": torch.view_as_real(products_HNP.contiguous()),
@@ -155,39 +155,39 @@ class LogitSamples(ForwardStatistic):
 
 
 def watch_activations(
-    statistics: list[tuple[WatchedLayer, ForwardStatistic]], reading: Reading
+    statistics: list[tuple[ObservedLayer, ForwardStatistic]], step: CalibrationStep
 ) -> list[RemovableHandle]:
     """Hooks that hand inputs and outputs of projections to their statistics."""
 
     @torch.no_grad()
     def see(
-        layer: WatchedLayer,
+        layer: ObservedLayer,
         statistic: ForwardStatistic,
         role: str,
         module: nn.Module,
         inputs: tuple[Tensor, ...],
         outputs: Tensor,
     ) -> None:
-        if not reading.forward:
+        if not step.forward:
             return
         if not torch.isfinite(outputs).all():
-            first, last = reading.windows[0], reading.windows[-1]
+            first, last = step.windows[0], step.windows[-1]
             raise CalibrationError(
                 f"layer {layer.index}: {role}_proj gives values that are not finite in windows "
                 f"{first} to {last}: check the weights of this layer"
             )
-        statistic.see(role, inputs[0].detach(), outputs.detach())
+        statistic.update(role, inputs[0].detach(), outputs.detach())
 
     handles = [
         layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
         for layer, statistic in statistics
-        for role in statistic.roles
+        for role in statistic.projections
         if role in layer.linears
     ]
-    return handles + [hook for _, statistic in statistics for hook in statistic.watch(reading)]
+    return handles + [hook for _, statistic in statistics for hook in statistic.watch(step)]
 
 
-def _rotated(states_BTGD: Tensor, layer: WatchedLayer) -> Tensor:
+def _rotated(states_BTGD: Tensor, layer: ObservedLayer) -> Tensor:
     """Keys at their positions in the window, in canonical order."""
     geometry = layer.shape.geometry
     assert layer.frequencies is not None

@@ -17,7 +17,7 @@ from .observers import (
     COMPLEX,
     FLOAT,
     ForwardStatistic,
-    WatchedLayer,
+    ObservedLayer,
     complex_pairs,
     free_channels,
 )
@@ -31,9 +31,9 @@ class JointMoment(ForwardStatistic):
 
     need = "joint"
     names = ("joint_key_moment", "joint_free_moment", "joint_value_moment")
-    roles = ("k", "v")
+    projections = ("k", "v")
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.shape, geometry = layer.shape, layer.shape.geometry
         heads = layer.shape.num_kv_heads
         pairs, free, dim = (
@@ -44,12 +44,12 @@ class JointMoment(ForwardStatistic):
         self.values = layer.zeros("v", dim, dim)
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         geometry = layer.shape.geometry
         squares = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
         return layer.shape.num_kv_heads**2 * (squares + FLOAT * geometry.head_dim**2)
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states = outputs.float()
         heads_GND = split_heads(states, self.shape.head_dim).flatten(0, 1).transpose(0, 1)
         if role == "v":
@@ -58,7 +58,7 @@ class JointMoment(ForwardStatistic):
         self.pairs += _square(complex_pairs(heads_GND, self.shape))
         self.free += _square(free_channels(heads_GND, self.shape))
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         return {
             "joint_key_moment": torch.view_as_real(self.pairs / num_tokens),
             "joint_free_moment": self.free / num_tokens,

@@ -8,9 +8,9 @@ from torch import Tensor
 from ..model.layers import attention_layers, text_config, text_decoder
 from ..runtime.logits import CHUNK_LOGITS
 from ..runtime.memory import free_memory
-from .observers import FLOAT, ForwardStatistic, WatchedLayer
-from .registry import STATISTICS, WINDOWS, check_needs, watched_layer
-from .sharing import has_part
+from .kv_sharing import has_part
+from .observers import FLOAT, ForwardStatistic, ObservedLayer
+from .registry import STATISTICS, WINDOWS, check_needs, observed_layer
 
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 
@@ -27,7 +27,7 @@ def estimate_memory(
     windows).
     """
     needs = check_needs(needs)
-    layers = [watched_layer(model, x) for x in attention_layers(model) if x.shape is not None]
+    layers = [observed_layer(model, x) for x in attention_layers(model) if x.shape is not None]
     config, (_, tokens) = text_config(model.config), windows.shape
     weights = [x.linears[role].weight for x in layers for role in "kv" if role in x.linears]
     size = weights[0].element_size() if weights else 0
@@ -63,7 +63,7 @@ def estimate_layers(
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder.layers]
     below = sum(p.numel() for p in decoder.parameters()) - sum(sizes)
     head = sum(p.numel() for p in model.get_output_embeddings().parameters())
-    watched = [watched_layer(model, x) for x in attention_layers(model) if x.shape is not None]
+    watched = [observed_layer(model, x) for x in attention_layers(model) if x.shape is not None]
     inner = _inner(config, watched)
     estimate = {
         "layer": FLOAT * max(sizes),
@@ -77,7 +77,7 @@ def estimate_layers(
     return estimate | {"total": sum(estimate.values())}
 
 
-def _inner(config: Any, layers: Sequence[WatchedLayer]) -> int:
+def _inner(config: Any, layers: Sequence[ObservedLayer]) -> int:
     """Numbers that one layer computes of a token."""
     heads = max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
     inside = getattr(config, "intermediate_size", 0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..model.specs import QKNorm
-from .observers import FLOAT, ForwardStatistic, WatchedLayer
+from .observers import FLOAT, ForwardStatistic, ObservedLayer
 
 
 def centred(states_BTHD: Tensor, norm: QKNorm | None) -> Tensor:
@@ -35,23 +35,23 @@ class NormMoment(ForwardStatistic):
 
     need = "norms"
     names = ("norm_moment_q", "norm_moment_k")
-    roles = ("q", "k")
+    projections = ("q", "k")
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         shape = layer.shape
         self.norm, self.head_dim = layer.norm, shape.head_dim
         heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
         self.sums = {r: layer.zeros(r, n, shape.head_dim, shape.head_dim) for r, n in heads.items()}
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         heads = layer.shape.num_heads + layer.shape.num_kv_heads
         return FLOAT * heads * layer.shape.head_dim**2
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = centred(outputs.float().unflatten(-1, (-1, self.head_dim)), self.norm)
         states_HND = states_BTHD.flatten(0, 1).transpose(0, 1)
         self.sums[role] += states_HND.mT @ states_HND
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         return {f"norm_moment_{role}": total / num_tokens for role, total in self.sums.items()}

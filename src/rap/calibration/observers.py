@@ -19,7 +19,7 @@ FLOAT, COMPLEX, LONG = 4, 8, 8
 
 
 @dataclass(frozen=True)
-class WatchedLayer:
+class ObservedLayer:
     """One attention layer under calibration: its index, dense shape, and projections by role.
 
     `norm` is how it normalises queries and keys, if it does, and `norm_weights` the weights of the
@@ -49,7 +49,7 @@ class WatchedLayer:
 
 
 @dataclass
-class Reading:
+class CalibrationStep:
     """Where calibration is in the text: the windows of this step, and which way it goes.
 
     Hooks look here: `forward` is false while checkpointing computes a second time what was seen.
@@ -71,28 +71,28 @@ class Statistic(ABC):
     norm_names: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def __init__(self, layer: WatchedLayer): ...
+    def __init__(self, layer: ObservedLayer): ...
 
     @staticmethod
     @abstractmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         """Bytes that it holds for the layer once it has seen so many windows."""
 
     @abstractmethod
-    def result(self, count: int) -> dict[str, Tensor]:
+    def compute(self, count: int) -> dict[str, Tensor]:
         """The reduced sums by name; `count` tokens were seen, or windows if it sees windows."""
 
 
 class ForwardStatistic(Statistic):
-    """Accumulates over activations of the projections named in `roles`."""
+    """Accumulates over activations of the projections named in `projections`."""
 
-    roles: ClassVar[tuple[str, ...]]
+    projections: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         """Take in the input and output, [B, T, ...], of one projection."""
 
-    def watch(self, reading: Reading) -> list[RemovableHandle]:
+    def watch(self, step: CalibrationStep) -> list[RemovableHandle]:
         """Hooks of its own beside those that hand it projections; it says what they do."""
         return []
 
@@ -103,7 +103,7 @@ class BackwardStatistic(Statistic):
     biases: ClassVar[bool] = False
 
     @abstractmethod
-    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+    def update(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
         """Take in one window's gradient of the weight (2-d) or bias (1-d) of k or v."""
 
     def end_window(self) -> None:
@@ -116,23 +116,23 @@ class GradientStatistic(Statistic):
     The loss is the sum of a window's next-token losses, so that a gradient is in nats.
     """
 
-    roles: ClassVar[tuple[str, ...]]
+    projections: ClassVar[tuple[str, ...]]
 
-    def watched(self, layer: WatchedLayer, role: str) -> Any:
+    def watched(self, layer: ObservedLayer, role: str) -> Any:
         """The module whose output (k) or input (o) it is the gradient of; None for none."""
         return linear_of(layer, role)[0]
 
-    def taken(self, layer: WatchedLayer, role: str, gradient: Tensor) -> Tensor:
+    def taken(self, layer: ObservedLayer, role: str, gradient: Tensor) -> Tensor:
         """The role's part [B, T, ...] of what arrives there."""
         rows = linear_of(layer, role)[1]
         return gradient if rows is None else gradient[..., rows.to(gradient.device)]
 
     @abstractmethod
-    def see(self, role: str, gradient: Tensor) -> None:
+    def update(self, role: str, gradient: Tensor) -> None:
         """Take in one window's gradient [B, T, ...], float32."""
 
 
-def linear_of(layer: WatchedLayer, role: str) -> tuple[Any, Tensor | None]:
+def linear_of(layer: ObservedLayer, role: str) -> tuple[Any, Tensor | None]:
     """The linear of a role, and its rows of it where it is shared with others."""
     part = layer.linears[role]
     return getattr(part, "linear", part), getattr(part, "rows", None)

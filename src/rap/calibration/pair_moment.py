@@ -11,7 +11,7 @@ from .observers import (
     COMPLEX,
     FLOAT,
     ForwardStatistic,
-    WatchedLayer,
+    ObservedLayer,
     by_kv_head,
     complex_pairs,
     free_channels,
@@ -27,28 +27,28 @@ class PairMoment(ForwardStatistic):
 
     need = "pairs"
     names = ("query_moment", "query_free_moment", "key_moment", "key_free_moment")
-    roles = ("q", "k")
+    projections = ("q", "k")
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.shape, pairs = layer.shape, layer.shape.geometry.num_pairs
         heads, free = layer.shape.num_kv_heads, layer.shape.geometry.num_free
         self.sums = {r: layer.zeros(r, heads, pairs, pairs).to(torch.complex64) for r in "qk"}
         self.free = {role: layer.zeros(role, heads, free, free) for role in "qk"}
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         geometry = layer.shape.geometry
         matrices = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
         return 2 * layer.shape.num_kv_heads * matrices
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         heads_GND = by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
         pairs_GNP = complex_pairs(heads_GND, self.shape)
         self.sums[role] += pairs_GNP.mT @ pairs_GNP.conj()
         free_GNF = free_channels(heads_GND, self.shape)
         self.free[role] += free_GNF.mT @ free_GNF
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         moments = {}
         for role, side in (("q", "query"), ("k", "key")):
             moments[f"{side}_moment"] = torch.view_as_real(self.sums[role] / num_tokens)

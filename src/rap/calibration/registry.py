@@ -33,8 +33,8 @@ from .observers import (
     FLOAT,
     BackwardStatistic,
     ForwardStatistic,
+    ObservedLayer,
     Statistic,
-    WatchedLayer,
     by_query_head,
 )
 from .pair_moment import PairMoment
@@ -50,9 +50,9 @@ class Energy(ForwardStatistic):
     need = "energy"
     names = ("energy_q", "energy_k", "energy_v")
     norm_names = ("raw_energy_q", "raw_energy_k")
-    roles = ("q", "k", "v")
+    projections = ("q", "k", "v")
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.layer = layer
         shape = layer.shape
         heads = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
@@ -61,20 +61,20 @@ class Energy(ForwardStatistic):
         self.raw = {role: torch.zeros_like(self.sums[role]) for role in raw}
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         shape, normalised = layer.shape, layer.norm is not None
         rows = shape.num_heads + 2 * shape.num_kv_heads
         rows += (shape.num_heads + shape.num_kv_heads) * normalised
         return FLOAT * rows * shape.head_dim
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = split_heads(outputs.float(), self.layer.shape.head_dim)
         norm = self.layer.value_norm if role == "v" else self.layer.norm
         self.sums[role] += shares(states_BTHD, norm).sum((0, 1))
         if role in self.raw:
             self.raw[role] += centred(states_BTHD, norm).square().sum((0, 1))
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         energies = {f"energy_{role}": total / num_tokens for role, total in self.sums.items()}
         for role, weight in zip(self.raw, self.layer.norm_weights, strict=True):
             energies[f"energy_{role}"] *= weight.to(energies[f"energy_{role}"]).square()
@@ -89,22 +89,22 @@ class ValueMoment(ForwardStatistic):
 
     need = "values"
     names = ("value_moment",)
-    roles = ("o",)
+    projections = ("o",)
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.shape = layer.shape
         width = layer.shape.head_dim
         self.sum = layer.zeros("o", layer.shape.num_heads, width, width)
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         return FLOAT * layer.shape.num_heads * layer.shape.head_dim**2
 
-    def see(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
         heads_HND = by_query_head(split_heads(inputs.float(), self.shape.head_dim))
         self.sum += heads_HND.mT @ heads_HND
 
-    def result(self, num_tokens: int) -> dict[str, Tensor]:
+    def compute(self, num_tokens: int) -> dict[str, Tensor]:
         return {"value_moment": self.sum / num_tokens}
 
 
@@ -117,20 +117,20 @@ class Fisher(BackwardStatistic):
     need = "fisher"
     names = ("root_fisher_k", "root_fisher_v", "weighted_fisher_k", "weighted_fisher_v")
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.layer = layer
         self.sums = {role: layer.zeros(role, *layer.linears[role].weight.shape) for role in "kv"}
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         return FLOAT * sum(layer.linears[role].weight.numel() for role in "kv")
 
-    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+    def update(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
         if parameter.ndim == 2:
             gradient = gradient.float()
             self.sums[role].addcmul_(gradient, gradient)
 
-    def result(self, num_windows: int) -> dict[str, Tensor]:
+    def compute(self, num_windows: int) -> dict[str, Tensor]:
         scores = {}
         for role, total in self.sums.items():
             fisher = total / num_windows
@@ -154,7 +154,7 @@ class GateFisher(BackwardStatistic):
     names = ("gate_fisher_k", "gate_fisher_v")
     biases = True
 
-    def __init__(self, layer: WatchedLayer):
+    def __init__(self, layer: ObservedLayer):
         self.layer = layer
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
         self.window = {role: layer.zeros(role, heads, width) for role in "kv"}
@@ -162,12 +162,12 @@ class GateFisher(BackwardStatistic):
         self.sums = {role: layer.zeros(role, heads, count) for role, count in gates.items()}
 
     @staticmethod
-    def num_bytes(layer: WatchedLayer, num_windows: int) -> int:
+    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         geometry, width = layer.shape.geometry, layer.shape.head_dim
         gates = geometry.num_pairs + geometry.num_free + width
         return FLOAT * layer.shape.num_kv_heads * (gates + 2 * width)
 
-    def see(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+    def update(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
         product = parameter.detach().float() * gradient.float()
         rows = product.sum(1) if product.ndim == 2 else product
         self.window[role] += rows.view_as(self.window[role])
@@ -181,7 +181,7 @@ class GateFisher(BackwardStatistic):
         for total in self.window.values():
             total.zero_()
 
-    def result(self, num_windows: int) -> dict[str, Tensor]:
+    def compute(self, num_windows: int) -> dict[str, Tensor]:
         return {f"gate_fisher_{role}": total / num_windows for role, total in self.sums.items()}
 
 
@@ -225,7 +225,7 @@ def backward_needs(needs: Collection[str]) -> list[str]:
     return sorted(check_needs(needs) - forward)
 
 
-def watched_layers(model: PreTrainedModel) -> list[WatchedLayer]:
+def observed_layers(model: PreTrainedModel) -> list[ObservedLayer]:
     """Every layer with attention to prune; CalibrationError if weights are not in memory."""
     absent = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if absent is not None:
@@ -234,14 +234,14 @@ def watched_layers(model: PreTrainedModel) -> list[WatchedLayer]:
             "with weights on devices"
         )
     layers = attention_layers(model)
-    return [watched_layer(model, layer) for layer in layers if layer.shape is not None]
+    return [observed_layer(model, layer) for layer in layers if layer.shape is not None]
 
 
-def watched_layer(model: PreTrainedModel, layer: AttentionLayer) -> WatchedLayer:
+def observed_layer(model: PreTrainedModel, layer: AttentionLayer) -> ObservedLayer:
     """A layer of the model as statistics see it; its weights may be those of a copy."""
     assert layer.shape is not None
     spec, frequencies = attention_spec(model.config), layer_frequencies(model, layer)
     linears, values = projections(layer, spec), None if spec.value_norm is None else QKNorm()
     weights = norm_weights(layer)
     about = (linears, weights, frequencies, layer.norm, values, layer.module)
-    return WatchedLayer(layer.index, layer.shape, *about)
+    return ObservedLayer(layer.index, layer.shape, *about)

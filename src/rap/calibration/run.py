@@ -23,21 +23,22 @@ from ..model.layers import (
     check_dense,
     trained_length,
 )
+from ..runtime.layerwise import LayerwiseRunner
 from ..runtime.logits import decoder_of
 from ..runtime.progress import Progress, track
 from ..runtime.sources import LayerSource, source_of
 from ..runtime.state import removed, restored
-from ..runtime.streams import Stream
 from .backward import check_gradient, watch_gradients
 from .forward import watch_activations
+from .kv_sharing import has_part, join_statistics, values_apart
 from .loss import output_gradient
 from .memory import FORWARD_BATCH, must_recompute
 from .observers import (
     BackwardStatistic,
+    CalibrationStep,
     ForwardStatistic,
     GradientStatistic,
-    Reading,
-    WatchedLayer,
+    ObservedLayer,
     linear_of,
 )
 from .registry import (
@@ -45,10 +46,9 @@ from .registry import (
     WINDOWS,
     backward_needs,
     check_needs,
-    watched_layer,
-    watched_layers,
+    observed_layer,
+    observed_layers,
 )
-from .sharing import has_part, join_statistics, values_apart
 from .statistics import Statistics
 
 # Kept where a method asks for windows: it tries many cuts, and compares them on the same tokens.
@@ -92,7 +92,9 @@ def calibrate(
         with values_apart(source.model):
             found = _found(source.model, windows, needs, batch_size, checkpointing, progress)
     else:
-        found = _by_layer(source, Stream(source, windows, batch_size, folder), needs, progress)
+        found = _by_layer(
+            source, LayerwiseRunner(source, windows, batch_size, folder), needs, progress
+        )
     return Statistics(
         layers=join_statistics([found.get(index) for index in range(len(shapes))], shapes),
         num_windows=windows.shape[0],
@@ -112,7 +114,7 @@ def _found(
     progress: bool,
 ) -> dict[int, dict[str, Tensor]]:
     """What is found of every layer by itself, by its index."""
-    layers, wanted = watched_layers(model), [STATISTICS[n] for n in sorted(needs - {WINDOWS})]
+    layers, wanted = observed_layers(model), [STATISTICS[n] for n in sorted(needs - {WINDOWS})]
     watched = [(layer, one(layer)) for layer in layers for one in wanted if has_part(one, layer)]
     forward = [(layer, one) for layer, one in watched if isinstance(one, ForwardStatistic)]
     backward = [(layer, one) for layer, one in watched if isinstance(one, BackwardStatistic)]
@@ -128,14 +130,14 @@ def _found(
     tokens = windows.numel()
     for statistics, count in ((forward, tokens), (backward, len(windows)), (gradient, tokens)):
         for layer, statistic in statistics:
-            reduced = statistic.result(count)
+            reduced = statistic.compute(count)
             found[layer.index].update({name: x.contiguous().cpu() for name, x in reduced.items()})
     return found
 
 
 @torch.no_grad()
 def _by_layer(
-    source: LayerSource, stream: Stream, needs: frozenset[str], progress: bool
+    source: LayerSource, stream: LayerwiseRunner, needs: frozenset[str], progress: bool
 ) -> dict[int, dict[str, Tensor]]:
     """As `_found`, from one layer after another."""
     found, tokens = {}, stream.windows.numel()
@@ -143,13 +145,13 @@ def _by_layer(
     for layer in track(layers, "calibrating layers", "layers", tokens=tokens, shown=progress):
         working = source.working(layer.index)
         watched = _watched(source.model, layer, working, needs)
-        reading = Reading()
-        with removed(watch_activations(watched, reading)):
+        step = CalibrationStep()
+        with removed(watch_activations(watched, step)):
             for rows in stream.batches():
-                reading.windows = range(len(stream.windows))[rows]
+                step.windows = range(len(stream.windows))[rows]
                 stream.step(working, layer.index, rows)
         if layer.shape is not None:
-            reduced = [statistic.result(tokens) for _, statistic in watched]
+            reduced = [statistic.compute(tokens) for _, statistic in watched]
             named = {name: x.contiguous().cpu() for one in reduced for name, x in one.items()}
             found[layer.index] = named
     return found
@@ -157,11 +159,11 @@ def _by_layer(
 
 def _watched(
     model: Any, layer: AttentionLayer, working: nn.Module, needs: frozenset[str]
-) -> list[tuple[WatchedLayer, ForwardStatistic]]:
+) -> list[tuple[ObservedLayer, ForwardStatistic]]:
     if layer.shape is None:
         return []
     attention = getattr(working, attention_spec(model.config).attention)
-    seen = watched_layer(model, replace(layer, module=attention))
+    seen = observed_layer(model, replace(layer, module=attention))
     made = [(seen, STATISTICS[need](seen)) for need in sorted(needs)]
     return [(seen, one) for seen, one in made if isinstance(one, ForwardStatistic)]
 
@@ -206,20 +208,20 @@ def check_windows(model: Any, windows: Tensor) -> None:
 def _forward_pass(
     model: Any,
     windows: Tensor,
-    statistics: list[tuple[WatchedLayer, ForwardStatistic]],
+    statistics: list[tuple[ObservedLayer, ForwardStatistic]],
     batch_size: int,
     progress: bool,
 ) -> None:
-    reading = Reading()
+    step = CalibrationStep()
     device = model.get_input_embeddings().weight.device
     with (
         restored(model, [], False),
         _bar("activations", windows, progress) as bar,
         torch.no_grad(),
-        removed(watch_activations(statistics, reading)),
+        removed(watch_activations(statistics, step)),
     ):
         for batch in windows.split(batch_size):
-            reading.windows = range(reading.windows.stop, reading.windows.stop + len(batch))
+            step.windows = range(step.windows.stop, step.windows.stop + len(batch))
             model.base_model(input_ids=batch.to(device), use_cache=False)
             bar.advance(batch.numel())
 
@@ -227,13 +229,13 @@ def _forward_pass(
 def _both_passes(
     model: Any,
     windows: Tensor,
-    forward: list[tuple[WatchedLayer, ForwardStatistic]],
-    backward: list[tuple[WatchedLayer, BackwardStatistic]],
-    gradient: list[tuple[WatchedLayer, GradientStatistic]],
+    forward: list[tuple[ObservedLayer, ForwardStatistic]],
+    backward: list[tuple[ObservedLayer, BackwardStatistic]],
+    gradient: list[tuple[ObservedLayer, GradientStatistic]],
     checkpointing: bool,
     progress: bool,
 ) -> None:
-    reading = Reading()
+    step = CalibrationStep()
     watching = _parameters(backward)
 
     def consume(watchers: list[_Watcher], parameter: Tensor) -> None:
@@ -241,9 +243,9 @@ def _both_passes(
         assert grad is not None
         for layer, role, rows, interested in watchers:
             taken = slice(None) if rows is None else rows.to(grad.device)
-            check_gradient(layer, role, grad[taken], reading.windows.start)
+            check_gradient(layer, role, grad[taken], step.windows.start)
             for statistic in interested:
-                statistic.see(role, parameter[taken], grad[taken])
+                statistic.update(role, parameter[taken], grad[taken])
 
     device = model.get_input_embeddings().weight.device
     trainable = [parameter for parameter, _ in watching]
@@ -259,39 +261,39 @@ def _both_passes(
             parameter.register_post_accumulate_grad_hook(partial(consume, watchers))
             for parameter, watchers in watching
         ]
-        handles += watch_gradients(gradient, reading, windows.shape[1])
-        handles += watch_activations(forward, reading)
+        handles += watch_gradients(gradient, step, windows.shape[1])
+        handles += watch_activations(forward, step)
         with removed(handles):
             for index, ids in enumerate(windows.split(1)):
-                reading.windows = range(index, index + 1)
-                _differentiate(model, ids.to(device), reading)
+                step.windows = range(index, index + 1)
+                _differentiate(model, ids.to(device), step)
                 for _, statistic in backward:
                     statistic.end_window()
                 bar.advance(ids.numel())
 
 
-def _differentiate(model: Any, ids_BT: Tensor, reading: Reading) -> None:
+def _differentiate(model: Any, ids_BT: Tensor, step: CalibrationStep) -> None:
     """Gradients of one window's loss, to whoever watches; activations are seen on the way."""
-    reading.forward = True
+    step.forward = True
     output = decoder_of(model)[1](input_ids=ids_BT, use_cache=False)
-    reading.forward = False  # what checkpointing computes again has been seen
+    step.forward = False  # what checkpointing computes again has been seen
     hidden_BTE = output.last_hidden_state
     loss, gradient_BTE = output_gradient(model, output, ids_BT)
     if not torch.isfinite(loss):
         where = _first_bad_layer(model, ids_BT)
         raise CalibrationError(
-            f"window {reading.windows.start}: the loss is {loss.item()}, first {where}: check the "
+            f"window {step.windows.start}: the loss is {loss.item()}, first {where}: check the "
             "weights, or calibrate in float32 or bfloat16"
         )
     hidden_BTE.backward(gradient_BTE)
 
 
 # A layer's role, the rows of the parameter that have it (None: all), and who wants its gradient.
-_Watcher = tuple[WatchedLayer, str, Tensor | None, list[BackwardStatistic]]
+_Watcher = tuple[ObservedLayer, str, Tensor | None, list[BackwardStatistic]]
 
 
 def _parameters(
-    statistics: list[tuple[WatchedLayer, BackwardStatistic]],
+    statistics: list[tuple[ObservedLayer, BackwardStatistic]],
 ) -> list[tuple[Tensor, list[_Watcher]]]:
     """Every parameter whose gradient is wanted, and its watchers: k and v may share one."""
     wanted: dict[tuple[Tensor, str], _Watcher] = {}

@@ -134,7 +134,7 @@ def _what(report: dict[str, Any], about: dict[str, str]) -> str:
         f"dense model's, made by method `{name}` of the rap package. "
     )
     if about:
-        rebuilt = about["rebuilds"].capitalize()
+        rebuilt = about["reconstructs"].capitalize()
         text += f"It keeps {about['summary']}. "
         text += f"{rebuilt} are rebuilt from the cache" if rebuilt else "Nothing is reconstructed"
         text += " when it decodes."

@@ -19,7 +19,7 @@ from ..model.errors import RapError
 from .files import whole_file
 
 Layers = Sequence[Mapping[str, Tensor] | None]
-Made = TypeVar("Made")
+Decoded = TypeVar("Decoded")
 _DIGEST = "sha256"
 
 
@@ -56,8 +56,8 @@ class TensorFile:
     def load(
         self,
         path: str | Path,
-        make: Callable[[dict[str, Any], Callable[[int], dict[str, Tensor]]], Made],
-    ) -> Made:
+        make: Callable[[dict[str, Any], Callable[[int], dict[str, Tensor]]], Decoded],
+    ) -> Decoded:
         """What `make` gives for `about` and a function from a layer's index to its tensors.
 
         Raises `error` if the file is of another kind, of a newer version, or damaged.

@@ -6,18 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.workbench import Workbench
+from ..calibration.dense_context import DenseContext
 from ..checkpoint.device import say_device
 from ..checkpoint.files import check_folder, whole_file, write_json
 from ..checkpoint.provenance import provenance
-from ..data.contents import check_contents, note_contents
+from ..data.digests import check_digests, note_digests
 from ..data.held_out import HELD_OUT, split
 from ..data.protocol import EVALUATION_WINDOWS
 from ..model.errors import RapError
 from ..studies.analyses.registry import ANALYSES
 from ..studies.analyses.study import Analysis, Study, figure_of
 from . import options
-from .groups import Loading, Reading, Windows, grouped
+from .groups import LoadingOptions, ReadingOptions, WindowOptions, grouped
 from .options import console, print_json, print_table
 
 ALL = "all"
@@ -27,7 +27,7 @@ EvaluateWindow = Annotated[
     int | None,
     typer.Option(help="Tokens per evaluation window; default 2048 or the model's maximum."),
 ]
-STUDY_LOADING = Loading(dtype="float32")
+STUDY_LOADING = LoadingOptions(dtype="float32")
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -44,11 +44,11 @@ def analyze_command(
     ] = Path("runs/analysis"),
     figure: Annotated[str, typer.Option(help="Figure format: png or svg.")] = "png",
     *,
-    text: Windows,
+    text: WindowOptions,
     evaluate: options.Evaluate = HELD_OUT,
     max_windows: MaxWindows = EVALUATION_WINDOWS,
     evaluate_window: EvaluateWindow = None,
-    load: Loading = STUDY_LOADING,
+    load: LoadingOptions = STUDY_LOADING,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
@@ -66,7 +66,7 @@ def analyze_command(
     data, dataset = split(text.calibration, evaluate)
     assert dataset is not None
     text, evaluate = replace(text, calibration=data), dataset
-    study = _study(model, Reading(**vars(text), **vars(load)), evaluate, scored, output)
+    study = _study(model, ReadingOptions(**vars(text), **vars(load)), evaluate, scored, output)
     # What decides the numbers, and so belongs into a result.
     settings: dict[str, Any] = {
         "model": model,
@@ -83,8 +83,8 @@ def analyze_command(
     }
     made = {
         "model": model,
-        "fingerprint": study.bench.fingerprint,
-        "bos": study.bench.bos,
+        "fingerprint": study.context.fingerprint,
+        "bos": study.context.bos,
         "provenance": provenance(**settings),
     }
     to_write = study, output, figure, made
@@ -98,7 +98,7 @@ def analyze_command(
 
 
 def _study(
-    model: str, read: Reading, evaluate: str, scored: dict[str, Any], kept_in: Path
+    model: str, read: ReadingOptions, evaluate: str, scored: dict[str, Any], kept_in: Path
 ) -> Study:
     """The dense model with its texts, all of them checked before the first measurement."""
     placed: dict[str, Any] = {
@@ -106,13 +106,13 @@ def _study(
         "device": read.device,
         "device_map": read.device_map,
     }
-    check_contents(kept_in, read.text.text)
-    bench = Workbench.open(model, **placed, reading=read.text, kept_in=kept_in)
-    say_device(bench.model)
-    tokens = bench.held_out(evaluate)
-    _ = bench.windows  # read, and checked, before the first measurement
-    note_contents(kept_in, read.text.text)
-    return Study(bench, tokens, **scored)
+    check_digests(kept_in, read.text.text)
+    context = DenseContext.open(model, **placed, reading=read.text, kept_in=kept_in)
+    say_device(context.model)
+    tokens = context.held_out(evaluate)
+    _ = context.windows  # read, and checked, before the first measurement
+    note_digests(kept_in, read.text.text)
+    return Study(context, tokens, **scored)
 
 
 def _all(*to_write: Any) -> list[dict[str, Any]]:

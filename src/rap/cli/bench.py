@@ -13,10 +13,10 @@ from ..checkpoint.files import check_output_file
 from ..checkpoint.load import check_dtype, load, load_config
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
-from ..evaluation.cost.latency import PLAIN, Point, default_variants, measure_point
+from ..evaluation.cost.latency import PLAIN, LatencyPoint, default_variants, measure_point
 from ..evaluation.cost.prefill import time_prefill
+from ..evaluation.cost.random_models import dense_config, random_model, uniform_config
 from ..evaluation.cost.reading import if_it_fits
-from ..evaluation.cost.stand_ins import dense_config, stand_in, uniform_config
 from ..model.errors import RapError
 from ..model.layers import PREFIX
 from ..runtime.progress import track
@@ -171,7 +171,7 @@ def _models(
         if retain is None:
             raise RapError(f"{source} is not pruned: give --retain for a pruned stand-in")
         whole = load(source, dtype=dtype, **placed)
-        small = stand_in(uniform_config(config, retain), dtype=whole.dtype, device=device)
+        small = random_model(uniform_config(config, retain), dtype=whole.dtype, device=device)
         return {"dense": whole, "pruned": small}
     if retain is not None:
         raise RapError(f"{source} is pruned already: leave --retain out")
@@ -179,11 +179,11 @@ def _models(
     if dense is not None:
         whole = load(dense, dtype=small.dtype, **placed)
     else:
-        whole = stand_in(dense_config(config), dtype=small.dtype, device=device)
+        whole = random_model(dense_config(config), dtype=small.dtype, device=device)
     return {"dense": whole, "pruned": small}
 
 
-def _row(point: Point) -> dict[str, Any]:
+def _row(point: LatencyPoint) -> dict[str, Any]:
     """What is printed of one context, and every variant's median in seconds."""
     variants = {
         name: {variant: point.median(name, variant) for variant in point.seconds[name]}

@@ -29,9 +29,9 @@ from .checkpoints import (
     label,
     open_checkpoint,
 )
-from .groups import Loading, grouped
+from .groups import LoadingOptions, grouped
 
-CACHE_LOADING = Loading(dtype="float32")
+CACHE_LOADING = LoadingOptions(dtype="float32")
 HEADER = ["cache", "perplexity", "recall", "after the prefix", "at the end", "of exact"]
 
 
@@ -86,7 +86,7 @@ def cache_command(
     text: Text = "bundled",
     asked: Asked,
     quantize: Quantize = None,
-    load: Loading = CACHE_LOADING,
+    load: LoadingOptions = CACHE_LOADING,
     output: ResultFile = None,
     as_json: options.Json = False,
     config: options.ConfigFile = None,

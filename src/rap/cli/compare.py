@@ -15,12 +15,12 @@ from ..studies.compare.run import compare
 from ..studies.compare.variants import all_variants, parse_names, parse_retains
 from ..studies.report.page import html_report
 from . import options
-from .groups import Reading, grouped
+from .groups import ReadingOptions, grouped
 from .options import console, print_json, print_table
 from .sections import read_figures
 
 REPORT_FILE = "report.html"
-GRID_READING = Reading(dtype="float32")
+GRID_READING = ReadingOptions(dtype="float32")
 DEMO_METHODS = ("rap", "rap:paper", "kvpruner", "kvpruner-indexed", "palu", "a3", "random")
 DEMO_RETAINS, DEMO_WINDOW = "0.8,0.7,0.5", 512
 DEMO_MEASURES = Measures(
@@ -102,7 +102,7 @@ def compare_command(
     keep: Keep = False,
     title: Annotated[str, typer.Option(help="Title of the report.")] = "",
     align: Align = 2,
-    read: Reading = GRID_READING,
+    read: ReadingOptions = GRID_READING,
     measure: Measured = None,
     changes: Changed = None,
     as_json: options.Json = False,

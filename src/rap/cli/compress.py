@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.workbench import Workbench
+from ..calibration.dense_context import DenseContext
 from ..checkpoint.card import comparison
 from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import check_output, check_output_file
@@ -25,7 +25,7 @@ from ..model.layers import attention_spec, check_dense, text_config
 from ..pipeline import compress, forward_only, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
-from ..serving.capacity import Held, held_by_engines
+from ..serving.capacity import EngineCapacity, held_by_engines
 from ..serving.layout import dense_head_dims
 from ..serving.stock import export_stock
 from ..surgery.apply import apply
@@ -33,8 +33,8 @@ from ..surgery.weights import check_config
 from ..surgery.write import apply_streamed
 from . import dry_run as dry
 from . import options
-from .groups import Cut, Reading, Streaming, grouped
-from .next_steps import Made, say_next
+from .groups import PruningOptions, ReadingOptions, StreamingOptions, grouped
+from .next_steps import CompressionRun, say_next
 from .options import console, print_json, print_table
 
 Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
@@ -51,9 +51,9 @@ def add_commands(app: typer.Typer) -> None:
 def compress_command(
     model: options.Model,
     output: options.Output,
-    cut: Cut,
-    read: Reading,
-    streamed: Streaming,
+    cut: PruningOptions,
+    read: ReadingOptions,
+    streamed: StreamingOptions,
     recover: Recover = "none",
     evaluate: options.Evaluate = HELD_OUT,
     dry_run: options.DryRun = False,
@@ -67,7 +67,7 @@ def compress_command(
         raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
     shown = None if evaluate == "none" else evaluate
     about: dict[str, Any] = {"recover": recover, "evaluate": evaluate, "target": cut.target}
-    made = Made(model=model, output=output, read=read, **about)
+    made = CompressionRun(model=model, output=output, read=read, **about)
     source = resolve_source(model)
     method = cut.build(source, read.seed)
     instead = forward_only(lambda **more: cut.build(source, read.seed, **more))
@@ -110,7 +110,7 @@ def compress_command(
     _say_report(result.report, made, cut, config, as_json)
 
 
-def _check_placing(read: Reading, streamed: Streaming) -> None:
+def _check_placing(read: ReadingOptions, streamed: StreamingOptions) -> None:
     """Raise RapError for options that the other way of working has no use for."""
     if streamed.stream and (read.dtype != "auto" or read.device_map is not None):
         raise RapError(
@@ -121,7 +121,9 @@ def _check_placing(read: Reading, streamed: Streaming) -> None:
         raise RapError("--statistics requires --stream; add it, or leave --statistics out")
 
 
-def _say_report(report: dict[str, Any], made: Made, cut: Cut, config: Any, as_json: bool) -> None:
+def _say_report(
+    report: dict[str, Any], made: CompressionRun, cut: PruningOptions, config: Any, as_json: bool
+) -> None:
     if as_json:
         return print_json(report)
     table = comparison(report)
@@ -148,7 +150,7 @@ def _tell(
     model: str,
     output: Path,
     method: Method,
-    read: Reading,
+    read: ReadingOptions,
     recover: str,
     evaluate: str,
     as_json: bool,
@@ -176,7 +178,7 @@ def _tell(
     print_json(report) if as_json else dry.say(report)
 
 
-def _say_held(held: Sequence[Held]) -> None:
+def _say_held(held: Sequence[EngineCapacity]) -> None:
     """What engines will hold: padding is seen here, and not first in a server's capacity."""
     rows = [
         (row.backend, row.widths, f"{row.ratio:.3f}x" if row.ratio else "-", row.advice)
@@ -191,8 +193,8 @@ def _say_held(held: Sequence[Held]) -> None:
 def plan_command(
     model: options.Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Plan file to write.")],
-    cut: Cut,
-    read: Reading,
+    cut: PruningOptions,
+    read: ReadingOptions,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -202,7 +204,7 @@ def plan_command(
     chosen = cut.build(resolve_source(model), read.seed)
     # Without the held-out tail, as `rap compress` calibrates.
     data, _ = split(read.calibration, None)
-    bench = Workbench.open(
+    context = DenseContext.open(
         model,
         dtype=read.dtype,
         device=read.device,
@@ -210,16 +212,16 @@ def plan_command(
         reading=replace(read.text, text=data),
         progress=True,
     )
-    decision = bench.plan(chosen)
+    decision = context.plan(chosen)
     decision.save(output)
     settings: dict[str, Any] = {
         "calibration": data,
         "num_windows": read.windows,
         "window": read.window,
         "bos": read.bos,
-        "bos_token": bench.bos,
+        "bos_token": context.bos,
         "seed": read.seed,
-        "device": str(bench.model.device),
+        "device": str(context.model.device),
     }
     _say_plan(decision, output, as_json, model=model, dtype=read.dtype, **settings)
 

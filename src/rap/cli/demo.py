@@ -9,7 +9,7 @@ import typer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibration.workbench import CalibrationText, Workbench
+from ..calibration.dense_context import CalibrationText, DenseContext
 from ..checkpoint.device import AUTO
 from ..checkpoint.fetch import FETCHED, fetch
 from ..checkpoint.files import check_folder, write_json
@@ -26,7 +26,7 @@ from .options import console, print_json, print_table
 
 
 @dataclass(frozen=True)
-class Show:
+class DemoSettings:
     """What a demo cuts and how it is judged; sizes in windows and tokens.
 
     `align` None leaves widths to the method. A `chat` model is asked the prompt by its template;
@@ -47,7 +47,7 @@ class Show:
 
 
 SHOWS = {
-    "smollm2": Show(
+    "smollm2": DemoSettings(
         source="smollm2",
         title="SmolLM2-135M-Instruct, cut without training; perplexity of novels",
         retains=(0.7, 0.5),
@@ -59,7 +59,7 @@ SHOWS = {
         answers=(0.7, 0.5),
         tokens=40,
     ),
-    "gemma3": Show(
+    "gemma3": DemoSettings(
         source="gemma3",
         title="Gemma 3 270M, pruned without training; perplexity of novels",
         retains=(0.7,),
@@ -71,7 +71,7 @@ SHOWS = {
         answers=(0.7,),
         tokens=24,
     ),
-    BUNDLED: Show(
+    BUNDLED: DemoSettings(
         source=BUNDLED,
         title="Bundled Llama on novels it was not trained on; only the last row was trained",
         retains=(0.9, 0.8, 0.7, 0.5),
@@ -137,32 +137,32 @@ def demo_command(
     console.print(f"\nwrote {output / 'results.json'} and {figure}")
 
 
-def run_demo(show: Show, seed: int = 0, device: str = AUTO) -> dict[str, Any]:
+def run_demo(show: DemoSettings, seed: int = 0, device: str = AUTO) -> dict[str, Any]:
     """The demo's figures: dense, per retain ratio the paper's cut and the default, recovered."""
     torch.manual_seed(seed)
     reading = CalibrationText("bundled", *show.calibration, seed)
-    bench = Workbench.open(
+    context = DenseContext.open(
         show.source, dtype=torch.float32, device=device, reading=reading, progress=True
     )
-    model, tokenizer, tokens = bench.model, bench.tokenizer, bench.held_out("bundled")
+    model, tokenizer, tokens = context.model, context.tokenizer, context.held_out("bundled")
     shared: dict[str, Any] = {"align": show.align, "seed": seed}
     recipes = {"paper": Rap.paper(**shared), "rap": Rap(**shared)}
-    bench.statistics_for(recipes.values())
-    rows = [_measure(model, tokens, bench.bos, show) | {"method": "dense", "retain": 1.0}]
+    context.statistics_for(recipes.values())
+    rows = [_measure(model, tokens, context.bos, show) | {"method": "dense", "retain": 1.0}]
     rows[0]["sample"] = _answer(model, tokenizer, show)
     small = model
     for retain in show.retains:
         for name, recipe in recipes.items():
             console.print(f"cutting to {retain:g}: {_NAMES[name]}", highlight=False)
             method = replace(recipe, retain=retain)
-            small = method.apply(model, bench.plan(method))
-            row = _measure(small, tokens, bench.bos, show) | {"method": name, "retain": retain}
+            small = method.apply(model, context.plan(method))
+            row = _measure(small, tokens, context.bos, show) | {"method": name, "retain": retain}
             if retain in show.answers and (show.chat or name == "rap"):
                 row["sample"] = _answer(small, tokenizer, show)
             rows.append(row)
     if show.recovery != "none":
         small, _ = recover_stage(small, model, tokenizer, show.recovery, seed=seed, progress=True)
-        row = _measure(small, tokens, bench.bos, show)
+        row = _measure(small, tokens, context.bos, show)
         row |= {"method": "recovered", "retain": show.retains[-1]}
         rows.append(row | {"sample": _answer(small, tokenizer, show)})
     described = {name: recipe.describe() for name, recipe in recipes.items()}
@@ -178,7 +178,9 @@ def _fetch(name: str) -> None:
         raise CheckpointError(message) from error
 
 
-def _measure(model: PreTrainedModel, tokens: Tensor, bos: int | None, show: Show) -> dict[str, Any]:
+def _measure(
+    model: PreTrainedModel, tokens: Tensor, bos: int | None, show: DemoSettings
+) -> dict[str, Any]:
     count, window = show.evaluation
     quality = perplexity(
         model, tokens, window=window, max_windows=count, bos=bos, progress=show.chat
@@ -186,7 +188,7 @@ def _measure(model: PreTrainedModel, tokens: Tensor, bos: int | None, show: Show
     return {"perplexity": quality.value, **asdict(footprint(model))}
 
 
-def _answer(model: Any, tokenizer: Any, show: Show) -> str:
+def _answer(model: Any, tokenizer: Any, show: DemoSettings) -> str:
     """Greedy text after the prompt, with it for a plain model, without for one that chats."""
     if show.chat:
         asked = [{"role": "user", "content": show.prompt}]

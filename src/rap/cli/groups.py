@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..calibration.workbench import CalibrationText
+from ..calibration.dense_context import CalibrationText
 from ..checkpoint.device import AUTO
 from ..checkpoint.load import load_config
 from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
@@ -75,7 +75,7 @@ def _spelled(parameter: inspect.Parameter) -> list[inspect.Parameter]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class PruningOptions:
     """How much is cut and by what: a method's text, and shorthands for the settings used most."""
 
     retain: options.Retain = 0.7
@@ -143,7 +143,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
+class WindowOptions:
     """The text that a model is calibrated on."""
 
     calibration: options.Calibration = "bundled"
@@ -152,7 +152,7 @@ class Windows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading:
+class LoadingOptions:
     """How a model is loaded, and how whatever it reads begins and is drawn."""
 
     dtype: options.Dtype = "auto"
@@ -164,7 +164,7 @@ class Loading:
 
 # A dataclass has the fields of its last base first: windows, then what loads the model.
 @dataclass(frozen=True, kw_only=True)
-class Reading(Loading, Windows):
+class ReadingOptions(LoadingOptions, WindowOptions):
     """How a model is loaded, and the text that it is calibrated on."""
 
     @property
@@ -174,7 +174,7 @@ class Reading(Loading, Windows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streaming:
+class StreamingOptions:
     """How a checkpoint is compressed that does not fit into memory."""
 
     stream: Annotated[

@@ -7,7 +7,7 @@ import torch
 import typer
 from transformers import PreTrainedConfig
 
-from ..calibration.sharing import joined_shapes
+from ..calibration.kv_sharing import joined_shapes
 from ..checkpoint.load import is_pruned, load_config, without_tensors
 from ..evaluation.cost.footprint import cached_channels
 from ..methods import Rap
@@ -21,7 +21,7 @@ from ..model.layers import (
 )
 from ..model.rope import AttentionShape
 from ..planning.budgets import kv_budgets
-from ..planning.mixing import key_limit, value_limit
+from ..planning.mixing import key_mixing_limit, value_mixing_limit
 from ..planning.plan import PairPlan, Plan, ranges
 from ..planning.scores import LayerScores
 from . import options
@@ -237,7 +237,7 @@ def _describe_layer(
             "kv_bytes_per_token": 0,
             "dense_kv_bytes_per_token": 0,
         }
-    keys, values = key_limit(layer, config), value_limit(config)
+    keys, values = key_mixing_limit(layer, config), value_mixing_limit(config)
     rope = _rope(text_config(config), layer)
     eligible = "yes" if shape.source is None else f"with layer {shape.source}"
     key = getattr(module, "key_width", shape.head_dim)

@@ -11,15 +11,15 @@ from ..checkpoint.load import is_pruned
 from ..checkpoint.source import BUNDLED
 from ..data.held_out import HELD_OUT, split
 from ..data.protocol import EVALUATION_WINDOWS
-from ..serving.capacity import Held
-from .groups import Reading
+from ..serving.capacity import EngineCapacity
+from .groups import ReadingOptions
 from .options import console
 
 BUNDLED_PRE = "smollm"  # the bundled tokenizer splits text alike, in llama.cpp's words
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class CompressionRun:
     """A run of `rap compress`: what was made of which model, with the data that was read.
 
     `evaluate` is the option as it was given, `window` the tokens per evaluation window where they
@@ -28,13 +28,13 @@ class Made:
 
     model: str
     output: Path
-    read: Reading
+    read: ReadingOptions
     recover: str = "none"
     evaluate: str = HELD_OUT
     target: str | None = None
     window: int | None = None
 
-    def next_steps(self, config: Any, rows: Sequence[Held]) -> list[str]:
+    def next_steps(self, config: Any, rows: Sequence[EngineCapacity]) -> list[str]:
         """Three commands, in the order in which they make sense; the last is of the target."""
         return [
             f"evaluate: {shlex.join(self._evaluate())}",
@@ -62,7 +62,7 @@ class Made:
         better = self.output.with_name(f"{self.output.name}-recovered")
         return [*command, *self._shared(), "-o", str(better)]
 
-    def _serve(self, config: Any, rows: Sequence[Held]) -> str:
+    def _serve(self, config: Any, rows: Sequence[EngineCapacity]) -> str:
         """To a server, or to the form that the target reads."""
         output = str(self.output)
         if self.target == "llamacpp":
@@ -85,7 +85,7 @@ class Made:
 
     def _shared(self) -> list[str]:
         """What both read alike, where it is not the default."""
-        default = Reading()
+        default = ReadingOptions()
         flags = {"--bos": "bos", "--device": "device", "--device-map": "device_map"}
         changed = {
             flag: getattr(self.read, name)

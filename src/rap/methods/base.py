@@ -14,10 +14,10 @@ from ..model.norms import NORM_PER_HEAD
 from ..model.rope import AttentionShape
 from ..model.specs import NORM_MODES
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
+from ..planning.kv_sharing import divide
 from ..planning.norms import NORM_ROWS, with_denominators
 from ..planning.plan import PairPlan, Plan
 from ..planning.scores import LayerScores, Named, equal_scores, score_layers
-from ..planning.sharing import divide
 from ..runtime.sources import LayerSource, LoadedLayers
 from ..surgery.apply import apply
 from .dense import DenseLayers, dense_layers
@@ -36,16 +36,16 @@ class Method(ABC):
     """A way to spend the budget `retain`, the fraction of the dense KV cache that is kept.
 
     A method says of itself, as class variables: its `name`; its `family`, a word for what it takes
-    away, which comparisons group by; in one line what it keeps (`summary`); what its model rebuilds
-    from the cache at every step (`rebuilds`: keys, keys and values, or nothing); and what loading
-    its checkpoint takes (`ships`): the `code` that is beside it, this `package`, or, of a plain one
-    of the family (`stock`), neither.
+    away, which comparisons group by; in one line what it keeps (`summary`); what its model
+    reconstructs from the cache at every step (`reconstructs`: keys, keys and values, or nothing);
+    and what loading its checkpoint takes (`ships`): the `code` that is beside it, this `package`,
+    or, of a plain one of the family (`stock`), neither.
     """
 
     name: ClassVar[str]
     family: ClassVar[str]
     summary: ClassVar[str]
-    rebuilds: ClassVar[str] = ""
+    reconstructs: ClassVar[str] = ""
     ships: ClassVar[Ships] = "code"
 
     retain: float = 0.7
@@ -112,7 +112,7 @@ def traits(method: Method | type[Method]) -> dict[str, str]:
     return {
         "family": method.family,
         "summary": method.summary,
-        "rebuilds": method.rebuilds,
+        "reconstructs": method.reconstructs,
         "ships": method.ships,
     }
 

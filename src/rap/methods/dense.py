@@ -19,10 +19,16 @@ from ..model.layers import (
 from ..model.rope import AttentionShape
 from ..model.specs import AttentionSpec
 from ..planning.budgets import LayerBudget, layer_budget
-from ..planning.mixing import key_limit, maps_keys, maps_values, merge_limit, value_limit
+from ..planning.kv_sharing import joined
+from ..planning.mixing import (
+    key_mixing_limit,
+    maps_keys,
+    maps_values,
+    merge_limit,
+    value_mixing_limit,
+)
 from ..planning.norms import row_sizes
 from ..planning.scores import Named
-from ..planning.sharing import joined
 from ..runtime.sources import LayerSource, LoadedLayers
 
 UNKNOWN_CONTEXT = 8192
@@ -35,7 +41,7 @@ class DenseLayers:
     `weights` maps the roles q, k, v, o to matrices as in nn.Linear, and where keys are normalised
     `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64 [P],
     a layer's own: local and global layers may rotate differently.
-    Layers that read the keys and values of another are part of that one (calibration.sharing);
+    Layers that read the keys and values of another are part of that one (calibration.kv_sharing);
     `every_shape` has them by themselves.
     `merge_limits` say why the KV heads of a layer cannot be merged ("": they can).
     `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing),
@@ -101,9 +107,9 @@ def dense_layers(model: PreTrainedModel, source: LayerSource | None = None) -> D
             layer_frequencies(model, layer) if shape is not None else None
             for layer, shape in zip(layers, shapes, strict=True)
         ],
-        mixes_keys=[not key_limit(layer, model.config) for layer in layers],
+        mixes_keys=[not key_mixing_limit(layer, model.config) for layer in layers],
         context=trained_length(model.config) or UNKNOWN_CONTEXT,
-        mixes_values=[not value_limit(model.config) for _ in layers],
+        mixes_values=[not value_mixing_limit(model.config) for _ in layers],
         every_shape=every_shape,
         merge_limits=[merge_limit(layer, layers, model.config) for layer in layers],
         maps_keys=[maps_keys(layer, layers, model.config) for layer in layers],

@@ -39,7 +39,7 @@ class EliteKv(Replacing):
     name: ClassVar[str] = "elitekv"
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "a few rotated pairs, and a joint latent of other keys and values"
-    rebuilds: ClassVar[str] = "keys and values"
+    reconstructs: ClassVar[str] = "keys and values"
 
     pairs: int | Literal["sweep"] | None = None
     whiten: bool = False

@@ -39,7 +39,7 @@ class Palu(Replacing):
     name: ClassVar[str] = "palu"
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "one latent of every group of KV heads for keys, and one for values"
-    rebuilds: ClassVar[str] = "keys"
+    reconstructs: ClassVar[str] = "keys"
 
     group_size: int = 4
     ranks: Literal["fisher", "uniform"] = "fisher"

@@ -20,8 +20,8 @@ from ..checkpoint.files import write_json
 from ..checkpoint.home import home
 from ..checkpoint.version import __version__
 from ..model.fingerprint import fingerprint_tensors
+from ..planning.local_search import local_search, most_measures
 from ..planning.plan import LayerPlan, Plan
-from ..planning.trading import most_measures, trade
 from ..runtime.progress import Progress
 from .trials import Trials
 
@@ -88,7 +88,7 @@ class Search:
         most = most_measures(len(start.widths), ROUNDS)
         with Progress("searching widths", most, "cuts") as progress:
             measured = Measured(divergence, self.kept, progress)
-            found = trade(start.widths, start.offered, start.heads, measured, rounds=ROUNDS)
+            found = local_search(start.widths, start.offered, start.heads, measured, rounds=ROUNDS)
         return start.by_layer(found)
 
 

@@ -36,7 +36,7 @@ class StarKv(Replacing):
     name: ClassVar[str] = "starkv"
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "a latent of every head for keys, one of all heads for values"
-    rebuilds: ClassVar[str] = "keys and values"
+    reconstructs: ClassVar[str] = "keys and values"
 
     gap: float = 0.2
     whiten: bool = False

@@ -27,7 +27,7 @@ class SvdLlm(Replacing):
     name: ClassVar[str] = "svdllm"
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "one latent of all heads of a layer for keys, and one for values"
-    rebuilds: ClassVar[str] = "keys and values"
+    reconstructs: ClassVar[str] = "keys and values"
 
     multiple: int = 1
 

@@ -118,7 +118,7 @@ class RapAttention(nn.Module):
             **dict.fromkeys(("q", "o", "gate"), dense.num_heads),
             **dict.fromkeys("kv", self.num_kept_heads),
         }
-        if self.spec.value_norm is not None:  # which sees all rows: `sharing` says why
+        if self.spec.value_norm is not None:  # which sees all rows: `kv_sharing` says why
             widths["v"] = dense.head_dim
         return widths, heads
 

@@ -34,6 +34,7 @@ from .errors import CheckpointError, UnsupportedModelError
 from .factored import FactoredAttention
 from .families import FAMILIES, WRAPPERS
 from .fingerprint import fingerprint_saved
+from .kv_sharing import SharingAttention, plain_attention
 from .layers import (
     PREFIX,
     AttentionLayer,
@@ -43,7 +44,6 @@ from .layers import (
     rotary_module,
 )
 from .refusals import NO_BATCHING
-from .sharing import SharingAttention, plain_attention
 from .specs import NORM_MODES, AttentionSpec, QKNorm
 
 # Version 1 stored the weight of a cut norm with the family's offset added, and so rounded.

@@ -53,7 +53,7 @@ class AttentionSpec:
 
     `value_norm` names a norm of values over each head, without weights, before they are cached.
     What `of` tells of one layer: it `reads` the keys and values of an earlier one and has q and o
-    alone, or it `ties_values`, whose projection is that of the keys (module `sharing`).
+    alone, or it `ties_values`, whose projection is that of the keys (module `kv_sharing`).
     """
 
     model_type: str

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from ..calibration.dense_context import DenseContext
 from ..calibration.memory import estimate_layers, estimate_memory
 from ..calibration.registry import backward_needs
 from ..calibration.run import refuse_gradients
-from ..calibration.workbench import Workbench
 from ..checkpoint.device import say_device
 from ..data.protocol import EVALUATION_WINDOWS
 from ..evaluation.quality.perplexity import evaluation_window
@@ -71,30 +71,30 @@ def forward_only(build: Callable[..., Method]) -> Method | None:
     return None if backward_needs(method.needs) else method
 
 
-def choose(asked: Method, instead: Method | None, bench: Workbench) -> Objective:
+def choose(asked: Method, instead: Method | None, context: DenseContext) -> Objective:
     """The method `asked` where its statistics are given, need no gradients, or fit in memory.
 
     `instead` is taken where they do not, and without one CalibrationError says what there is to do.
     A run that goes on keeps to the statistics it has. Raises RapError for a budget that would try
     cuts on the whole model.
     """
-    asked.check_model(bench.model)
-    if bench.stored is None:
+    asked.check_model(context.model)
+    if context.stored is None:
         return Objective(asked)
     if getattr(asked, "budget", "") == "search":
         raise RapError(
             "budget 'search' tries cuts on the whole model: leave --stream out, or use budget "
             "'error'"
         )
-    needs = asked.needs_for(bench.model)
-    if bench.given is not None:
-        bench.given.require(needs, f"method {asked.name}")
+    needs = asked.needs_for(context.model)
+    if context.given is not None:
+        context.given.require(needs, f"method {asked.name}")
         return Objective(asked, "from a file", "given with --statistics")
     if not backward_needs(needs):
         return Objective(asked, "layer by layer", "it needs no gradients of the loss")
-    taken, free = in_memory(bench, needs), free_memory(bench.stored.device)
+    taken, free = in_memory(context, needs), free_memory(context.stored.device)
     room = f"{taken / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
-    kept = bench.kept_needs()
+    kept = context.kept_needs()
     if taken <= free if kept is None else needs <= kept:
         why = f"gradients of the loss, as without --stream, fit with the whole model ({room})"
         change = "" if instead is None else "--metric output keeps to one layer in memory"
@@ -108,21 +108,21 @@ def choose(asked: Method, instead: Method | None, bench: Workbench) -> Objective
 
 
 def announce(
-    objective: Objective, bench: Workbench, tokens: Tensor | None, fit: FitConfig | None
+    objective: Objective, context: DenseContext, tokens: Tensor | None, fit: FitConfig | None
 ) -> None:
     """Print what a compression from files keeps small, and its memory, weights included.
 
     `tokens` are those that it is measured on, `fit` the settings of the fit, if there are any.
     """
-    if bench.stored is None or not bench.progress:
+    if context.stored is None or not context.progress:
         return
     console = Console(stderr=True, markup=False, soft_wrap=True)
     console.print(str(objective))
-    model = bench.model
+    model = context.model
     needs, whole = objective.method.needs_for(model), objective.statistics == "in memory"
-    parts = {"calibrating": estimate_layers(model, bench.windows, needs)["total"]}
+    parts = {"calibrating": estimate_layers(model, context.windows, needs)["total"]}
     if whole:
-        parts["calibrating"] = in_memory(bench, needs)
+        parts["calibrating"] = in_memory(context, needs)
     if fit is not None:
         sizes = _sizes(fit.num_windows, fit.window)
         parts["fitting"] = sum(estimate_fit(model, model, sizes, fit).values())
@@ -132,7 +132,7 @@ def announce(
     total = parts | {"total": max(parts.values())}
     how = "" if whole else "layer by layer "
     console.print(describe_memory(total, f"{how}it takes at most about", "in all"))
-    say_device(bench.stored.device)
+    say_device(context.stored.device)
 
 
 def _sizes(num_windows: int | None, window: int) -> Tensor:
@@ -141,12 +141,12 @@ def _sizes(num_windows: int | None, window: int) -> Tensor:
     return torch.empty(num_windows, window, dtype=torch.long, device="meta")
 
 
-def in_memory(bench: Workbench, needs: frozenset[str]) -> int:
+def in_memory(context: DenseContext, needs: frozenset[str]) -> int:
     """Bytes that gradients of the loss take in float32, with the weights as they are stored."""
-    read = bench.reading
+    read = context.reading
     windows = _sizes(read.num_windows, read.window)
-    weights = list(bench.model.parameters())
+    weights = list(context.model.parameters())
     stored = sum(p.numel() * p.element_size() for p in weights)
     scale = torch.float32.itemsize / min(p.element_size() for p in weights)
-    beside = estimate_memory(bench.model, windows, needs)["total"]
+    beside = estimate_memory(context.model, windows, needs)["total"]
     return int(MARGIN * (stored + scale * (stored + beside)))

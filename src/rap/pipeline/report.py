@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calibration.workbench import Workbench
+from ..calibration.dense_context import DenseContext
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
 from ..checkpoint.load import copy_processor, load_tokenizer
@@ -34,8 +34,8 @@ from ..model.families import WRAPPERS
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import base_model_type
 from ..planning.plan import Plan
+from ..runtime.layerwise import answering
 from ..runtime.sources import LayerSource, LoadedLayers, StoredLayers
-from ..runtime.streams import answering
 from ..surgery.write import apply_streamed
 
 
@@ -80,24 +80,24 @@ def measure_against(
 
 
 def measure_pruned(
-    bench: Workbench, small: LayerSource, plan: Plan, text: str | None, tokens: Tensor | None
+    context: DenseContext, small: LayerSource, plan: Plan, text: str | None, tokens: Tensor | None
 ) -> dict[str, dict[str, Any]]:
-    """As `measure_against` of one pruned model, for the dense one of the bench.
+    """As `measure_against` of one pruned model, for the dense one of the context.
 
     Sizes of weights in files are by the plan and their shapes alone.
     """
-    dense = bench.source
+    dense = context.source
     if small.in_memory:
         found = {"dense": _weights(dense.model), "pruned": _weights(small.model)}
     else:
-        said = unmeasured(plan, bench.name, dense.model, small.model)
+        said = unmeasured(plan, context.name, dense.model, small.model)
         found = {name: said[name] for name in ("dense", "pruned")}
         found["dense"]["fingerprint"] = dense.fingerprint
     if text is None:
         return found
-    windows = _held_out_windows(dense.model, bench.tokenizer, text, tokens, bench.bos)
+    windows = _held_out_windows(dense.model, context.tokenizer, text, tokens, context.bos)
     pruned = {"pruned": small}
-    return _compared(found, dense, pruned, text, windows, bench.kept_in, bench.progress)
+    return _compared(found, dense, pruned, text, windows, context.kept_in, context.progress)
 
 
 def _compared(
@@ -145,7 +145,7 @@ def quality(text: str, scored: Perplexity) -> dict[str, Any]:
 
 def write(
     small: LayerSource,
-    bench: Workbench,
+    context: DenseContext,
     plan: Plan,
     output: str | Path,
     report: dict[str, Any],
@@ -155,11 +155,11 @@ def write(
     """Write the pruned checkpoint with its report; tensor by tensor where weights are in files."""
     if not isinstance(small, StoredLayers):
         model = small.whole("saving")
-        return save(model, plan, output, bench.tokenizer, report=report, force=force)
-    dense = bench.stored
+        return save(model, plan, output, context.tokenizer, report=report, force=force)
+    dense = context.stored
     assert dense is not None
     assert isinstance(dense.weights, StoredModel)
-    how: dict[str, Any] = {"report": report, "force": force, "progress": bench.progress}
+    how: dict[str, Any] = {"report": report, "force": force, "progress": context.progress}
     return apply_streamed(dense.weights, plan, output, changed=small.changed, **how)
 
 
@@ -202,14 +202,14 @@ def save(
     small.name_or_path = str(output)  # as if it had been loaded from there
 
 
-def describe(bench: Workbench, method: Method, plan: Plan) -> dict[str, Any]:
+def describe(context: DenseContext, method: Method, plan: Plan) -> dict[str, Any]:
     """What was cut and how, as JSON-able data."""
-    names = named_sources(bench.reading.text)
-    _, drawn = with_samples(names, bench.model, bench.tokenizer)
+    names = named_sources(context.reading.text)
+    _, drawn = with_samples(names, context.model, context.tokenizer)
     return {
-        "source": bench.name,
+        "source": context.name,
         "model_type": plan.model_type,
-        "calibration": bench.reading.describe(bench.bos),
+        "calibration": context.reading.describe(context.bos),
         **drawn,
         "retain": method.retain,
         "kept_fraction": plan.kept_fraction,
@@ -220,14 +220,14 @@ def describe(bench: Workbench, method: Method, plan: Plan) -> dict[str, Any]:
 
 
 def made_with(
-    bench: Workbench, evaluate: str | None, dtype: str | None, statistics: str | None
+    context: DenseContext, evaluate: str | None, dtype: str | None, statistics: str | None
 ) -> dict[str, Any]:
     """How a compression is repeated, code and versions included.
 
     With the statistics of a file also what was read for those.
     """
-    read, given, found = bench.reading, bench.given, dict[str, Any]()
-    more: dict[str, Any] = {"device": str((bench.stored or bench.model).device)}
+    read, given, found = context.reading, context.given, dict[str, Any]()
+    more: dict[str, Any] = {"device": str((context.stored or context.model).device)}
     if given is not None:
         read = replace(read, num_windows=given.num_windows, window=given.window)
         text = f"{read.num_windows} windows of {read.window} tokens, from a file of statistics"
@@ -245,15 +245,15 @@ def made_with(
     return found
 
 
-def held_out(text: str | None, bench: Workbench) -> Tensor | None:
+def held_out(text: str | None, context: DenseContext) -> Tensor | None:
     """Tokens of the text to evaluate on, before the calibration that would be wasted.
 
     Raises RapError if they are fewer than a window.
     """
     if text is None:
         return None
-    tokens, window = bench.held_out(text), evaluation_window(bench.model, None)
-    if bench.bos is not None:
+    tokens, window = context.held_out(text), evaluation_window(context.model, None)
+    if context.bos is not None:
         window -= 1
     check_enough(text, len(tokens), window)
     return tokens

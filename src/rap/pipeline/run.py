@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..calibration.workbench import CalibrationText, Workbench
+from ..calibration.dense_context import CalibrationText, DenseContext
 from ..checkpoint.device import AUTO
 from ..data.bos import Bos
 from ..data.held_out import HELD_OUT, split
@@ -74,16 +74,16 @@ def compress(
     check(source, output, method, calibration, evaluate, recover, stream=stream, force=force)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
     placed = (dtype, device, device_map)
-    bench = opened(
+    context = opened(
         source, tokenizer, reading, placed, statistics, output, recover, stream, progress
     )
-    objective = choose(method, instead, bench)
+    objective = choose(method, instead, context)
     made = {"dtype": str(dtype), "statistics": str(statistics) if statistics else None}
-    return _stages(bench, objective, evaluate, output, recover, fit, made, force)
+    return _stages(context, objective, evaluate, output, recover, fit, made, force)
 
 
 def _stages(
-    bench: Workbench,
+    context: DenseContext,
     objective: Objective,
     evaluate: str | None,
     output: str | Path | None,
@@ -92,26 +92,26 @@ def _stages(
     made: dict[str, str | None],
     force: bool,
 ) -> Compression:
-    method, tokens, read = objective.method, held_out(evaluate, bench), bench.reading
-    announce(objective, bench, tokens, fit or FitConfig() if recover == "fit" else None)
-    plan = planned(bench, method)
-    small = prune(bench.source, plan)
+    method, tokens, read = objective.method, held_out(evaluate, context), context.reading
+    announce(objective, context, tokens, fit or FitConfig() if recover == "fit" else None)
+    plan = planned(context, method)
+    small = prune(context.source, plan)
     small, recovery = recover_stage(
         small,
-        bench.source,
-        bench.tokenizer,
+        context.source,
+        context.tokenizer,
         recover,
         texts=[read.text],
         fit=fit,
         seed=read.seed,
         output=output,
-        bos=bench.bos,
-        progress=bench.progress,
+        bos=context.bos,
+        progress=context.progress,
     )
-    report = describe(bench, method, plan) | {"recovery": recovery}
-    report |= measure_pruned(bench, small, plan, evaluate, tokens)
-    report |= made_with(bench, evaluate, **made) | objective.record()
+    report = describe(context, method, plan) | {"recovery": recovery}
+    report |= measure_pruned(context, small, plan, evaluate, tokens)
+    report |= made_with(context, evaluate, **made) | objective.record()
     if output is not None:
-        write(small, bench, plan, output, report, force=force)
+        write(small, context, plan, output, report, force=force)
         clear_work(work_folder(output))
     return Compression(small.model if small.in_memory else None, plan, report)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ..calibration.dense_context import CalibrationText, DenseContext
 from ..calibration.statistics import Statistics
-from ..calibration.workbench import CalibrationText, Workbench
 from ..checkpoint.files import check_output
 from ..checkpoint.source import check_apart
 from ..data.text import check_sources
@@ -60,7 +60,7 @@ def opened(
     recover: str,
     stream: bool,
     progress: bool,
-) -> Workbench:
+) -> DenseContext:
     """The dense model with what is read of it: in memory, `placed` so, or with `stream` in files.
 
     `placed` are dtype, device and device map. Statistics outlive a stopped run where it recovers or
@@ -70,7 +70,7 @@ def opened(
     keeps = output is not None and (stream or recover != "none")
     kept_in = work_folder(output) / STATISTICS_FOLDER if output is not None and keeps else None
     if not stream:
-        return Workbench.open(
+        return DenseContext.open(
             source,
             tokenizer,
             dtype=dtype,
@@ -81,18 +81,18 @@ def opened(
             progress=progress,
         )
     given = Statistics.load(statistics) if statistics is not None else None
-    return Workbench.from_files(
+    return DenseContext.from_files(
         source, device=device, reading=reading, kept_in=kept_in, given=given, progress=progress
     )
 
 
-def planned(bench: Workbench, method: Method) -> Plan:
+def planned(context: DenseContext, method: Method) -> Plan:
     """The plan; where there is none, statistics are not kept for a run that goes on."""
     try:
-        plan: Plan = bench.plan(method)
+        plan: Plan = context.plan(method)
         return plan
     except RapError:
-        folder = bench.kept_in
+        folder = context.kept_in
         if folder is not None and [*folder.parent.glob("*")] == [folder]:
             clear_work(folder.parent)
         raise

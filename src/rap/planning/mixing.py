@@ -10,7 +10,7 @@ _CLIPPED = "clip_qkv clamps single channels"
 _BY_AXIS = "pairs of a head take positions of different axes"
 
 
-def key_limit(layer: AttentionLayer, config: Any, *, mapped: bool = False) -> str:
+def key_mixing_limit(layer: AttentionLayer, config: Any, *, mapped: bool = False) -> str:
     """What works on single channels or pairs of keys before or in their rotation, or "".
 
     With `mapped` maps may stand behind a norm (rap.model.factored), which then limits nothing.
@@ -24,7 +24,7 @@ def key_limit(layer: AttentionLayer, config: Any, *, mapped: bool = False) -> st
     return _CLIPPED if _clips(config) else ""
 
 
-def value_limit(config: Any, *, mapped: bool = False) -> str:
+def value_mixing_limit(config: Any, *, mapped: bool = False) -> str:
     """What works on single channels of values or of attention's output, or "".
 
     With `mapped` a map may stand before a gate.
@@ -52,14 +52,16 @@ def merge_limit(
         return "one KV head leaves nothing to merge"
     if _shares(layers, config):
         return "layers of this family share keys and values, or normalise values per head"
-    return key_limit(layer, config, mapped=mapped) or value_limit(config, mapped=mapped)
+    return key_mixing_limit(layer, config, mapped=mapped) or value_mixing_limit(
+        config, mapped=mapped
+    )
 
 
 def maps_keys(layer: AttentionLayer, layers: Sequence[AttentionLayer], config: Any) -> bool:
     """Whether keys that may not be mixed in their projection may be behind it, by maps."""
     if layer.shape is None or _shares(layers, config):
         return False
-    return key_limit(layer, config) != "" == key_limit(layer, config, mapped=True)
+    return key_mixing_limit(layer, config) != "" == key_mixing_limit(layer, config, mapped=True)
 
 
 def maps_values(layer: AttentionLayer, layers: Sequence[AttentionLayer], config: Any) -> bool:
@@ -69,7 +71,7 @@ def maps_values(layer: AttentionLayer, layers: Sequence[AttentionLayer], config:
     """
     if layer.norm is not None and not maps_keys(layer, layers, config):
         return False
-    return value_limit(config) != "" == value_limit(config, mapped=True)
+    return value_mixing_limit(config) != "" == value_mixing_limit(config, mapped=True)
 
 
 def _shares(layers: Sequence[AttentionLayer], config: Any) -> bool:

@@ -18,7 +18,7 @@ from ..model.kinds.heads import HeadsPlan
 from ..model.kinds.pairs import PairPlan as PairPlan
 from ..model.rope import AttentionShape, HeadGeometry
 from ..model.specs import NORM_MODES
-from .sharing import check_reader
+from .kv_sharing import check_reader
 
 REMEDY = "make a new plan for this model"
 FILE = TensorFile("plan", 2, "a plan", PlanError, "write one with `rap plan`")

@@ -25,10 +25,10 @@ from ..model.layers import (
     projections,
     text_decoder,
 )
+from ..runtime.layerwise import LayerwiseRunner
 from ..runtime.progress import track
 from ..runtime.sources import LoadedLayers
 from ..runtime.state import removed
-from ..runtime.streams import Stream
 from .streams import is_cut
 
 RIDGE = 1e-3
@@ -71,7 +71,9 @@ def refit_outputs(
     num_fit = min(round(len(windows) * (1 - held_out)), len(windows) - 1)
     if num_fit < 1:
         raise RapError(f"{len(windows)} windows cannot be split to fit and judge: give at least 2")
-    mine, theirs = (Stream(LoadedLayers(model), windows, batch_size) for model in (small, dense))
+    mine, theirs = (
+        LayerwiseRunner(LoadedLayers(model), windows, batch_size) for model in (small, dense)
+    )
     layers, dense_layers = attention_layers(small), attention_layers(dense)
     results = []
     for layer in track(layers, "refitting outputs", "layers", shown=progress):
@@ -91,8 +93,8 @@ class _Pair:
 
     def __init__(
         self,
-        small: Stream,
-        dense: Stream,
+        small: LayerwiseRunner,
+        dense: LayerwiseRunner,
         layer: nn.Module,
         dense_layer: nn.Module,
         cut: AttentionLayer,
@@ -167,13 +169,13 @@ def _refit(pair: _Pair, num_fit: int, ridge: float) -> LayerRefit:
     return LayerRefit(pair.index, before / wanted, after / wanted)
 
 
-def _output_of(stream: Stream, layer: AttentionLayer) -> nn.Linear:
+def _output_of(stream: LayerwiseRunner, layer: AttentionLayer) -> nn.Linear:
     """The output projection of a layer of the stream's model."""
     found: nn.Linear = projections(layer, attention_spec(stream.source.model.config))["o"]
     return found
 
 
-def _same_place(wanted: nn.Module, stream: Stream, working: nn.Module, index: int) -> Any:
+def _same_place(wanted: nn.Module, stream: LayerwiseRunner, working: nn.Module, index: int) -> Any:
     """The module of a working layer that stands where `wanted` does in the model."""
     layer = text_decoder(stream.source.model).layers[index]
     name = next(name for name, module in layer.named_modules() if module is wanted)

@@ -38,7 +38,7 @@ class TextSettings(Protocol):
     def seed(self) -> int: ...
 
 
-class Windows(Dataset):
+class WindowDataset(Dataset):
     """Token windows [N, T] as the trainer wants them; every token is predicted, none is padding."""
 
     def __init__(self, windows_NT: Tensor):

@@ -26,7 +26,7 @@ from ..model.fingerprint import fingerprint_model
 from ..runtime.state import evaluating
 from .adapters import add_adapters, merge
 from .config import RecoveryConfig
-from .data import Windows, hold_out, whole_batches
+from .data import WindowDataset, hold_out, whole_batches
 from .runs import begin, explained, processes
 from .trainer import DistillationTrainer
 
@@ -81,7 +81,7 @@ def distill(
             teacher.to(arguments.device)
         before = _held_out(student, validation)
         adapted = add_adapters(student, config)
-        data = Windows(windows), Windows(validation)
+        data = WindowDataset(windows), WindowDataset(validation)
         trainer = DistillationTrainer(adapted, teacher, config, data, arguments, progress)
         with torch.enable_grad():
             trainer.run(checkpoint)

@@ -32,10 +32,10 @@ from ..model.layers import (
     text_config,
     text_decoder,
 )
+from ..runtime.layerwise import FLOAT, LayerwiseRunner, new_stream
 from ..runtime.memory import describe_memory
 from ..runtime.progress import Progress
 from ..runtime.sources import REMOVE, LayerSource, source_of
-from ..runtime.streams import FLOAT, Stream, new_stream
 from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
 from .runs import begin, processes
 from .streams import attention_outputs_of, is_cut, residual_scale
@@ -79,7 +79,8 @@ def fit_layers(
         with processes().main_process_first():
             begin(work, _record(small, dense, windows, config))
     theirs, mine = (
-        Stream(source, windows, config.batch, work, exact=True) for source in (dense, small)
+        LayerwiseRunner(source, windows, config.batch, work, exact=True)
+        for source in (dense, small)
     )
     return list(_Fitter(theirs, mine, config, num_judging, work).layers(progress))
 
@@ -114,8 +115,8 @@ class _Fitter:
 
     def __init__(
         self,
-        dense: Stream,
-        small: Stream,
+        dense: LayerwiseRunner,
+        small: LayerwiseRunner,
         config: FitConfig,
         num_judging: int,
         work: Path | None,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..methods.settings import check_fields
 from ..model.errors import RapError
-from ..runtime.streams import Stream
+from ..runtime.layerwise import LayerwiseRunner
 from .streams import call_of
 
 SCOPES = ("attention", "block")
@@ -109,7 +109,7 @@ class LayerProblem:
     multiplies the error. The last `num_judging` windows judge and the others fit.
     """
 
-    stream: Stream
+    stream: LayerwiseRunner
     layer: nn.Module
     attention: nn.Module
     index: int

@@ -20,8 +20,8 @@ from ..data.text import named_sources
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.layers import trained_length
+from ..runtime.layerwise import answering
 from ..runtime.sources import LayerSource, LoadedLayers, source_of
-from ..runtime.streams import answering
 from .closed_form import refit_outputs
 from .config import PRESETS, RecoveryConfig, preset
 from .data import apart, recovery_windows

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..model.layers import AttentionLayer
+from ..runtime.layerwise import LayerwiseRunner
 from ..runtime.state import removed
-from ..runtime.streams import Stream
 from .matching import last_outputs
 
 PROPORTIONAL = 1e-2  # large streams leave few digits to what is added to them
@@ -32,7 +32,7 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def call_of(
-    attention: nn.Module, stream: Stream, layer: nn.Module, index: int, rows: Tensor
+    attention: nn.Module, stream: LayerwiseRunner, layer: nn.Module, index: int, rows: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a working layer calls its attention with for the windows `rows` of the stream."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -56,7 +56,7 @@ def attention_outputs_of(attention: nn.Module) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def residual_scale(
-    stream: Stream,
+    stream: LayerwiseRunner,
     layer: nn.Module,
     attention: nn.Module,
     index: int,

@@ -27,7 +27,7 @@ from ..model.errors import RapError
 from ..runtime.logits import decoder_of, head_logits
 from ..runtime.progress import Progress
 from .config import RecoveryConfig
-from .data import Windows
+from .data import WindowDataset
 from .loss import Head, distillation_loss
 from .matching import attention_outputs, last_outputs, matching_loss
 from .runs import COMPLETE
@@ -46,7 +46,7 @@ class DistillationTrainer(Trainer):
         model: Any,
         teacher: Any,
         config: RecoveryConfig,
-        data: tuple[Windows, Windows],
+        data: tuple[WindowDataset, WindowDataset],
         arguments: TrainingArguments,
         progress: bool,
     ):

@@ -28,7 +28,7 @@ _LOSS = 0.98  # of the capacity asked for; less is told as a loss
 
 
 @dataclass(frozen=True)
-class Held:
+class EngineCapacity:
     """One backend: how many times the dense model's tokens fit, and what would do better.
 
     `ratio` is None where the engine cannot run this checkpoint; `advice` is empty where nothing is
@@ -60,7 +60,7 @@ class LayerCache:
         return self.dense.width * self.dense.num_heads // max(1, self.kept.num_heads)
 
 
-def held_by_engines(config: Any) -> list[Held]:
+def held_by_engines(config: Any) -> list[EngineCapacity]:
     """A row per engine and backend for a pruned config; none for families that no engine takes."""
     family = base_model_type(config)
     try:
@@ -84,13 +84,13 @@ def _dense(caches: Sequence[LayerCache]) -> int:
     return sum(one.dense.elements for one in caches)
 
 
-def _backend(name: str, caches: Sequence[LayerCache], paged: bool) -> Held:
+def _backend(name: str, caches: Sequence[LayerCache], paged: bool) -> EngineCapacity:
     accepts, better, step = BACKENDS[name]
     wanted = sorted({one.kept.width for one in caches})
     try:
         stored = {width: padded_width(width, accepts, name) for width in wanted}
     except RapError:
-        return Held(name, "", None, f"takes no head of {wanted[-1]} channels")
+        return EngineCapacity(name, "", None, f"takes no head of {wanted[-1]} channels")
     sizes = [one.kept.num_heads * stored[one.kept.width] for one in caches]
     # vLLM gives layers with a window and layers without one pages of the same number of bytes.
     pages = [_page(size, max(sizes)) for size in sizes] if paged else sizes
@@ -105,7 +105,7 @@ def _backend(name: str, caches: Sequence[LayerCache], paged: bool) -> Held:
     if sum(pages) * _LOSS > sum(sizes):
         lost, better = True, "--budget uniform"
     shown = [f"{width} as {size}" for width, size in stored.items() if width != size]
-    return Held(name, ", ".join(shown) or "as they are", ratio, better if lost else "")
+    return EngineCapacity(name, ", ".join(shown) or "as they are", ratio, better if lost else "")
 
 
 def _page(size: int, widest: int) -> int:
@@ -113,15 +113,15 @@ def _page(size: int, widest: int) -> int:
     return size if not size or widest % size == 0 else widest
 
 
-def _plain(caches: Sequence[LayerCache]) -> Held:
+def _plain(caches: Sequence[LayerCache]) -> EngineCapacity:
     name, first = "llama.cpp, MLX", caches[0].kept
     alike = all(one.pruned and one.kept == first for one in caches)
     target = "--target plain" if any(one.is_merged for one in caches) else "--target llamacpp"
     if not alike or first.key_width != first.value_width:
-        return Held(name, "not runnable", None, target)
+        return EngineCapacity(name, "not runnable", None, target)
     # The export itself tells a stock profile from equal widths with indices of their own.
     shown = "as they are, if of the stock profile"
     slow = first.width % 32 != 0
     advice = target if slow else ""
     ratio = asked_ratio(caches)
-    return Held(name, shown + (", slowly" if slow else ""), ratio, advice)
+    return EngineCapacity(name, shown + (", slowly" if slow else ""), ratio, advice)

@@ -16,13 +16,13 @@ from rap.evaluation.cost.footprint import footprint
 from rap.evaluation.cost.latency import (
     CPU_VARIANTS,
     DecodeStep,
-    Point,
+    LatencyPoint,
     Variant,
     interleaved,
     measure_point,
 )
+from rap.evaluation.cost.random_models import dense_config, random_model, uniform_config
 from rap.evaluation.cost.reading import if_it_fits, weight_bytes
-from rap.evaluation.cost.stand_ins import dense_config, stand_in, uniform_config
 from rap.model.errors import RapError
 from rap.surgery.apply import apply
 
@@ -42,7 +42,7 @@ def test_tasks_take_turns_and_warm_up_is_not_counted():
 def _point(dense, pruned):
     seconds = {"dense": dense, "pruned": pruned}
     read = {"dense": 300, "pruned": 200}
-    return Point(1, 8, seconds, {}, {"dense": 0, "pruned": 0}, read)
+    return LatencyPoint(1, 8, seconds, {}, {"dense": 0, "pruned": 0}, read)
 
 
 def test_each_side_is_judged_by_its_best():
@@ -81,12 +81,12 @@ def test_read_bytes_leave_out_the_embedding_unless_it_is_the_head():
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "glm"])
-def test_stand_ins_have_the_shape_they_stand_for(model_type):
+def test_random_models_have_the_shape_they_stand_for(model_type):
     """A pruned model's dense stand-in is as its dense model; a uniform one keeps that much."""
     dense = tiny_model(model_type, **SHAPE)
     config = uniform_config(dense.config, 0.5, align=2)
-    small = stand_in(config, dtype=torch.float32)
-    again = stand_in(dense_config(config), dtype=torch.float32)
+    small = random_model(config, dtype=torch.float32)
+    again = random_model(dense_config(config), dtype=torch.float32)
     assert type(again) is type(dense)
     assert {n: p.shape for n, p in again.named_parameters()} == {
         n: p.shape for n, p in dense.named_parameters()
@@ -104,7 +104,7 @@ def test_a_retain_outside_its_range_is_refused():
 
 def test_a_point_holds_every_model_in_every_variant():
     dense = tiny_model(**SHAPE)
-    small = stand_in(uniform_config(dense.config, 0.5, align=2), dtype=torch.float32)
+    small = random_model(uniform_config(dense.config, 0.5, align=2), dtype=torch.float32)
     point = measure_point(
         {"dense": dense, "pruned": small}, batch=2, context=9, rounds=2, variants=CPU_VARIANTS
     )

@@ -13,7 +13,7 @@ import rap
 from cases.command import error_violations, run
 from cases.family_cases import CASES as FAMILIES
 from cases.models import random_tokens, tiny_model
-from rap.calibration.workbench import Workbench
+from rap.calibration.dense_context import DenseContext
 from rap.cli import analyze
 from rap.methods.dense import dense_layers
 from rap.model.errors import RapError, UnsupportedModelError
@@ -25,9 +25,9 @@ from rap.studies.analyses.study import Study, figure_of, paper_cut
 
 
 def study_of(model: Any, windows_NT: torch.Tensor, tokens_N: torch.Tensor) -> Study:
-    bench = Workbench.open(model, rap.assets.reference_tokenizer())
-    bench.windows = windows_NT
-    return Study(bench, tokens_N, 32, 3)
+    context = DenseContext.open(model, rap.assets.reference_tokenizer())
+    context.windows = windows_NT
+    return Study(context, tokens_N, 32, 3)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_table_and_figure_are_made_of_the_data_alone(found, name, tmp_path):
 
 @pytest.mark.parametrize("name", ["orphans", "share", "loss"])
 def test_a_second_run_gives_the_same_digits(study, found, name):
-    again = study_of(study.model, study.bench.windows, study.tokens_N)
+    again = study_of(study.model, study.context.windows, study.tokens_N)
     assert ANALYSES[name].measure(again) == found[name]
 
 

@@ -19,7 +19,7 @@ import rap
 from cases.command import error_violations, run
 from cases.fits import SHORT
 from rap import assets
-from rap.calibration import workbench
+from rap.calibration import dense_context
 from rap.checkpoint.card import interval_text
 from rap.checkpoint.files import write_json
 from rap.cli import compare as command_line
@@ -306,7 +306,11 @@ def test_a_command_whose_cell_failed_ends_in_exit_code_1(tiny, tmp_path, monkeyp
 def test_a_finished_cell_is_not_run_again(grid, tiny, tmp_path, monkeypatch):
     output = tmp_path / "grid"
     shutil.copytree(grid[0], output)
-    for place, name in ((running, "measure"), (running, "dense_states"), (workbench, "calibrate")):
+    for place, name in (
+        (running, "measure"),
+        (running, "dense_states"),
+        (dense_context, "calibrate"),
+    ):
         monkeypatch.setattr(place, name, lambda *_, name=name, **__: pytest.fail(f"{name} again"))
     methods = ["rap:paper", "rap"]
     found = rap.compare(output=output, methods=methods, retain=(0.5,), measures=tiny, **SMALL)
@@ -329,7 +333,7 @@ def test_kept_models_are_measured_otherwise_and_distilled(tiny, tmp_path, monkey
     output = tmp_path / "kept"
     first = rap.compare(output=output, recover=recoveries[:2], measures=plain, keep=True, **asked)
     assert len(list(output.glob("models/rap-0.5-*"))) == 2
-    for place, name in ((workbench, "calibrate"), (stages_of_recovery, "fit_layers")):
+    for place, name in ((dense_context, "calibrate"), (stages_of_recovery, "fit_layers")):
         monkeypatch.setattr(place, name, lambda *_, name=name, **__: pytest.fail(f"{name} again"))
     measures = replace(plain, num_windows=1)
     other = rap.compare(output=output, recover=recoveries[:2], measures=measures, **asked)

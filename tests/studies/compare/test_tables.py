@@ -26,7 +26,7 @@ def cell(
     parameters: float | None = None,
     flops: float | None = None,
     prefill: float | None = None,
-    rebuilds: bool = False,
+    reconstructs: bool = False,
 ) -> dict[str, Any]:
     """A record as `summarize` makes it, whose costs are 1,000 times a share; by default retain."""
     kept = retain if kept is None else kept
@@ -42,13 +42,13 @@ def cell(
         "attention_flops": {"context": 1024, "value": 1000 * (kept if flops is None else flops)},
         "evaluation": {"num_windows": 2, "window": 128},
         "recall": [{"distance": 64, "accuracy": 0.5, "num_facts": 4}],
-        "reconstructs": rebuilds,
+        "reconstructs": reconstructs,
     }
 
 
 DENSE = cell("dense", 1.0)
 PALU = {
-    retain: cell("palu", retain, parameters=share, flops=9 * retain, rebuilds=True)
+    retain: cell("palu", retain, parameters=share, flops=9 * retain, reconstructs=True)
     for retain, share in {0.9: 1.1, 0.7: 0.96, 0.5: 0.72, 0.3: 0.6}.items()
 }
 
@@ -133,7 +133,7 @@ def test_the_nearest_parameters_are_found_at_whatever_ratio():
 
 
 def test_matched_compute_sets_rap_beside_what_rebuilds():
-    far = cell("svdllm", 0.5, 30.0, parameters=0.9, rebuilds=True)
+    far = cell("svdllm", 0.5, 30.0, parameters=0.9, reconstructs=True)
     cut = [cell("rap", 0.7, 10.5), cell("rap", 0.5, 11.0), cell("heads", 0.5), far]
     table = matched("m", DENSE, [*cut, *PALU.values()], MATCHED_QUALITY, RECOVERED)
     rows = by_method(table)
@@ -144,7 +144,7 @@ def test_matched_compute_sets_rap_beside_what_rebuilds():
     assert rows["rap at 0.7"]["recall, cut only"] == "50%"
     assert "the 70.0% of rap at 0.7" in table["note"]
     assert "comes within 5% of dense: svdllm." in table["note"]
-    # Without the reference, or without anything that rebuilds, there is nothing to match.
+    # Without the reference, or without anything that reconstructs, there is nothing to match.
     for fewer in (cut[1:], cut[:3]):
         assert matched("m", DENSE, fewer, MATCHED_QUALITY, RECOVERED)["rows"] == []
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rap.calibration.workbench import CalibrationText
+from rap.calibration.dense_context import CalibrationText
 from rap.cli.compare import DEMO_MEASURES, GRID_READING
-from rap.cli.groups import Reading, Windows
+from rap.cli.groups import ReadingOptions, WindowOptions
 from rap.data import protocol
 from rap.data.text import load_windows
 from rap.pipeline import compress
@@ -34,7 +34,7 @@ def test_one_protocol_is_the_default_everywhere():
     assert (protocol.EVALUATION_WINDOWS, protocol.EVALUATION_WINDOW) == (8, 2048)
     for made in (compress, load_windows, CalibrationText, Grid):
         assert _defaults(made) == calibration, made
-    for options in (Windows(), Reading(), GRID_READING):
+    for options in (WindowOptions(), ReadingOptions(), GRID_READING):
         assert (options.windows, options.window) == calibration
     assert calibration[0] * calibration[1] == REFIT_TOKENS
     for made in (Measures, Study):  # None: 2,048 tokens, or the context length if less

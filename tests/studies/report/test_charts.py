@@ -5,14 +5,14 @@ import re
 
 import pytest
 
-from rap.studies.report.charts import NUM_COLORS, Point, Series, line_chart, styles_of
+from rap.studies.report.charts import NUM_COLORS, ChartPoint, Series, line_chart, styles_of
 from rap.studies.report.comparison import MATTER, comparison_of, matters
 
 LABELS = ("x", "y")
 
 
 def _series(values: list[float], name: str = "a") -> Series:
-    return Series(name, [Point(0.1 * n + 0.1, y, f"at {y}") for n, y in enumerate(values)])
+    return Series(name, [ChartPoint(0.1 * n + 0.1, y, f"at {y}") for n, y in enumerate(values)])
 
 
 def _drawn(svg: str | None) -> dict[str, tuple[float, float]]:
@@ -58,7 +58,7 @@ def test_without_a_floor_zero_stays_on_a_linear_axis():
 
 
 def test_wide_shares_are_logarithmic():
-    points = [Point(share, 1.0, f"{share}") for share in (0.5, 5.0, 50.0)]
+    points = [ChartPoint(share, 1.0, f"{share}") for share in (0.5, 5.0, 50.0)]
     left, middle, right = (x for x, _ in _drawn(_chart([Series("a", points)])).values())
     assert middle - left == pytest.approx(right - middle, abs=0.01)
 

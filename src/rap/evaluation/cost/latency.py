@@ -203,7 +203,7 @@ def interleaved(
 
 
 @dataclass(frozen=True)
-class Point:
+class LatencyPoint:
     """Decode steps of several models at one batch and context.
 
     `seconds[model][variant]` are the rounds, interleaved, or None where memory did not suffice.
@@ -255,7 +255,7 @@ def measure_point(
     rounds: int,
     variants: Sequence[Variant],
     clock: Callable[[], float] = time.perf_counter,
-) -> Point:
+) -> LatencyPoint:
     """Time a decode step of every model in every variant, in turns.
 
     Where memory does not hold all caches at once, one after the other. The models keep the
@@ -286,7 +286,7 @@ def measure_point(
             for key in names:
                 torch.cuda.empty_cache()
                 seconds |= if_it_fits(build, [key]) or {}
-    return Point(
+    return LatencyPoint(
         batch=batch,
         context=context,
         seconds={

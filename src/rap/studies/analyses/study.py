@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...calibration.dense_context import DenseContext
 from ...calibration.statistics import Statistics
-from ...calibration.workbench import Workbench
 from ...data.bos import describe_bos
 from ...data.protocol import EVALUATION_WINDOWS
 from ...evaluation.quality.perplexity import evaluation_window, perplexity
@@ -23,13 +23,13 @@ Data = dict[str, Any]
 
 @dataclass(eq=False)
 class Study:
-    """A dense model on its workbench, and held-out tokens [N] to judge on.
+    """A dense model in its context, and held-out tokens [N] to judge on.
 
     Perplexity is over the first `num_windows` windows of `window` tokens (None: 2,048, or the
     context length if that is less).
     """
 
-    bench: Workbench
+    context: DenseContext
     tokens_N: Tensor
     window: int | None = None
     num_windows: int = EVALUATION_WINDOWS
@@ -40,24 +40,24 @@ class Study:
     @property
     def model(self) -> Any:
         """The dense model."""
-        return self.bench.model
+        return self.context.model
 
     def on(self, model: PreTrainedModel) -> "Study":
         """The same study of another model with the same tokenizer."""
-        return replace(self, bench=self.bench.on(model))
+        return replace(self, context=self.context.on(model))
 
     def statistics(self, needs: Collection[str]) -> Statistics:
         """Statistics of the model that cover `needs`; collected once, more only when asked."""
-        return self.bench.statistics(needs)
+        return self.context.statistics(needs)
 
     def plan(self, method: Method) -> Any:
         """The plan of a method for this model."""
-        return self.bench.plan(method)
+        return self.context.plan(method)
 
     def perplexity(self, model: PreTrainedModel) -> float:
         """Of any model, on the held-out text."""
         sizes: dict[str, Any] = {"window": self.window, "max_windows": self.num_windows}
-        return perplexity(model, self.tokens_N, **sizes, bos=self.bench.bos).value
+        return perplexity(model, self.tokens_N, **sizes, bos=self.context.bos).value
 
     def after(self, method: Method, plan: Any = None) -> float:
         """Perplexity of the model cut by `method`, by a plan of its own unless one is given."""
@@ -66,13 +66,13 @@ class Study:
     def _read(self) -> int:
         """How many windows the text has, of those that are asked for."""
         assert self.window is not None
-        size = self.window if self.bench.bos is None else self.window - 1
+        size = self.window if self.context.bos is None else self.window - 1
         return min(self.num_windows, len(self.tokens_N) // size)
 
     @property
     def note(self) -> str:
         """How perplexity was measured, for the note of a table."""
-        bos, (count, length) = self.bench.bos, self.bench.windows.shape
+        bos, (count, length) = self.context.bos, self.context.windows.shape
         begins = f", {describe_bos(bos)}" if bos is not None else ""
         return (
             f"Perplexity over {self._read()} windows of {self.window} tokens{begins}, "

@@ -19,7 +19,7 @@ from .cells import Cell
 
 MADE = "made.json"
 
-Made = tuple[Any, dict[str, Any]]  # the model, and what its cell says of how it was made
+MadeModel = tuple[Any, dict[str, Any]]  # the model, and what its cell says of how it was made
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class KeptModels:
     keeps: bool
     placed: Mapping[str, Any] = field(default_factory=dict)  # where, as the dense model
 
-    def find(self, cell: Cell) -> Made | None:
+    def find(self, cell: Cell) -> MadeModel | None:
         """The model of a cell in the dtype it was measured in, if it was kept.
 
         Raises CheckpointError if its files are damaged.
@@ -41,7 +41,7 @@ class KeptModels:
         made = read_json(path / MADE, f"remove {path}, and repeat the command")
         return load(path, dtype=cell.config["dtype"], **placement(**self.placed)), made
 
-    def keep(self, cell: Cell, made: Made, tokenizer: PreTrainedTokenizerBase) -> None:
+    def keep(self, cell: Cell, made: MadeModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write a model and its tokenizer, if models are to be kept."""
         if not self.keeps:
             return

@@ -5,7 +5,7 @@ from typing import Any
 
 Record = dict[str, Any]
 Table = dict[str, Any]
-Show = Callable[[Record], str]
+CellFormat = Callable[[Record], str]
 
 REFERENCE = ("rap", 0.7)
 NEAR = 0.05  # of dense parameters: what counts as the same
@@ -15,13 +15,13 @@ def matched(
     name: str,
     dense: Record,
     cut: Sequence[Record],
-    quality: dict[str, Show],
+    quality: dict[str, CellFormat],
     recovered: dict[str, str],
 ) -> Table:
-    """`rap` beside every method that rebuilds, at the ratio where its parameters come nearest.
+    """`rap` beside every method that reconstructs, at the ratio where its parameters come nearest.
 
     `quality` maps what is shown of a cell to how; `recovered` the recoveries to their names. No
-    rows if the comparison lacks the reference, or a method that rebuilds.
+    rows if the comparison lacks the reference, or a method that reconstructs.
     """
     reference = [r for r in cut if (r["method"], r["retain"]) == REFERENCE]
     rebuilding = list(dict.fromkeys(r["method"] for r in cut if r["reconstructs"]))
@@ -53,7 +53,10 @@ def nearest(cut: Sequence[Record], method: str, dense: Record, target: float) ->
 
 
 def _row(
-    group: Sequence[Record], dense: Record, quality: dict[str, Show], recoveries: Sequence[str]
+    group: Sequence[Record],
+    dense: Record,
+    quality: dict[str, CellFormat],
+    recoveries: Sequence[str],
 ) -> list[str]:
     one, cells = group[0], {record["recover"]: record for record in group}
     costs = ("kv_bytes_per_token", "attention_parameters", "projection_flops")

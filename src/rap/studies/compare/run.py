@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...calibration.dense_context import CalibrationText, DenseContext
 from ...calibration.statistics import Statistics
-from ...calibration.workbench import CalibrationText, Workbench
 from ...checkpoint.device import AUTO
 from ...checkpoint.files import check_folder, write_json
 from ...checkpoint.provenance import provenance
-from ...data.contents import check_contents, note_contents
+from ...data.digests import check_digests, note_digests
 from ...data.held_out import split
 from ...data.text import check_sources
 from ...methods import Method
@@ -26,7 +26,7 @@ from . import cells as folders
 from .cells import Cell
 from .command import cell_command
 from .grid import Grid
-from .kept import KeptModels, Made
+from .kept import KeptModels, MadeModel
 from .measurement import HeldOut, Measures, dense_states, measure
 from .summary import summarize
 from .variants import all_variants
@@ -81,17 +81,17 @@ def compare(
     check_sources(grid.calibration, *grid.measures.texts())
     check_folder(output)
     placed: dict[str, Any] = {"device": device, "device_map": device_map}
-    bench = Bench(source, tokenizer, dtype, placed, grid, Path(output), keep, progress)
-    named, model = bench.dense.name, bench.dense.model
+    context = Bench(source, tokenizer, dtype, placed, grid, Path(output), keep, progress)
+    named, model = context.dense.name, context.dense.model
     dtype = str(dtype).removeprefix("torch.")  # as the command line has it
     made = provenance(model=named, dtype=dtype, device=str(model.device), **asdict(grid))
     name = f"{Path(named).name} ({title})" if title else Path(named).name
     about: dict[str, Any] = {"paper": paper}
     about["command"] = lambda one: cell_command(one, grid, named, dtype, **placed)
-    for number, cell in enumerate(bench.cells, start=1):
-        say(f"[{number}/{len(bench.cells)}] {cell}: {bench.run(cell)}")
+    for number, cell in enumerate(context.cells, start=1):
+        say(f"[{number}/{len(context.cells)}] {cell}: {context.run(cell)}")
         # Written after every cell, of all there are: so a report of an unfinished grid can be had.
-        summary = summarize(name, bench.cells, bench.folder, made, **about)
+        summary = summarize(name, context.cells, context.folder, made, **about)
         write_json(Path(output) / RESULT_FILE, summary)
     return summary
 
@@ -104,7 +104,7 @@ def _data(measures: Measures, calibration: str) -> dict[str, Any]:
 
 
 class Bench:
-    """The dense model on its workbench, and the cells that are made of it."""
+    """The dense model in its context, and the cells that are made of it."""
 
     def __init__(
         self,
@@ -119,12 +119,12 @@ class Bench:
     ) -> None:
         self.grid, self.output, self.progress = grid, output, progress
         texts = grid.calibration, *grid.measures.texts()
-        check_contents(output, *texts)
+        check_digests(output, *texts)
         self.models = KeptModels(output / "models", keep, placed)
         reading = CalibrationText(
             grid.calibration, grid.num_windows, grid.window, grid.seed, grid.bos
         )
-        self.dense = Workbench.open(
+        self.dense = DenseContext.open(
             source,
             tokenizer,
             dtype=dtype,
@@ -136,7 +136,7 @@ class Bench:
         self.tokens = {name: self.dense.held_out(name) for name in grid.measures.texts()}
         dtype = str(self.dense.model.dtype).removeprefix("torch.")
         self.cells = grid.cells(self.dense.fingerprint, dtype, self.dense.bos)
-        note_contents(output, *texts)
+        note_digests(output, *texts)
 
     def folder(self, cell: Cell) -> Path:
         """Where a cell is stored."""
@@ -180,7 +180,7 @@ class Bench:
         figures = measure(model, self.dense.model, self.dense.tokenizer, texts, measures, **asked)
         return {**made, **figures, "provenance": provenance(**cell.config)}
 
-    def _make(self, cell: Cell, method: Method) -> Made:
+    def _make(self, cell: Cell, method: Method) -> MadeModel:
         """Cut and recover the model of a cell, from the fitted one on if that was kept."""
         fitted = self.models.find(cell.fitted()) if cell.recover.startswith("fit+") else None
         if fitted is None:

@@ -45,7 +45,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Point:
+class ChartPoint:
     """A share of dense, a value, and what is said of the point where it is pointed at."""
 
     share: float
@@ -58,7 +58,7 @@ class Series:
     """A named line of points."""
 
     name: str
-    points: Sequence[Point]
+    points: Sequence[ChartPoint]
 
 
 def styles_of(names: Sequence[str], matter: Callable[[str], bool]) -> dict[str, Style]:

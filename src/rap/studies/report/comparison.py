@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from .charts import Point, Series, Style, legend_key, line_chart, styles_of
+from .charts import ChartPoint, Series, Style, legend_key, line_chart, styles_of
 from .recall_map import RecallMap, recall_maps
 
 Record = dict[str, Any]
@@ -78,10 +78,10 @@ def _legend(styles: dict[str, Style], prefix: str) -> list[tuple[str, Markup]]:
 def _loss_chart(
     here: Sequence[Record], dense: Record, styles: dict[str, Style], x_label: str, prefix: str
 ) -> tuple[Markup | None, str]:
-    def point(cell: Record) -> Point:
+    def point(cell: Record) -> ChartPoint:
         share, loss = SHARES[x_label](cell, dense), _loss(cell, dense)
         said = f"perplexity {cell['perplexity']:,.2f}, {loss:+.4f} nats, at {share:.1%}"
-        return Point(share, loss, said)
+        return ChartPoint(share, loss, said)
 
     labels = (x_label, "loss over dense, nats a token")
     series = _series(here, styles, point)
@@ -92,9 +92,9 @@ def _loss_chart(
 def _recall_chart(
     here: Sequence[Record], dense: Record, styles: dict[str, Style], x_label: str, prefix: str
 ) -> tuple[Markup | None, str]:
-    def point(cell: Record) -> Point:
+    def point(cell: Record) -> ChartPoint:
         share, recalled = SHARES[x_label](cell, dense), _recalled(cell)
-        return Point(share, recalled, f"{recalled:.1f}% at {share:.1%}")
+        return ChartPoint(share, recalled, f"{recalled:.1f}% at {share:.1%}")
 
     labels = (x_label, "recall, % of numbers given back")
     series = _series(here, styles, point)
@@ -103,7 +103,7 @@ def _recall_chart(
 
 
 def _series(
-    here: Sequence[Record], styles: dict[str, Style], point: Callable[[Record], Point]
+    here: Sequence[Record], styles: dict[str, Style], point: Callable[[Record], ChartPoint]
 ) -> list[Series]:
     return [Series(name, [point(c) for c in here if c["method"] == name]) for name in styles]
 

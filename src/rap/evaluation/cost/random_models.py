@@ -45,7 +45,7 @@ def uniform_config(config: PreTrainedConfig, retain: float, align: int = 8) -> A
     return config_with(dense, section)
 
 
-def stand_in(
+def random_model(
     config: PreTrainedConfig, *, dtype: torch.dtype, device: str = "cpu", seed: int = 0
 ) -> Any:
     """A model of a dense or pruned config with random weights, in eval mode.

@@ -1,6 +1,6 @@
 """Plans of layers that read the keys and values of an earlier one: one choice, an entry for each.
 
-Methods plan joined layers (`calibration.sharing`). What they decide for one is divided here: the
+Methods plan joined layers (`calibration.kv_sharing`). What they decide for one is divided here: the
 source keeps its part, and every reader repeats the choice of pairs and values with what is of its
 own query heads.
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.sharing import Shapes, join_heads, joined_shapes, readers_of
+from ..calibration.kv_sharing import Shapes, join_heads, joined_shapes, readers_of
 from ..model.errors import PlanError
 from ..model.kinds.base import LayerPlan
 from ..model.kinds.pairs import PairPlan

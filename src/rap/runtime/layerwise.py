@@ -34,7 +34,7 @@ class _Reached(Exception):
     """Ends a forward pass once the first layer is reached."""
 
 
-class Stream:
+class LayerwiseRunner:
     """The residual stream of a model's decoder, [N, T, E] in float32, at the input of one layer.
 
     `hidden` starts with what the first layer reads. Layers work in float32, whatever the model is
@@ -147,7 +147,7 @@ def answering(
     if source.in_memory:
         yield source.model
         return
-    stream = Stream(source, windows, 1, folder)
+    stream = LayerwiseRunner(source, windows, 1, folder)
     stream.walk(what, progress=progress)
     with stream.finished() as model:
         yield model

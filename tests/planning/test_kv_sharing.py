@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cases.family_cases import CASES, Case, masked_by_hooks, random_case_plan
 from cases.models import random_tokens
+from rap.calibration.kv_sharing import BY_HEAD, SUMMED
 from rap.calibration.registry import STATISTICS
 from rap.calibration.run import calibrate
-from rap.calibration.sharing import BY_HEAD, SUMMED
 from rap.evaluation.cost.footprint import footprint
 from rap.methods import Rap
 from rap.methods.random import Random
@@ -162,7 +162,7 @@ def test_every_statistic_of_queries_or_outputs_says_how_readers_add():
     moments behind norms for merged heads, which layers that share keys and values do not have.
     """
     for need, statistic in STATISTICS.items():
-        if {"q", "o"} & set(getattr(statistic, "roles", ())) and need not in (
+        if {"q", "o"} & set(getattr(statistic, "projections", ())) and need not in (
             "logits",
             "averages",
             "normed",

@@ -6,7 +6,7 @@ In gemma3n and gemma4 the last layers (readers) have no keys and values of their
 those of the last layer of their type that has (their source), and cache nothing. What a source
 keeps, its readers' queries and output projections must keep too, so that there is one choice for
 all of them. Each layer is a RapAttention of its own widths and index, and a reader's repeat its
-source's. A plan has an entry for every layer (`planning.sharing` makes them of one choice and
+source's. A plan has an entry for every layer (`planning.kv_sharing` makes them of one choice and
 `Plan` refuses readers that keep anything else), and `AttentionShape.source` says what a layer
 reads. A source hands on what it caches under the key of the dense family, so that readers which
 stay dense work beside sources that do, and the other way round nothing is planned.

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..model.layers import attention_layers, attention_spec
 from ..model.rope import AttentionShape
-from .observers import Statistic, WatchedLayer
+from .observers import ObservedLayer, Statistic
 
 # What is seen of a layer that has queries and an output alone: by query head, or summed over them.
 # Logits and averages are not among them: they are for methods that such families do not have.
@@ -29,7 +29,7 @@ SUMMED = ("query_moment", "query_free_moment")
 Shapes = Sequence[AttentionShape | None]
 
 
-def has_part(statistic: type[Statistic], layer: WatchedLayer) -> bool:
+def has_part(statistic: type[Statistic], layer: ObservedLayer) -> bool:
     """Whether a statistic says anything of the layer."""
     names = {*statistic.names, *statistic.norm_names}
     return layer.shape.source is None or bool(names & {*BY_HEAD, *SUMMED})

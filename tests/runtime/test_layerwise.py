@@ -19,10 +19,10 @@ from rap.checkpoint.load import load_dense
 from rap.checkpoint.stored import StoredModel
 from rap.model.errors import CalibrationError, RapError
 from rap.model.fingerprint import fingerprint_model
-from rap.runtime import memory, streams
+from rap.runtime import layerwise, memory
+from rap.runtime.layerwise import LayerwiseRunner, new_stream
 from rap.runtime.logits import CHUNK_LOGITS
 from rap.runtime.sources import LoadedLayers, StoredLayers
-from rap.runtime.streams import Stream, new_stream
 
 FORWARD = {*STATISTICS} - {*backward_needs(STATISTICS)}
 # Layouts of attention, norms, experts, and layers that have none.
@@ -44,7 +44,7 @@ WALKED = [case for case in CASES if not case.value_norm]
 def test_layers_that_read_others_are_not_walked_one_by_one(name: str) -> None:
     model = next(case for case in CASES if case.name == name).model(dtype=torch.float32)
     with pytest.raises(RapError, match="hand keys and values, or inputs of each layer, past it"):
-        Stream(LoadedLayers(model), WINDOWS, 2)
+        LayerwiseRunner(LoadedLayers(model), WINDOWS, 2)
 
 
 @pytest.mark.parametrize("case", WALKED, ids=lambda case: case.name)
@@ -52,7 +52,9 @@ def test_layers_from_files_are_the_loaded_model_in_every_family(case: Case, tmp_
     model = _saved(case, tmp_path)
     stored = StoredModel(tmp_path)
     assert len(stored.shards) > 2
-    walked = [Stream(one, WINDOWS, 2) for one in (LoadedLayers(model), StoredLayers(stored))]
+    walked = [
+        LayerwiseRunner(one, WINDOWS, 2) for one in (LoadedLayers(model), StoredLayers(stored))
+    ]
     for stream in walked:
         stream.walk("walking")
     assert torch.equal(walked[0].hidden, walked[1].hidden)
@@ -108,9 +110,9 @@ def test_a_large_stream_is_mapped_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model()
-    small = Stream(LoadedLayers(model), WINDOWS, 2, tmp_path)
-    monkeypatch.setattr(streams, "HOST_SHARE", 0)
-    large = Stream(LoadedLayers(model), WINDOWS, 2, tmp_path)
+    small = LayerwiseRunner(LoadedLayers(model), WINDOWS, 2, tmp_path)
+    monkeypatch.setattr(layerwise, "HOST_SHARE", 0)
+    large = LayerwiseRunner(LoadedLayers(model), WINDOWS, 2, tmp_path)
     for stream in (small, large):
         stream.walk("walking")
     assert torch.equal(small.hidden, large.hidden)
@@ -135,9 +137,9 @@ def test_the_estimate_counts_one_layer(tmp_path: Path) -> None:
 
 def test_a_mapped_stream_takes_its_room_at_once(tmp_path, monkeypatch):
     """A disk that fills up later would kill the process with SIGBUS, without a word."""
-    monkeypatch.setattr(streams, "HOST_SHARE", 0)
+    monkeypatch.setattr(layerwise, "HOST_SHARE", 0)
     with tempfile.TemporaryFile(dir=tmp_path) as file:
-        streams._reserve(file.fileno(), 2**20, tmp_path)
+        layerwise._reserve(file.fileno(), 2**20, tmp_path)
         assert os.fstat(file.fileno()).st_blocks * 512 >= 2**20
     huge = shutil.disk_usage(tmp_path).free // 4 * 2
     with pytest.raises(RapError, match=r"no space left in .*: make room, or take fewer windows"):
@@ -149,7 +151,7 @@ def test_a_file_system_that_cannot_reserve_is_used_all_the_same(tmp_path, monkey
     def refuse(*args):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(streams, "HOST_SHARE", 0)
+    monkeypatch.setattr(layerwise, "HOST_SHARE", 0)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert new_stream((2, 3), tmp_path).shape == (2, 3)
 

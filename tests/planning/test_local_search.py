@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rap.planning.trading import most_measures, trade
+from rap.planning.local_search import local_search, most_measures
 
 OFFERED = [range(1, 9)] * 6
 
@@ -23,7 +23,7 @@ class Counted:
 
 def test_width_goes_where_it_is_worth_most() -> None:
     measure = Counted([16.0, 1, 1, 1, 1, 1])
-    widths = trade([4] * 6, OFFERED, [1] * 6, measure, rounds=20)
+    widths = local_search([4] * 6, OFFERED, [1] * 6, measure, rounds=20)
     assert sum(widths) == 24
     # The least sum of worth over width at 24 in all: widths in proportion to roots of worth.
     assert widths[0] == 8
@@ -32,20 +32,20 @@ def test_width_goes_where_it_is_worth_most() -> None:
 
 def test_a_start_at_its_best_stays_after_one_look() -> None:
     measure = Counted([1.0] * 6)
-    assert trade([4] * 6, OFFERED, [1] * 6, measure, rounds=5) == [4] * 6
+    assert local_search([4] * 6, OFFERED, [1] * 6, measure, rounds=5) == [4] * 6
     assert measure.asked == 1 + 2 * 6
 
 
 def test_measures_are_no_more_than_said() -> None:
     measure = Counted([9.0, 1, 4, 1, 16, 2])
-    trade([4] * 6, OFFERED, [1] * 6, measure, rounds=3)
+    local_search([4] * 6, OFFERED, [1] * 6, measure, rounds=3)
     assert measure.asked <= most_measures(6, 3)
 
 
 @pytest.mark.parametrize("heads", [[1, 1, 2, 2], [3, 1, 3, 1]])
 def test_only_steps_of_one_price_are_traded(heads: list[int]) -> None:
     start, worth = [2, 2, 2, 2], [1.0, 9.0, 9.0, 1.0]
-    widths = trade(start, [range(1, 5)] * 4, heads, Counted(worth), rounds=4)
+    widths = local_search(start, [range(1, 5)] * 4, heads, Counted(worth), rounds=4)
     spent = sum(n * width for n, width in zip(heads, widths, strict=True))
     assert spent == 2 * sum(heads)
     assert widths != start
@@ -59,9 +59,14 @@ def test_swaps_that_are_worse_together_are_halved() -> None:
         gained = sum(width - 2 for width in widths[:2]) - sum(width - 2 for width in widths[2:])
         return 100.0 if moved > 2 else -float(gained)
 
-    assert sorted(trade([2] * 4, [range(1, 4)] * 4, [1] * 4, measure)) == [1, 2, 2, 3]
+    assert sorted(local_search([2] * 4, [range(1, 4)] * 4, [1] * 4, measure)) == [1, 2, 2, 3]
 
 
 def test_no_width_leaves_what_is_offered() -> None:
     offered = [[2, 4], [2, 4], [4], [2]]
-    assert trade([2, 4, 4, 2], offered, [1] * 4, Counted([9.0, 1, 1, 1]), rounds=9) == [4, 2, 4, 2]
+    assert local_search([2, 4, 4, 2], offered, [1] * 4, Counted([9.0, 1, 1, 1]), rounds=9) == [
+        4,
+        2,
+        4,
+        2,
+    ]

@@ -1,4 +1,4 @@
-"""The bench that a dense model lies on: what it refuses, and what it reads only once."""
+"""The context of a dense model: what it refuses, and what it reads only once."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,8 @@ import torch
 
 import rap
 from cases.models import random_tokens, tiny_model
-from rap.calibration import workbench
-from rap.calibration.workbench import CalibrationText, Workbench
+from rap.calibration import dense_context
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.model.errors import CheckpointError, RapError, UnsupportedModelError
 
 READING = CalibrationText(num_windows=2, window=64)
@@ -18,13 +18,13 @@ READING = CalibrationText(num_windows=2, window=64)
 def calls(monkeypatch):
     """The needs of every calibration that was really run."""
     asked = []
-    real = workbench.calibrate
+    real = dense_context.calibrate
 
     def counted(model, windows, needs, **options):
         asked.append(set(needs))
         return real(model, windows, needs, **options)
 
-    monkeypatch.setattr(workbench, "calibrate", counted)
+    monkeypatch.setattr(dense_context, "calibrate", counted)
     return asked
 
 
@@ -37,7 +37,7 @@ def _cut(model):
 def test_a_pruned_model_is_refused_before_anything_is_read(tokenizer, tmp_path):
     small = _cut(tiny_model())
     with pytest.raises(RapError, match="already pruned"):
-        Workbench.open(small, tokenizer)
+        DenseContext.open(small, tokenizer)
     # A comparison used to go on with it, and fail cell by cell.
     with pytest.raises(RapError, match="already pruned"):
         rap.compare(small, tokenizer=tokenizer, output=tmp_path / "grid", methods=["rap"])
@@ -46,30 +46,30 @@ def test_a_pruned_model_is_refused_before_anything_is_read(tokenizer, tmp_path):
 
 def test_other_wrong_sources_are_refused(tokenizer):
     with pytest.raises(RapError, match="a live model has no tokenizer"):
-        Workbench.open(tiny_model())
+        DenseContext.open(tiny_model())
     with pytest.raises(CheckpointError, match="there is no directory"):
-        Workbench.open("/nowhere/at/all")
+        DenseContext.open("/nowhere/at/all")
     with pytest.raises(UnsupportedModelError):
-        Workbench.open(tiny_model("gpt2"), tokenizer)
+        DenseContext.open(tiny_model("gpt2"), tokenizer)
     with pytest.raises(RapError, match="unknown bos"):
-        Workbench.open(tiny_model(), tokenizer, reading=CalibrationText(bos="perhaps"))
+        DenseContext.open(tiny_model(), tokenizer, reading=CalibrationText(bos="perhaps"))
 
 
 def test_statistics_are_collected_once_and_grow(calls):
-    bench = Workbench.open("bundled", reading=READING)
-    first = bench.statistics({"energy"})
-    assert bench.statistics(set()) is first
-    grown = bench.statistics({"values"})
+    context = DenseContext.open("bundled", reading=READING)
+    first = context.statistics({"energy"})
+    assert context.statistics(set()) is first
+    grown = context.statistics({"values"})
     assert grown.needs == {"energy", "values"}
-    assert bench.statistics({"energy"}) is grown
+    assert context.statistics({"energy"}) is grown
     assert calls == [{"energy"}, {"energy", "values"}]
 
 
 def test_kept_statistics_serve_the_same_weights_and_text_alone(calls, tmp_path):
     def needs(**changes):
         reading = CalibrationText(**{"num_windows": 2, "window": 64, **changes})
-        bench = Workbench.open("bundled", reading=reading, kept_in=tmp_path)
-        return bench.statistics({"energy"}).needs
+        context = DenseContext.open("bundled", reading=reading, kept_in=tmp_path)
+        return context.statistics({"energy"}).needs
 
     assert needs() == needs() == {"energy"}
     assert len(calls) == 1
@@ -83,15 +83,15 @@ def test_kept_statistics_of_a_text_that_changed_are_not_taken(calls, tmp_path):
     for words in ("some words of mine ", "quite other words "):
         path.write_text(200 * words, encoding="utf-8")
         reading = CalibrationText(str(path), num_windows=2, window=64)
-        Workbench.open("bundled", reading=reading, kept_in=tmp_path).statistics({"energy"})
+        DenseContext.open("bundled", reading=reading, kept_in=tmp_path).statistics({"energy"})
     assert len(calls) == 2
 
 
 def test_another_model_reads_the_same_windows(calls):
-    bench = Workbench.open("bundled", reading=READING)
-    collected = bench.statistics({"energy"})
-    other = bench.on(rap.assets.reference_model(torch.float32))
-    assert other.windows is bench.windows
+    context = DenseContext.open("bundled", reading=READING)
+    collected = context.statistics({"energy"})
+    other = context.on(rap.assets.reference_model(torch.float32))
+    assert other.windows is context.windows
     assert other.statistics({"energy"}) is not collected
     assert len(calls) == 2
 
@@ -109,9 +109,9 @@ def test_statistics_of_another_precision_are_not_taken(tmp_path):
     """On a CPU all is read in float32; elsewhere in the dtype of the weights."""
 
     def stored(device, dtype):
-        bench = Workbench(SimpleNamespace(device=torch.device(device), dtype=dtype), None, "m")
-        bench.fingerprint, bench.windows = "same", torch.zeros(1, 2, dtype=torch.long)
-        return bench._file(tmp_path).name
+        context = DenseContext(SimpleNamespace(device=torch.device(device), dtype=dtype), None, "m")
+        context.fingerprint, context.windows = "same", torch.zeros(1, 2, dtype=torch.long)
+        return context._file(tmp_path).name
 
     assert stored("cpu", torch.bfloat16) == stored("cpu", torch.float32)
     assert stored("cuda", torch.float32) == stored("cpu", torch.float32)

@@ -1,4 +1,4 @@
-"""A dense model on the bench: opened once, its text and statistics read once, for all that asks.
+"""A dense model in context: opened once, its text and statistics read once, for all that asks.
 
 Shapes: N windows, T tokens of a window, K tokens of a text.
 """
@@ -20,7 +20,7 @@ from ..checkpoint.load import load_config, load_dense, load_tokenizer
 from ..checkpoint.source import resolve_source
 from ..checkpoint.stored import StoredModel
 from ..data.bos import Bos, bos_token, check_bos, describe_bos
-from ..data.contents import settle_config, settle_tokenizer
+from ..data.digests import settle_config, settle_tokenizer
 from ..data.held_out import evaluation_tokens
 from ..data.own import refuse_samples
 from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
@@ -57,10 +57,10 @@ class CalibrationText:
 
 
 @dataclass(eq=False)
-class Workbench:
+class DenseContext:
     """The dense `model` and its `tokenizer`, with what is read and measured of them only once.
 
-    With `kept_in`, statistics are stored there, and a later bench of the same weights and reading
+    With `kept_in`, statistics are stored there, and a later context of the same weights and reading
     takes them from there. The weights of a `stored` model are not in memory: `model` has its
     modules, and layers are read one at a time. `given` are statistics from elsewhere, which are
     taken as they are.
@@ -88,7 +88,7 @@ class Workbench:
         reading: CalibrationText | None = None,
         kept_in: Path | None = None,
         progress: bool = False,
-    ) -> "Workbench":
+    ) -> "DenseContext":
         """Load what `source.resolve_source` knows, or take a live model with its tokenizer.
 
         Raises a RapError, before weights are read, for a model that is pruned already or of no
@@ -118,11 +118,11 @@ class Workbench:
             model, name = source, str(source.name_or_path or "a live model")
         if progress:
             say_device(model)
-        bench = cls(model, tokenizer, name, reading, kept_in, progress)
+        context = cls(model, tokenizer, name, reading, kept_in, progress)
         if kept_in is not None:
-            settle_config(kept_in, bench.fingerprint, model.config)
-            settle_tokenizer(kept_in, bench.fingerprint, tokenizer)
-        return bench
+            settle_config(kept_in, context.fingerprint, model.config)
+            settle_tokenizer(kept_in, context.fingerprint, tokenizer)
+        return context
 
     @classmethod
     def from_files(
@@ -134,7 +134,7 @@ class Workbench:
         kept_in: Path | None = None,
         given: Statistics | None = None,
         progress: bool = False,
-    ) -> "Workbench":
+    ) -> "DenseContext":
         """As `open`, but weights stay in their files, and layers work on `device`.
 
         Raises CalibrationError also for the source `own`, which a whole model writes.
@@ -155,7 +155,7 @@ class Workbench:
             given=given,
         )
 
-    def on(self, model: Any) -> "Workbench":
+    def on(self, model: Any) -> "DenseContext":
         """The same windows for another model with this tokenizer; nothing else is shared."""
         other = replace(self, model=model, kept_in=None, stored=None, given=None)
         other.windows = self.windows
@@ -222,7 +222,7 @@ class Workbench:
         return method.plan_from(self.source, self.statistics_for([method]))
 
     def kept_needs(self) -> frozenset[str] | None:
-        """What statistics that an earlier bench left in `kept_in` cover; None if it left none."""
+        """What statistics that an earlier context left in `kept_in` cover; None if it left none."""
         if self.kept_in is None or not any(self.kept_in.glob("statistics-*")):
             return None
         stored = self._stored()

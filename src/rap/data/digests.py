@@ -21,8 +21,8 @@ NOTED, CONFIGS, TOKENIZERS = "texts.sha256", "dense.configs", "dense.tokenizers"
 _NAMES = {"_name_or_path", "architectures", "auto_map", "dtype", "transformers_version"}
 
 
-def check_contents(folder: str | Path, *texts: str | Path) -> None:
-    """Raise CalibrationError for a file that is not as `note_contents` of the folder saw it.
+def check_digests(folder: str | Path, *texts: str | Path) -> None:
+    """Raise CalibrationError for a file that is not as `note_digests` of the folder saw it.
 
     What was measured on it before would pass for a measurement of what it holds now.
     """
@@ -35,7 +35,7 @@ def check_contents(folder: str | Path, *texts: str | Path) -> None:
             )
 
 
-def note_contents(folder: str | Path, *texts: str | Path) -> None:
+def note_digests(folder: str | Path, *texts: str | Path) -> None:
     """Keep the digests of all local files among the texts, beside those that are kept already."""
     noted = _noted(Path(folder))
     known = noted | _digests(texts)

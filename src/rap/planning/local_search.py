@@ -11,7 +11,7 @@ Measure = Callable[[Sequence[int]], float]
 Swap = tuple[int, int]  # the position that gives a step, and the one that gets it
 
 
-def trade(
+def local_search(
     start: Sequence[int],
     offered: Sequence[Sequence[int]],
     heads: Sequence[int],
@@ -44,7 +44,7 @@ def trade(
 
 
 def most_measures(positions: int, rounds: int) -> int:
-    """How often `trade` may measure."""
+    """How often `local_search` may measure."""
     return 1 + rounds * (2 * positions + positions.bit_length())
 
 
