@@ -22,9 +22,9 @@ from rap.evaluation.cost.latency import (
     LatencyPoint,
     default_variants,
     measure_point,
+    weight_bytes,
 )
 from rap.evaluation.cost.random_models import random_model, uniform_config
-from rap.evaluation.cost.reading import weight_bytes
 
 CONTEXTS = {"cpu": [512, 2048, 4096, 8192, 16384], "cuda": [4096, 8192, 16384, 32768]}
 BATCHES = {"cpu": [1, 8], "cuda": [1, 4, 8, 16]}

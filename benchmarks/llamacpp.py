@@ -24,7 +24,7 @@ from rap.checkpoint.source import resolve_source
 from rap.serving.engine import EngineError
 from rap.serving.gguf.export import export_gguf
 from rap.serving.layout import dense_head_dim
-from rap.serving.llamacpp.engine import Asked, run_llamacpp
+from rap.serving.llamacpp.verify import Asked, run_llamacpp
 from rap.studies.report.report import markdown_table
 
 CACHES = ("f16", "q8_0", "q4_0")

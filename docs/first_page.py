@@ -19,8 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, PercentFormatter
 
-from rap.studies.report.captions import caption
-from rap.studies.report.report import markdown_table
+from rap.studies.report.report import caption, markdown_table
 
 REPOSITORY = Path(__file__).parents[1]
 EXPERIMENTS = REPOSITORY / "experiments"

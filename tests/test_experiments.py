@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rap.cli.report import default_sources
-from rap.studies.compare.cells import CONFIG, RESULT
+from rap.studies.compare.grid import CONFIG, RESULT
 
 REPOSITORY = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path for path in (REPOSITORY / "experiments").iterdir() if path.is_dir())

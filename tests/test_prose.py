@@ -7,9 +7,8 @@ import pytest
 import typer
 
 from cases.scripts import load_script
-from rap.cli import app
+from rap.cli import TOPICS, app
 from rap.cli.completion import command_tree
-from rap.cli.topics import TOPICS
 
 prose = load_script("docs/prose.py")
 CLEAN = "`rap` prunes the attention projections and writes a checkpoint.\n"

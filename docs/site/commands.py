@@ -7,9 +7,9 @@ from typing import Any
 import typer
 from sphinx.application import Sphinx
 
+from rap.cli import EXIT_CODES, TOPICS
 from rap.cli import app as rap_app
 from rap.cli.completion import command_tree
-from rap.cli.topics import EXIT_CODES, TOPICS
 
 PAGE = Path("reference") / "commands.md"
 HIDDEN = {"--help", "--install-completion", "--show-completion"}

@@ -31,8 +31,7 @@ from rap.evaluation.cache.compressed import (
 )
 from rap.evaluation.cache.presses import PRESSES, Press
 from rap.evaluation.cache.quantized_cache import CACHE_KINDS
-from rap.evaluation.cost.footprint import footprint, over_dense
-from rap.evaluation.quality.reconstruction import reconstructs
+from rap.evaluation.cost.footprint import footprint, over_dense, reconstructs
 from rap.evaluation.quantization import quantize_weights
 from rap.recovery.config import PRESETS
 from rap.recovery.distillation import distill

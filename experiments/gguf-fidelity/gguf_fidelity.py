@@ -28,8 +28,7 @@ from rap.checkpoint.provenance import installed_version, provenance
 from rap.methods import Rap
 from rap.pipeline import save
 from rap.serving.gguf.export import export_gguf
-from rap.serving.llamacpp.engine import Asked, run_llamacpp
-from rap.serving.llamacpp.verify import agreement, verify_llamacpp
+from rap.serving.llamacpp.verify import Asked, agreement, run_llamacpp, verify_llamacpp
 from rap.serving.stock import export_stock
 from rap.studies.report.report import markdown_table
 
@@ -100,7 +99,7 @@ def long_error(source: Path, file: Path, ids: list[int]) -> float:
 def faulty(source: Path, folder: Path) -> Iterator[tuple[str, Path]]:
     """A file for each fault."""
     for name, (function, replacement) in FAULTS.items():
-        with mock.patch(f"rap.serving.gguf.tensors.{function}", replacement):
+        with mock.patch(f"rap.serving.gguf.export.{function}", replacement):
             export_gguf(source, folder / "fault.gguf", kind="f32", force=True)
         yield name, folder / "fault.gguf"
     plain = folder / "plain"

@@ -23,8 +23,8 @@ from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.cost.footprint import footprint
 from rap.methods import parse_method
+from rap.studies.compare.capability import NEAR, REFERENCE, matched, parameters
 from rap.studies.compare.grid import Grid
-from rap.studies.compare.matched import NEAR, REFERENCE, matched, parameters
 from rap.studies.compare.measurement import Measures
 from rap.studies.compare.run import Bench, compare
 from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED

@@ -26,7 +26,7 @@ from rap.methods import Rap
 from rap.pipeline import save
 from rap.serving.engine import EngineError
 from rap.serving.gguf.export import export_gguf
-from rap.serving.llamacpp.engine import Asked, run_llamacpp
+from rap.serving.llamacpp.verify import Asked, run_llamacpp
 from rap.studies.report.report import markdown_table
 
 # Name, retain (None: dense), heads mixed for a quantized cache.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases.models import random_tokens, tiny_model
-from rap.calibration.averages import averaged_group
+from rap.calibration.forward import averaged_group
 from rap.calibration.run import calibrate
 from rap.model.layers import attention_layers, attention_spec, projections
 from rap.model.rope import AttentionShape, HeadGeometry

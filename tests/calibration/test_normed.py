@@ -6,9 +6,7 @@ import torch
 from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
 from rap.calibration.backward import GradientMoment
-from rap.calibration.joint import JointMoment
-from rap.calibration.normed import NORMED, behind_norm
-from rap.calibration.pair_moment import PairMoment
+from rap.calibration.moments import NORMED, JointMoment, PairMoment, behind_norm
 from rap.calibration.registry import observed_layer
 from rap.calibration.run import calibrate
 from rap.methods.dense import dense_layers

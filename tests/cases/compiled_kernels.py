@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from rap.model.kernels.decode_attention.launch import launch
+from rap.model.kernels.decode_attention.triton import launch
 from rap.model.kernels.rope_pairs.triton import rotate
 
 TARGET = GPUTarget("cuda", 90, 32)

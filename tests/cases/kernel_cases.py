@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rap.model.kernels.decode_attention import reference as decode_reference
-from rap.model.kernels.decode_attention.launch import launch
+from rap.model.kernels.decode_attention.triton import launch
 from rap.model.kernels.rope_pairs import reference as rope_reference
 from rap.model.rope import gather_pairs, rotate_pairs
 

@@ -16,9 +16,9 @@ from cases.plans import random_plan
 from cases.several_engines import run_several, transcripts
 from rap.model.families import FAMILIES
 from rap.planning.plan import Plan
-from rap.serving.agreement import agreement
 from rap.serving.engine import EngineRun, Round, Transcript, run_vllm
 from rap.serving.refusals import is_served
+from rap.serving.verify import agreement
 from rap.surgery.apply import apply
 
 SERVED = [case for case in CASES if is_served(case.model_type)]

@@ -11,8 +11,8 @@ from cases.command import run
 from cases.fits import ShortFit
 from rap import assets
 from rap.checkpoint.files import read_json
+from rap.cli.compress import CompressionRun
 from rap.cli.groups import ReadingOptions
-from rap.cli.next_steps import CompressionRun
 from rap.data.held_out import dataset_name, split
 from rap.planning.shared import TARGETS
 from rap.recovery import stages
@@ -37,7 +37,7 @@ def data(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text[number * 40_000 :][:40_000])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stages, "FitConfig", ShortFit)
-    monkeypatch.setattr("rap.cli.training.fit_config", lambda **given: ShortFit(**given))
+    monkeypatch.setattr("rap.cli.recover.fit_config", lambda **given: ShortFit(**given))
 
 
 @pytest.mark.parametrize("target", [None, *TARGETS])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rap.calibration.dense_context import CalibrationText
-from rap.data.repeats import GROUP, PASSAGE, repeat_passages
+from rap.data.splits import GROUP, PASSAGE, repeat_passages
 from rap.data.text import load_windows, read_text, shown_name
 from rap.model.errors import CalibrationError
 from rap.recovery.config import RecoveryConfig

@@ -18,7 +18,7 @@ from cases.models import random_tokens, tiny_model
 from rap.calibration.registry import STATISTICS, WINDOWS
 from rap.checkpoint.card import model_card
 from rap.cli.inspect import describe_plan
-from rap.evaluation.quality.reconstruction import reconstructs
+from rap.evaluation.cost.footprint import reconstructs
 from rap.methods import METHODS
 from rap.methods.base import traits
 from rap.model.errors import PlanError, UnsupportedModelError

@@ -14,8 +14,7 @@ from cases.models import random_tokens, tiny_model
 from rap.calibration.statistics import Statistics
 from rap.checkpoint.stored import StoredModel
 from rap.methods import Rap
-from rap.methods.search import TRIED_WINDOWS, Search
-from rap.methods.trials import Trials
+from rap.methods.trials import TRIED_WINDOWS, Search, Trials
 from rap.model.errors import RapError
 from rap.runtime.sources import StoredLayers
 

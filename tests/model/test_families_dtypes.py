@@ -142,8 +142,7 @@ def projections(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, part, mock.MagicMock())
     made = importlib.import_module(name)
     # Made of stand-ins: no other test may find them.
-    for part in ("projections", "head_norms"):
-        del sys.modules[f"rap.serving.vllm.{part}"]
+    del sys.modules[name]
     return made
 
 

@@ -5,7 +5,7 @@ import torch
 
 from rap.planning.folding import fold_head, logit_error, spaced, usual_reach
 from rap.planning.losses import value_subspace
-from rap.planning.refining import refine_latent, refine_slots
+from rap.planning.merging import refine_latent, refine_slots
 from rap.planning.subspace import hermitian_root
 
 HEADS, PAIRS, CONTEXT = 2, 6, 400

@@ -21,7 +21,7 @@ from rap.recovery import distillation, runs, trainer
 from rap.recovery.adapters import add_adapters, merge
 from rap.recovery.config import RecoveryConfig, preset
 from rap.recovery.distillation import distill
-from rap.recovery.matching import attention_outputs, matching_loss
+from rap.recovery.loss import attention_outputs, matching_loss
 from rap.recovery.trainer import BadSteps, DistillationTrainer
 
 CONFIG = RecoveryConfig(

@@ -9,8 +9,7 @@ from cases.models import random_tokens, tiny_model
 from rap.model.errors import RapError
 from rap.recovery import loss as module
 from rap.recovery.config import PRESETS, RecoveryConfig, preset
-from rap.recovery.loss import distillation_loss, token_loss
-from rap.recovery.matching import matching_loss
+from rap.recovery.loss import distillation_loss, matching_loss, token_loss
 from rap.recovery.trainer import logits_head
 
 VARIANTS = {

@@ -16,8 +16,8 @@ from cases.served import (
     save_mixture,
     serve_selected,
 )
-from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round
+from rap.serving.verify import agreement
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]
 

@@ -15,7 +15,7 @@ from cases.served import (
     serve_selected,
 )
 from rap.model.errors import UnsupportedModelError
-from rap.serving.agreement import agreement
+from rap.serving.verify import agreement
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]
 
@@ -77,7 +77,7 @@ def test_heads_of_the_other_rank_are_noticed(tiny, damaged, tmp_path):
 
 def test_quantized_layers_that_cannot_be_divided_are_refused():
     """vLLM is imported here for once: what it quantizes by has no kernels on a CPU."""
-    from rap.serving.vllm.division import WholeLayers
+    from rap.serving.vllm.backbone import WholeLayers
 
     small = pruned(next(case for case in SERVED if case.name == "phi3"))
     with pytest.raises(UnsupportedModelError, match="layer 0 was left dense, and vLLM cannot"):

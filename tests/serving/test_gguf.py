@@ -19,10 +19,8 @@ from rap import assets
 from rap.checkpoint.load import load
 from rap.checkpoint.source import resolve_source
 from rap.model.errors import CheckpointError, RapError, UnsupportedModelError
-from rap.serving.gguf.export import export_gguf
+from rap.serving.gguf.export import export_gguf, hadamard, interleaved, key_mix, rotate_heads
 from rap.serving.gguf.plain import frequency_factors, plain_model, width_warnings
-from rap.serving.gguf.rotation import hadamard, key_mix, rotate_heads
-from rap.serving.gguf.tensors import interleaved
 from rap.serving.gguf.tokenizer import _TABLE, add_tokenizer, known_pre
 from rap.serving.llamacpp.verify import _check_same_shape, file_type
 from rap.serving.stock import longrope_factors, stock_model
@@ -129,7 +127,7 @@ def test_a_multimodal_checkpoint_is_refused_in_a_sentence(saved, tmp_path):
 
 def test_the_reader_sees_a_file_without_factors(saved, home, tmp_path, monkeypatch):
     small = stock_profile(bundled_vocabulary(), PAIRS)
-    monkeypatch.setattr("rap.serving.gguf.tensors.frequency_factors", lambda model: None)
+    monkeypatch.setattr("rap.serving.gguf.export.frequency_factors", lambda model: None)
     export_gguf(saved(small), tmp_path / "a.gguf", kind="f32", pre=PRE)
     back = load(resolve_source(tmp_path / "a.gguf"))
     ids = torch.arange(90)[None] * 7

@@ -9,8 +9,7 @@ import torch
 
 from rap.serving.engine import EngineError
 from rap.serving.gguf.export import export_gguf
-from rap.serving.llamacpp.engine import Asked, run_llamacpp
-from rap.serving.llamacpp.verify import TOLERANCES, verify_llamacpp
+from rap.serving.llamacpp.verify import TOLERANCES, Asked, run_llamacpp, verify_llamacpp
 from rap.serving.stock import export_stock
 
 from .test_gguf import PAIRS, PRE, bundled_vocabulary
@@ -89,11 +88,11 @@ def test_other_families_biases_and_scaled_bases(checkpoint, tmp_path, family, fi
 
 
 def _no_factors(monkeypatch):
-    monkeypatch.setattr("rap.serving.gguf.tensors.frequency_factors", lambda model: None)
+    monkeypatch.setattr("rap.serving.gguf.export.frequency_factors", lambda model: None)
 
 
 def _no_permutation(monkeypatch):
-    monkeypatch.setattr("rap.serving.gguf.tensors.interleaved", lambda weight, heads: weight)
+    monkeypatch.setattr("rap.serving.gguf.export.interleaved", lambda weight, heads: weight)
 
 
 @pytest.mark.parametrize("fault", [_no_factors, _no_permutation])

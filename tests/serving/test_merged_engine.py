@@ -28,8 +28,8 @@ from cases.served import (
 )
 from rap.methods.dense import dense_layers
 from rap.model.kinds.factored import FactoredPlan
-from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round
+from rap.serving.verify import agreement
 from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]

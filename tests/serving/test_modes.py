@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rap import assets
-from rap.serving.agreement import agreement, reference_logprobs
 from rap.serving.engine import Round, run_vllm
+from rap.serving.verify import agreement, reference_logprobs
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 

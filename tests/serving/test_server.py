@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rap.serving.agreement import agreement
 from rap.serving.engine import Transcript, engine_environment
 from rap.serving.serve import Server, free_port
+from rap.serving.verify import agreement
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 

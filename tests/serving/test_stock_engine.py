@@ -12,9 +12,9 @@ import torch
 from cases.plans import plan_of, zeroed
 from rap.model.layers import attention_layers
 from rap.planning.plan import PairPlan
-from rap.serving.agreement import agreement
 from rap.serving.engine import Transcript, engine_environment
 from rap.serving.stock import export_stock
+from rap.serving.verify import agreement
 from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]

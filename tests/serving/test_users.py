@@ -9,9 +9,9 @@ import torch
 from cases.command import run
 from cases.family_cases import CASES
 from rap.checkpoint.load import load
-from rap.serving.agreement import agreement
 from rap.serving.engine import Transcript
 from rap.serving.serve import Server, complete, free_port, running
+from rap.serving.verify import agreement
 
 pytestmark = [pytest.mark.serve, pytest.mark.families, pytest.mark.timeout(1800)]
 

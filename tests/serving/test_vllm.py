@@ -5,9 +5,8 @@ import pytest
 from cases.plans import random_plan
 from cases.served import TWO_RANKS, in_mode, run_tiny
 from rap import assets
-from rap.serving.agreement import agreement
 from rap.serving.engine import EngineError, Round, run_vllm
-from rap.serving.verify import verify
+from rap.serving.verify import agreement, verify
 from rap.surgery.apply import apply
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]

@@ -23,12 +23,17 @@ from ..model.layers import (
     split_heads,
 )
 from ..model.specs import QKNorm
-from .averages import AveragedValues
 from .backward import GradientMoment
-from .forward import InputMoment, LogitSamples, RotatedMoment
-from .joint import JointMoment
-from .normed import NormedGradient, NormedMoment
-from .norms import NormMoment, centred, shares
+from .forward import AveragedValues, InputMoment, LogitSamples, RotatedMoment
+from .moments import (
+    JointMoment,
+    NormedGradient,
+    NormedMoment,
+    NormMoment,
+    PairMoment,
+    centred,
+    shares,
+)
 from .observers import (
     FLOAT,
     BackwardStatistic,
@@ -37,7 +42,6 @@ from .observers import (
     Statistic,
     by_query_head,
 )
-from .pair_moment import PairMoment
 
 
 class Energy(ForwardStatistic):

@@ -44,7 +44,7 @@ class Statistics:
               `pairs` and `joint`, of what norms of queries and keys give, where a map may follow
     normed_gradients  normed_key_gradient, normed_free_gradient: as in `gradients`, by the same
     averages  averaged_moment [H, V, V]: second moment of the values of a group of KV heads (V
-              channels side by side, `averages.averaged_group`) as each query head averages them
+              channels side by side, `forward.averaged_group`) as each query head averages them
     energy    energy_q [H, D], energy_k [G, D] canonical, energy_v [G, D]: mean square over tokens;
               where q and k are normalised also raw_energy_q, raw_energy_k: of what the norm divides
     norms     norm_moment_q [H, D, D], norm_moment_k [G, D, D]: second moments of the same

@@ -13,10 +13,15 @@ from ..checkpoint.files import check_output_file
 from ..checkpoint.load import check_dtype, load, load_config
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
-from ..evaluation.cost.latency import PLAIN, LatencyPoint, default_variants, measure_point
-from ..evaluation.cost.prefill import time_prefill
+from ..evaluation.cost.latency import (
+    PLAIN,
+    LatencyPoint,
+    default_variants,
+    if_it_fits,
+    measure_point,
+    time_prefill,
+)
 from ..evaluation.cost.random_models import dense_config, random_model, uniform_config
-from ..evaluation.cost.reading import if_it_fits
 from ..model.errors import RapError
 from ..model.layers import PREFIX
 from ..runtime.progress import track

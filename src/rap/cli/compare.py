@@ -16,8 +16,7 @@ from ..studies.compare.variants import all_variants, parse_names, parse_retains
 from ..studies.report.page import html_report
 from . import options
 from .groups import ReadingOptions, grouped
-from .options import console, print_json, print_table
-from .sections import read_figures
+from .options import console, print_json, print_table, read_figures
 
 REPORT_FILE = "report.html"
 GRID_READING = ReadingOptions(dtype="float32")

@@ -1,23 +1,38 @@
-"""`rap evaluate`: quality of a dense or pruned checkpoint."""
+"""`rap evaluate`: quality of a dense or pruned checkpoint.
+
+Perplexity, fidelity (how near a pruned checkpoint stays to its dense model) and zero-shot
+(benchmark tasks of lm-eval) are here; the other commands of the group have a module each.
+"""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..checkpoint.card import interval_text
 from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
+from ..data.bos import bos_token
 from ..data.held_out import evaluation_tokens
+from ..evaluation.quality.fidelity import Fidelity, fidelity
+from ..evaluation.quality.harness import (
+    GROUPS,
+    check_questions,
+    harness_version,
+    mean_score,
+    mean_stderr,
+    run_tasks,
+)
 from ..evaluation.quality.intervals import exponential
 from ..evaluation.quality.perplexity import check_sizes, perplexity
+from ..model.fingerprint import fingerprint_model
 from . import options
 from .cache import cache_command
-from .checkpoints import Quantize, ResultFile, deliver, label, open_checkpoint
-from .fidelity import fidelity_command
+from .checkpoints import Dense, Quantize, ResultFile, deliver, label, open_checkpoint, open_dense
 from .generation import generation_command
 from .options import print_table
 from .retrieval import retrieval_command
-from .zero_shot import zero_shot_command
 
 evaluate_app = typer.Typer(no_args_is_help=True, help="Measure the quality of a checkpoint.")
 
@@ -85,3 +100,141 @@ def perplexity_command(
             for part in scored.positions
         ]
         print_table("By position in the window", ["tokens before", "perplexity"], rows)
+
+
+Text = Annotated[
+    str,
+    typer.Option(
+        help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset ID."
+    ),
+]
+Window = Annotated[
+    int | None, typer.Option(help="Tokens per evaluation window [2048, or the model's maximum].")
+]
+MaxWindows = Annotated[int | None, typer.Option(help="Number of evaluation windows [all].")]
+
+
+def fidelity_command(
+    pruned: Annotated[
+        str, typer.Argument(help="Pruned checkpoint, or any model with the same vocabulary.")
+    ],
+    dense: Dense,
+    text: Text = "bundled",
+    window: Window = None,
+    max_windows: MaxWindows = None,
+    device: options.Device = AUTO,
+    device_map: options.DeviceMap = None,
+    bos: options.Bos = "auto",
+    output: ResultFile = None,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """KL of PRUNED to its dense model, top-1 agreement, and perplexities.
+
+    Both run in float32 over contiguous non-overlapping windows, as for perplexity. Intervals are
+    bootstrap intervals over windows; that of the ratio of perplexities is over pairs of windows.
+    """
+    check_sizes(window, max_windows)
+    opened = open_checkpoint(pruned, device, device_map, [output], dtype="float32", bos=bos)
+    original = open_dense(dense, device, device_map)
+    measured = fidelity(
+        opened.model,
+        original,
+        evaluation_tokens(text, opened.tokenizer),
+        window=window,
+        max_windows=max_windows,
+        bos=opened.bos,
+        progress=not as_json,
+    )
+    made = provenance(max_windows=max_windows)
+    table = _table(f"{label(opened)} beside {dense}", measured, text)
+    figures = {
+        "dense": dense,
+        "dense_fingerprint": fingerprint_model(original),
+        "text": text,
+        "bos": opened.bos,
+        **asdict(measured),
+    }
+    deliver(opened, figures, table, made, output, as_json)
+    if not as_json:
+        print_table(
+            "By position in the window",
+            ["tokens before", "KL", "same most likely token"],
+            [
+                [f"{p.start + 1:,}-{p.stop:,}", f"{p.kl:.4g}", f"{p.top1:.2%}"]
+                for p in measured.positions
+            ],
+        )
+
+
+def _table(title: str, measured: Fidelity, text: str) -> dict[str, Any]:
+    rows = [
+        ["KL(dense || pruned), nats a token", interval_text(vars(measured.kl), ".4g")],
+        ["99th percentile over tokens", f"{measured.kl_p99:.4g}"],
+        ["same most likely token", interval_text(vars(measured.top1), ".2%")],
+        ["perplexity", f"{measured.perplexity.value:.4f}"],
+        ["perplexity of dense", f"{measured.dense_perplexity.value:.4f}"],
+        ["perplexity, multiple of dense", interval_text(vars(measured.perplexity_ratio), ".4f")],
+    ]
+    windows = f"{measured.num_windows} windows of {measured.window:,} tokens of {text}"
+    header = ["", "value (95 % interval)"]
+    return {"title": f"{title}: {windows}", "header": header, "rows": rows}
+
+
+def zero_shot_command(
+    model: options.Model,
+    tasks: Annotated[
+        str, typer.Option(help=f"Comma list of lm-eval tasks; {', '.join(GROUPS)}.")
+    ] = "paper-zero-shot",
+    limit: Annotated[
+        int | None, typer.Option(help="Questions of each task; default all, for LongBench 50.")
+    ] = None,
+    task_folder: Annotated[
+        Path | None, typer.Option(help="Folder of your own lm-eval tasks, YAML files.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Questions per forward pass.")] = 1,
+    quantize: Quantize = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = AUTO,
+    device_map: options.DeviceMap = None,
+    seed: options.Seed = 0,
+    output: ResultFile = None,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Benchmark tasks by lm-eval (pip install lm-eval)."""
+    check_questions(limit, batch_size)
+    opened = open_checkpoint(model, device, device_map, [output], quantize, dtype)
+    named = [name.strip() for name in tasks.split(",") if name.strip()]
+    scores = run_tasks(
+        opened.model,
+        opened.tokenizer,
+        named,
+        limit=limit,
+        folder=task_folder,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    rows = [
+        [s.task, s.metric, str(s.num_examples), f"{s.value:.4f}", _error(s.stderr)] for s in scores
+    ]
+    mean, error = mean_score(scores), mean_stderr(scores)
+    table: dict[str, Any] = {
+        "title": f"Tasks of lm-eval, {label(opened)}",
+        "header": ["task", "metric", "questions", "score", "standard error"],
+        "rows": [*rows, ["mean", "", "", f"{mean:.4f}", _error(error)]],
+    }
+    made = provenance(tasks=named, limit=limit, batch_size=batch_size, seed=seed)
+    figures = {
+        "tasks": [asdict(score) for score in scores],
+        "mean": mean,
+        "mean_stderr": error,
+        "lm_eval": harness_version(),
+        # lm-eval leaves it to the tokenizer.
+        "bos": bos_token("auto", opened.tokenizer),
+    }
+    deliver(opened, figures, table, made, output, as_json)
+
+
+def _error(stderr: float | None) -> str:
+    return "" if stderr is None else f"{stderr:.4f}"

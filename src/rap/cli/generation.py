@@ -11,10 +11,9 @@ from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
 from ..data.held_out import evaluation_tokens
 from ..evaluation.quality.answers import Answers, LongOutput, compare_answers
-from ..evaluation.quality.chats import chat_tokens, read_prompts
 from ..evaluation.quality.decoding import Sampling, end_tokens, write
 from ..evaluation.quality.fidelity import check_vocabularies
-from ..evaluation.quality.generation import Generation, generation
+from ..evaluation.quality.generation import Generation, chat_tokens, generation, read_prompts
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..runtime.logits import vocabulary

@@ -10,36 +10,79 @@ from torch import Tensor
 from ..checkpoint.card import NEARNESS, interval_text
 from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
-from ..checkpoint.load import (
-    check_dtype,
-    is_pruned,
-    load,
-    load_config,
-    load_dense,
-    load_tokenizer,
-)
+from ..checkpoint.load import check_dtype, is_pruned, load, load_config, load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart
 from ..data.bos import Bos, bos_token
-from ..data.held_out import HELD_OUT, check_enough, evaluation_tokens
+from ..data.held_out import HELD_OUT, check_enough, evaluation_tokens, split
 from ..data.text import check_sources
 from ..evaluation.quality.perplexity import evaluation_window
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
 from ..methods.base import traits
+from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..pipeline import measure, measure_against, save
 from ..planning.plan import Plan
-from ..recovery.config import PRESETS, RecoveryConfig
-from ..recovery.layer_fit import FitConfig
+from ..recovery.config import PRESETS, RecoveryConfig, preset
+from ..recovery.layer_fit import FitConfig, fit_config
 from ..recovery.runs import clear_work, processes
-from ..recovery.stages import recover_stage, work_folder
+from ..recovery.stages import RECOVERIES, recover_stage, work_folder
 from ..surgery.weights import check_teacher
 from . import dry_run as dry
 from . import options
 from .groups import grouped
 from .options import console, print_json, print_table
-from .training import Training, configured
+
+RECIPES = [name for name in RECOVERIES if name not in ("none", "projections")]
+Recipe = Annotated[
+    str, typer.Option("--preset", "--recover", help=f"One of: {', '.join(RECIPES)}.")
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--text", help="Training data, as --calibration of compress; repeatable."),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Preset setting such as steps=100; repeatable (for fit+X, of X)."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What recovers: a preset with changed settings, and the texts that it reads."""
+
+    recipe: Recipe = "fit"
+    text: Texts = None
+    changes: Changes = None
+
+    @property
+    def texts(self) -> list[str]:
+        """What is read where nothing was given, too."""
+        return self.text or ["bundled"]
+
+    def split(self, evaluate: str) -> tuple[list[str], str | None]:
+        """What is trained on, and the evaluation dataset (None for 'none'), which it leaves out."""
+        shown = split(",".join(self.texts), None if evaluate == "none" else evaluate)[1]
+        return [split(text, shown)[0] for text in self.texts], shown
+
+
+def configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | FitConfig | None:
+    """Settings of a recipe's last part with `name=value` changes; None if it has none.
+
+    Raises RapError for an unknown recipe or setting.
+    """
+    if recipe not in RECIPES:
+        raise RapError(f"unknown recovery preset {recipe!r}: use one of {', '.join(RECIPES)}")
+    values, last = read_settings(changes), recipe.rpartition("+")[2]
+    if last == "fit":
+        return fit_config(**{"seed": seed, **values})
+    if recipe != "closed-form":
+        return preset(last, **{"seed": seed, **values})
+    if values:
+        raise RapError(f"closed-form has no setting {', '.join(values)}: leave it out")
+    return None
+
 
 Teacher = Annotated[str, typer.Option("--teacher", "--dense", help="The dense model (teacher).")]
 TeacherDtype = Annotated[

@@ -7,8 +7,7 @@ import typer
 
 from ..checkpoint.files import check_folder, check_output_file, whole_file
 from ..model.errors import RapError
-from ..studies.report.page import html_report
-from ..studies.report.pages import INDEX, markdown_pages
+from ..studies.report.page import INDEX, html_report, markdown_pages
 from ..studies.report.report import markdown_report
 from . import options
 from .options import console

@@ -15,8 +15,7 @@ from ..evaluation.quality.perplexity import check_sizes
 from ..evaluation.retrieval.documents import WORDINGS, check_grid, check_wording
 from ..evaluation.retrieval.needle import check_depths, heat_map, needle_grid, needle_table
 from ..evaluation.retrieval.recall import copy_loss, recall_grid
-from ..evaluation.retrieval.ruler import check_tasks, ruler_grid, ruler_table
-from ..evaluation.retrieval.ruler_tasks import TASKS
+from ..evaluation.retrieval.ruler import TASKS, check_tasks, ruler_grid, ruler_table
 from ..model.errors import RapError
 from . import options
 from .checkpoints import (

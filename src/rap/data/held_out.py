@@ -14,8 +14,7 @@ from ..model.errors import CalibrationError, RapError
 from .hub import ALIASES, EVALUATED_ON, STREAMED
 from .own import OWN
 from .protocol import EVALUATION_WINDOW
-from .repeats import repeat_passages
-from .splits import REPEATED, TAIL, TRAIN, without_prefixes
+from .splits import REPEATED, TAIL, TRAIN, repeat_passages, without_prefixes
 from .text import encode, named_sources, read_text, shown_name
 
 HELD_OUT = "held-out"  # the default: a held-out split of whatever the calibration data is

@@ -1,11 +1,22 @@
-"""Training and held-out part of a calibration source that has no held-out split of its own.
+"""What stands before the name of a calibration source: its parts, and passages that come again.
 
 `held-out:SOURCE` is the tail of a text, `train:SOURCE` what comes before it; they share nothing.
+They part a source that has no held-out split of its own.
+
+`repeated:SOURCE` is a text in which every passage is read again: what makes a model look back.
+Running text seldom asks for what stands far above, so calibration on it alone takes the heads that
+would find it for useless (docs/log.md). Text that comes again is best predicted by looking up what
+followed the first time, which is what induction heads do (Olsson et al. 2022,
+https://arxiv.org/abs/2209.11895). No task is shown, only the text itself.
 """
 
+import random
+import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
-REPEATED = "repeated:"  # passages twice, as `repeats.repeat_passages` has it
+REPEATED = "repeated:"  # passages twice, as `repeat_passages` has it
 TRAIN, TAIL = "train:", "held-out:"
 PREFIXES = (REPEATED, TRAIN, TAIL)
 # The tail is a tenth of the text, but enough characters for eight windows of 2,048 tokens; of a
@@ -38,3 +49,37 @@ def _start(text: str) -> int:
     start = len(text) - size
     end_of_line = text.find("\n", start, start + size // 2)
     return start if end_of_line < 0 else end_of_line + 1
+
+
+PASSAGE = (30, 130)  # words
+GROUP = (1, 6)  # passages that are read before the first of them comes again
+# A longer run without a blank is of a script that has none between words, such as Chinese: two
+# characters of it count as a word, and passages have about as many tokens as elsewhere.
+LONGEST_WORD = 64
+
+
+def repeat_passages(text: str, seed: int = 0) -> str:
+    """All words of `text` in passages, each group of which is followed by itself in another order.
+
+    Twice as long as the text. The same text and seed give the same passages.
+    """
+    rng = random.Random(seed)
+    words = _words(text)
+    groups: list[str] = []
+    while True:
+        sizes = [rng.randint(*PASSAGE) for _ in range(rng.randint(*GROUP))]
+        found = ("".join(islice(words, size)).strip() for size in sizes)
+        passages = [passage for passage in found if passage]
+        if not passages:
+            return "\n\n".join(groups)
+        again = rng.sample(passages, len(passages))
+        groups.append("\n\n".join([*passages, *again]))
+
+
+def _words(text: str) -> Iterator[str]:
+    """All of the text but blanks before its first word, each with the blanks behind it."""
+    for run in re.finditer(r"(\S+)\s*", text):
+        if len(run[1]) <= LONGEST_WORD:
+            yield run[0]
+        else:
+            yield from (piece[0] for piece in re.finditer(r"\S{1,2}\s*", run[0]))

@@ -21,8 +21,15 @@ from .entries import FILE_TYPES, check_file, content_of, read_entries
 from .hub import ALIASES, read_dataset
 from .own import OWN, refuse_samples, with_samples
 from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
-from .repeats import repeat_passages
-from .splits import REPEATED, TAIL, TRAIN, held_out_part, training_part, without_prefixes
+from .splits import (
+    REPEATED,
+    TAIL,
+    TRAIN,
+    held_out_part,
+    repeat_passages,
+    training_part,
+    without_prefixes,
+)
 
 GENERAL = "general:"  # before a source: that one, it repeated, and the model's own samples
 POSSIBLE = (

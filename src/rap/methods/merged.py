@@ -25,9 +25,9 @@ from ..planning.merging import (
     merged_slots,
     merged_steps,
     merged_values,
+    refine_slots,
 )
 from ..planning.plan import PairPlan
-from ..planning.refining import refine_slots
 from ..planning.shared import shared_frequencies, shared_slots
 from .dense import DenseLayers
 

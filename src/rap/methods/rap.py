@@ -21,10 +21,9 @@ from ..planning.shared import shared_frequencies
 from ..runtime.sources import LayerSource
 from .base import PairPruning
 from .dense import DenseLayers, dense_layers, kept_budgets
-from .factored import Queries, behind_norms, factored, opened
-from .keys import folded_keys, shared_dense
+from .keys import Queries, behind_norms, factored, folded_keys, opened, shared_dense
 from .merged import Merge, Merged, check_merging, layer_merges, merged_budget, noted
-from .search import Search, Widths
+from .trials import Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
 
 # Tokens, for models that are to find what stands far back (docs/how-to/calibration-data.md).

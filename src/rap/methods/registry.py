@@ -3,13 +3,12 @@
 from ..planning.plan import Plan
 from .a3 import A3
 from .base import Method, traits
+from .baselines import Magnitude, Random
 from .elitekv import EliteKv
 from .heads import Heads
 from .kvpruner import IndexedKvPruner, KvPruner
-from .magnitude import Magnitude
 from .matryoshka import Matryoshka
 from .palu import Palu
-from .random import Random
 from .rap import Rap
 from .starkv import StarKv
 from .svdllm import SvdLlm

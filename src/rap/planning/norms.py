@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.norms import centred
+from ..calibration.moments import centred
 from ..model.kinds.pairs import PairPlan
 from ..model.rope import AttentionShape
 from ..model.specs import QKNorm

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import assets
 from ..data.bos import Bos, bos_token, with_bos
 from ..data.hub import ALIASES
-from ..data.repeats import repeat_passages
-from ..data.splits import REPEATED
+from ..data.splits import REPEATED, repeat_passages
 from ..data.text import named_sources, read_text, windows_from_text
 from ..model.errors import RapError
 

@@ -5,16 +5,23 @@ them several times (student, teacher, probabilities, gradients). The heads are f
 gradient with respect to the student's hidden states is all that training needs: it is computed
 chunk by chunk in the forward pass, and nothing of the size of the logits outlives its chunk.
 
-Shapes: N predicted tokens, C tokens of a chunk, E model dim, V vocabulary, K kept teacher tokens.
+The optional first phase matches the dense model's attention outputs instead, layer by layer.
+
+Shapes: B batch, T tokens, N predicted tokens, C tokens of a chunk, E model dim, V vocabulary,
+K kept teacher tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
+from ..model.layers import attention_layers
+from ..runtime.state import removed
 from .config import RecoveryConfig
 
 CHUNK_LOGITS = 2**24  # logits of a chunk, tokens x vocabulary: 64 MiB of float32
@@ -126,3 +133,36 @@ def _chunk(head: Head, hidden_1E: Tensor) -> int:
 
 def _at_least_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def matching_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+    """Mean over layers of the squared error of outputs [B, T, E], relative to the teacher's.
+
+    Every layer counts the same, however large its outputs are; it needs no language-model head.
+    """
+    errors = []
+    for mine, other in zip(student, teacher, strict=True):
+        mine, other = mine.float(), other.to(mine.device).float()
+        size = other.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+        errors.append((mine - other).square().sum() / size)
+    return torch.stack(errors).mean()
+
+
+@contextmanager
+def attention_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """A list that receives what each attention layer adds to the residual stream, in order."""
+    modules = [layer.module for layer in attention_layers(model) if layer.module is not None]
+    with last_outputs(modules) as outputs:
+        yield outputs
+
+
+@contextmanager
+def last_outputs(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
+    """A list that receives the first output of every call of `modules` inside."""
+    outputs: list[Tensor] = []
+
+    def take(module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
+
+    with removed([module.register_forward_hook(take) for module in modules]):
+        yield outputs

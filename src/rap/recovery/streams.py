@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..model.layers import AttentionLayer
 from ..runtime.layerwise import LayerwiseRunner
 from ..runtime.state import removed
-from .matching import last_outputs
+from .loss import last_outputs
 
 PROPORTIONAL = 1e-2  # large streams leave few digits to what is added to them
 

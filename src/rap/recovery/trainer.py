@@ -28,8 +28,7 @@ from ..runtime.logits import decoder_of, head_logits
 from ..runtime.progress import Progress
 from .config import RecoveryConfig
 from .data import WindowDataset
-from .loss import Head, distillation_loss
-from .matching import attention_outputs, last_outputs, matching_loss
+from .loss import Head, attention_outputs, distillation_loss, last_outputs, matching_loss
 from .runs import COMPLETE
 
 MAX_BAD_STEPS = 3

@@ -18,11 +18,12 @@ from rap.evaluation.cost.latency import (
     DecodeStep,
     LatencyPoint,
     Variant,
+    if_it_fits,
     interleaved,
     measure_point,
+    weight_bytes,
 )
 from rap.evaluation.cost.random_models import dense_config, random_model, uniform_config
-from rap.evaluation.cost.reading import if_it_fits, weight_bytes
 from rap.model.errors import RapError
 from rap.surgery.apply import apply
 

@@ -3,8 +3,7 @@
 import torch
 
 from cases.models import tiny_model
-from rap.evaluation.cost.latency import WARM_UP
-from rap.evaluation.cost.prefill import time_prefill
+from rap.evaluation.cost.latency import WARM_UP, time_prefill
 
 SHAPE = {"heads": 6, "kv_heads": 2, "hidden": 36, "layers": 3}
 

@@ -23,8 +23,8 @@ from rap.evaluation.quality.answers import (
     read,
     summary,
 )
-from rap.evaluation.quality.chats import chat_tokens, read_prompts
 from rap.evaluation.quality.decoding import Sampling, Text, end_tokens, padded, write
+from rap.evaluation.quality.generation import chat_tokens, read_prompts
 from rap.evaluation.quality.intervals import mean_interval, share_interval
 from rap.model.errors import RapError
 from rap.surgery.apply import apply

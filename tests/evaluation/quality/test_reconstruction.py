@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import rap
-from rap.evaluation.quality.reconstruction import reconstructs
+from rap.evaluation.cost.footprint import reconstructs
 
 
 class _Rebuilding(DynamicCache):

@@ -15,7 +15,7 @@ from cases.command import error_violations, run
 from rap.evaluation.quality.intervals import Interval
 from rap.evaluation.retrieval import ruler, scoring
 from rap.evaluation.retrieval.documents import ANSWER, STATED, TEXT, encoder, evaluation_rng
-from rap.evaluation.retrieval.ruler_tasks import TASKS, WORDS
+from rap.evaluation.retrieval.ruler import TASKS, WORDS
 from rap.model.errors import RapError
 
 VOCABULARY = 128

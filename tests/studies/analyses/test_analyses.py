@@ -19,9 +19,9 @@ from rap.methods.dense import dense_layers
 from rap.model.errors import RapError, UnsupportedModelError
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_layers, layer_frequencies
-from rap.studies.analyses import expected_loss, kept_pairs, orphans, ranks, rope_base
+from rap.studies.analyses import expected_loss, kept_pairs, orphans, rope_base
 from rap.studies.analyses.registry import ANALYSES
-from rap.studies.analyses.study import Study, figure_of, paper_cut
+from rap.studies.analyses.study import Study, figure_of, overlap, paper_cut, ranks, spearman
 
 
 def study_of(model: Any, windows_NT: torch.Tensor, tokens_N: torch.Tensor) -> Study:
@@ -183,7 +183,7 @@ def test_a_model_without_one_base_is_refused():
 
 
 def test_ranks_share_the_mean_on_a_tie():
-    assert ranks.ranks(torch.tensor([3.0, 1.0, 3.0, 0.0])).tolist() == [2.5, 1, 2.5, 0]
+    assert ranks(torch.tensor([3.0, 1.0, 3.0, 0.0])).tolist() == [2.5, 1, 2.5, 0]
 
 
 @pytest.mark.parametrize(
@@ -192,13 +192,13 @@ def test_ranks_share_the_mean_on_a_tie():
 )
 def test_spearman(other, expected):
     first = torch.tensor([1.0, 2, 3, 4])
-    assert float(ranks.spearman(first, torch.tensor(other))) == pytest.approx(expected)
+    assert float(spearman(first, torch.tensor(other))) == pytest.approx(expected)
 
 
 def test_overlap_of_the_best():
     first = torch.tensor([[4.0, 3, 2, 1], [4, 3, 2, 1]])
     second = torch.tensor([[4.0, 3, 2, 1], [1, 3, 2, 4]])
-    assert ranks.overlap(first, second, 2).tolist() == [1, 0.5]
+    assert overlap(first, second, 2).tolist() == [1, 0.5]
 
 
 def test_share_says_what_keys_and_values_keep(found):

@@ -28,11 +28,10 @@ from rap.model.errors import RapError
 from rap.recovery import stages as stages_of_recovery
 from rap.recovery.layer_fit import FitConfig
 from rap.studies.compare import run as running
-from rap.studies.compare.cells import CONFIG, RESULT, Cell, finished, store
-from rap.studies.compare.command import cell_command
-from rap.studies.compare.grid import Grid
+from rap.studies.compare.closeness import other_texts
+from rap.studies.compare.grid import CONFIG, RESULT, Cell, Grid, finished, store
 from rap.studies.compare.measurement import Measures, dense_states
-from rap.studies.compare.other_texts import other_texts
+from rap.studies.compare.run import cell_command
 
 TINY = Measures(
     window=128,
@@ -403,7 +402,7 @@ def test_a_cell_appears_whole_or_not_at_all(tmp_path, monkeypatch):
             raise OSError("no space left on device")
         write_json(path, data)
 
-    monkeypatch.setattr("rap.studies.compare.cells.write_json", full)
+    monkeypatch.setattr("rap.studies.compare.grid.write_json", full)
     with pytest.raises(RapError, match="no space left"):
         store(folder, cell, result={"perplexity": 1.0})
     assert list(tmp_path.iterdir()) == []

@@ -7,9 +7,16 @@ import pytest
 
 from cases.scripts import load_script
 from rap.methods import METHODS
-from rap.studies.compare.capability import ORDER, capability, family, furthest, saves
+from rap.studies.compare.capability import (
+    ORDER,
+    capability,
+    family,
+    furthest,
+    matched,
+    nearest,
+    saves,
+)
 from rap.studies.compare.closeness import closeness
-from rap.studies.compare.matched import matched, nearest
 from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED, tables
 
 FORMULAS = load_script("experiments/cost/formulas.py")

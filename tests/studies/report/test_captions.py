@@ -17,8 +17,7 @@ from rap.recovery.stages import REFIT_TOKENS
 from rap.studies.analyses.study import Study
 from rap.studies.compare.grid import Grid
 from rap.studies.compare.measurement import Measures
-from rap.studies.report.captions import DEFAULT, caption
-from rap.studies.report.report import tables_of
+from rap.studies.report.report import DEFAULT, caption, tables_of
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 

@@ -8,7 +8,7 @@ import pytest
 from cases.command import error_violations, run
 from rap.cli.report import default_sources
 from rap.model.errors import RapError
-from rap.studies.report.pages import INDEX, TOPICS, Topic, markdown_pages, read_topics
+from rap.studies.report.page import INDEX, TOPICS, Topic, markdown_pages, read_topics
 
 REPOSITORY = Path(__file__).parents[3]
 

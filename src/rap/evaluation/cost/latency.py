@@ -1,22 +1,67 @@
-"""Time of a decode step over a filled cache, dense and pruned in turns.
+"""Time of a decode step and of prefill, dense and pruned in turns, and the bytes a step reads.
 
 A step is one token for each sequence of a batch, the logits included. The cache is filled with
-random states: what prefill would have written costs the same to read.
+random states: what prefill would have written costs the same to read. Prefill is the time to read a
+prompt: most of the wait for the first token.
 """
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
 
-from ...model.errors import UnsupportedModelError
+from ...model.errors import UnsupportedModelError, out_of_memory
 from ...model.kernels.growing_cache import GrowingCache
-from .reading import if_it_fits, weight_bytes
+from ...model.layers import text_config
+from ...runtime.state import evaluating
+
+Found = TypeVar("Found")
+# How configs of families with experts say how many there are.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+
+
+def weight_bytes(model: Any, batch: int = 1) -> int:
+    """Bytes of the weights that a decode step reads: all but the input embedding, unless tied.
+
+    Of experts, those that `batch` tokens choose if no two choose the same.
+    """
+    embedding = model.get_input_embeddings().weight
+    output = model.get_output_embeddings()
+    tied = output is not None and output.weight is embedding
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    unread = round(experts * (1 - _read_share(model, batch))) if experts else 0
+    return whole - unread - (0 if tied else embedding.nbytes)
+
+
+def _read_share(model: Any, batch: int) -> float:
+    config = text_config(model.config)
+    number, chosen = (_first(config, names) for names in (_EXPERTS, _CHOSEN))
+    return min(1.0, batch * chosen / number) if number and chosen else 1.0
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)
+
+
+def if_it_fits(measure: Callable[..., Found], *given: Any, **named: Any) -> Found | None:
+    """What `measure` returns, or None if memory did not suffice."""
+    try:
+        return measure(*given, **named)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or out_of_memory(error)):
+            raise
+        # The error holds on to what was built, so the next attempt must wait until it is gone.
+        return None
+
 
 WARM_UP = 2
 
@@ -296,3 +341,35 @@ def measure_point(
         kv_bytes=kv_bytes,
         read_bytes={name: weight_bytes(models[name], batch) + kv_bytes[name] for name in kv_bytes},
     )
+
+
+def time_prefill(
+    models: Mapping[str, Any],
+    *,
+    tokens: int,
+    rounds: int,
+    batch: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds in which each model reads `batch` prompts of `tokens` tokens, of every round.
+
+    One forward pass into a new cache, as `generate` begins: logits of the last position alone,
+    where the model can leave out the others. Models read in turns, as `latency.interleaved` has it.
+    """
+    tasks = {name: _reading(model, batch, tokens) for name, model in models.items()}
+    return interleaved(tasks, rounds, clock=clock)
+
+
+def _reading(model: Any, batch: int, tokens: int) -> Callable[[], None]:
+    device = model.get_input_embeddings().weight.device
+    ids_BT = torch.zeros(batch, tokens, dtype=torch.long, device=device)
+    last = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": 1} if last else {}
+
+    @torch.no_grad()
+    def read() -> None:
+        with evaluating(model):
+            model(input_ids=ids_BT, use_cache=True, **options)
+        synchronize(device)
+
+    return read

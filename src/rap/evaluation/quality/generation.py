@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ... import assets
 from ...data.bos import Bos, bos_token, with_bos
+from ...data.entries import read_entries
 from ...model.errors import RapError
 from ...runtime.progress import Progress
 from ..retrieval.documents import evaluation_rng
@@ -154,3 +156,33 @@ def _prompts(
         )
     drawn = evaluation_rng(seed, prompt_tokens).choice(found, num_prompts, replace=False)
     return with_bos(text_N[: found * size].view(found, size)[np.sort(drawn)], bos)
+
+
+def read_prompts(source: str) -> list[str]:
+    """The prompts of a file, or the `bundled` fifty, which are of fourteen kinds.
+
+    A .txt has a prompt a line, a .jsonl an object with a `text` a line. Raises RapError for a file
+    without a prompt, or one that cannot be read.
+    """
+    path = assets.prompts_path() if source == "bundled" else source
+    prompts = read_entries(path)
+    if not prompts:
+        raise RapError(f"{source} has no prompt: write one a line")
+    return prompts
+
+
+def chat_tokens(prompts: list[str], tokenizer: Any) -> list[Tensor]:
+    """Each prompt as what a user says first, up to where the model answers: tokens [P].
+
+    Special tokens are those of the template, BOS too. Raises RapError without one.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise RapError("the tokenizer has no chat template: leave --chat out, or take a chat model")
+    return [
+        torch.tensor(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+            ).input_ids
+        )
+        for prompt in prompts
+    ]

@@ -2,8 +2,7 @@
 
 from matplotlib.axes import Axes
 
-from .curves import dense_line
-from .study import Analysis, Data, Study, paper_cut
+from .study import Analysis, Data, Study, dense_line, paper_cut
 
 RETAIN = 0.7
 SCORERS = {"M": "magnitude", "F": "fisher"}

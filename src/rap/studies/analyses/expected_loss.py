@@ -10,8 +10,7 @@ from ...methods.values import layer_losses
 from ...planning.budgets import Budget
 from ...planning.losses import one_width
 from ...planning.plan import Plan
-from .curves import curve_a_group
-from .study import RETAINS, Analysis, Data, Study
+from .study import RETAINS, Analysis, Data, Study, curve_a_group
 
 BUDGETS: tuple[Budget, ...] = ("error", "uniform")
 

@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 
 from ...methods.dense import dense_layers
 from ...model.errors import UnsupportedModelError
-from .ranks import spearman
-from .study import Analysis, Data, Study, paper_cut, percent
+from .study import Analysis, Data, Study, paper_cut, percent, spearman
 
 RETAINS = (0.7, 0.5)
 ROWS = 8  # of the table: pairs are put together so that there are about so many

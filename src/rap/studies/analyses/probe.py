@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from matplotlib.axes import Axes
 
-from .curves import curve_a_group, dense_line
-from .study import Analysis, Data, Study, paper_cut
+from .study import Analysis, Data, Study, curve_a_group, dense_line, paper_cut
 
 RETAINS = (0.7, 0.5)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from ...methods.dense import dense_layers
 from ...planning.budgets import uniform
 from ...planning.scores import score_layers
-from .ranks import overlap, spearman
-from .study import Analysis, Data, Study, paper_cut, percent
+from .study import Analysis, Data, Study, overlap, paper_cut, percent, spearman
 
 RETAINS = (0.9, 0.7, 0.5)
 SCORES = ("fisher", "weighted-fisher")

@@ -3,8 +3,7 @@
 from matplotlib.axes import Axes
 
 from ...planning.plan import Plan
-from .curves import dense_line
-from .study import Analysis, Data, Study, paper_cut, percent
+from .study import Analysis, Data, Study, dense_line, paper_cut, percent
 
 SHARES = (0.35, 0.5, 0.65, "pooled")
 RETAIN = 0.5

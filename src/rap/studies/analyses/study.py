@@ -1,9 +1,16 @@
-"""What every analysis starts from, and what it is: data, a table and a figure."""
+"""What every analysis starts from, and what it is: data, a table and a figure.
 
-from collections.abc import Callable, Collection
+Beside it what several of them draw or compare alike: the dense model's line, a curve a group, and
+how alike two orderings are.
+
+Shapes: N items that are ordered, leading dimensions are batches.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -116,3 +123,49 @@ def figure_of(analysis: Analysis, data: Data) -> Figure:
 def percent(share: float) -> str:
     """A share as text, one digit behind the point."""
     return f"{share:.1%}"
+
+
+def dense_line(axes: Axes, value: float) -> None:
+    """The dense model's figure, dashed across."""
+    axes.axhline(value, color="0.6", linestyle="--", linewidth=1, label="dense")
+
+
+def curve_a_group(
+    axes: Axes,
+    rows: Sequence[dict[str, Any]],
+    *,
+    by: str,
+    x: str,
+    y: str,
+    label: Callable[[Any], str],
+) -> None:
+    """Field `y` of rows against field `x`, a curve for each value of field `by`."""
+    for group in dict.fromkeys(row[by] for row in rows):
+        own = [row for row in rows if row[by] == group]
+        axes.plot([row[x] for row in own], [row[y] for row in own], "o-", label=label(group))
+
+
+def ranks(values_N: Tensor) -> Tensor:
+    """Average ranks along the last dimension, equal values sharing the mean of theirs."""
+    below = (values_N[..., None, :] < values_N[..., :, None]).sum(-1)
+    same = (values_N[..., None, :] == values_N[..., :, None]).sum(-1)
+    return below.double() + (same.double() - 1) / 2
+
+
+def spearman(first_N: Tensor, second_N: Tensor) -> Tensor:
+    """Spearman's rank correlation along the last dimension; 0 where all values are equal."""
+    first, second = ranks(first_N), ranks(second_N)
+    first, second = first - first.mean(-1, keepdim=True), second - second.mean(-1, keepdim=True)
+    size = (first.square().sum(-1) * second.square().sum(-1)).sqrt()
+    return (first * second).sum(-1) / torch.where(size > 0, size, 1.0)
+
+
+def overlap(first_GN: Tensor, second_GN: Tensor, count: int) -> Tensor:
+    """Share of the `count` largest that both have in common, along the last dimension."""
+    best = [
+        torch.zeros_like(values, dtype=torch.bool).scatter(
+            -1, values.argsort(dim=-1, descending=True, stable=True)[..., :count], True
+        )
+        for values in (first_GN, second_GN)
+    ]
+    return (best[0] & best[1]).sum(-1) / count

@@ -12,12 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.held_out import HELD_OUT
 from ...data.protocol import EVALUATION_WINDOWS
-from ...evaluation.cost.footprint import cached_tensors, footprint
-from ...evaluation.cost.latency import PLAIN, measure_point
-from ...evaluation.cost.prefill import time_prefill
+from ...evaluation.cost.footprint import cached_tensors, footprint, reconstructs
+from ...evaluation.cost.latency import PLAIN, measure_point, time_prefill
 from ...evaluation.quality.fidelity import DenseStates
 from ...evaluation.quality.perplexity import perplexity
-from ...evaluation.quality.reconstruction import reconstructs
 from ...evaluation.retrieval.documents import check_wording
 from ...evaluation.retrieval.recall import copy_loss, recall_grid
 from ...methods.settings import read_value, split_setting

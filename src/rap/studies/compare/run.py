@@ -1,9 +1,17 @@
-"""Running a comparison: what is finished is kept, what fails is recorded, the rest goes on."""
+"""Running a comparison: what is finished is kept, what fails is recorded, the rest goes on.
 
+`cell_command` writes the command line that repeats a grid, or one cell of it: flags for all that is
+no default. Models that are kept as checkpoints, for measures and recoveries to come, are in
+
+    OUT/models/<name>/made.json     what the cell says of how the model was made
+    OUT/models/<name>/...           the checkpoint, which any command takes
+"""
+
+import shlex
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,9 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...calibration.dense_context import CalibrationText, DenseContext
 from ...calibration.statistics import Statistics
-from ...checkpoint.device import AUTO
-from ...checkpoint.files import check_folder, write_json
+from ...checkpoint.device import AUTO, placement
+from ...checkpoint.files import check_folder, read_json, whole_directory, write_json
+from ...checkpoint.load import load
 from ...checkpoint.provenance import provenance
+from ...checkpoint.writing import write_model
 from ...data.digests import check_digests, note_digests
 from ...data.held_out import split
 from ...data.text import check_sources
@@ -22,14 +32,10 @@ from ...methods import Method
 from ...model.errors import RapError
 from ...recovery.runs import clear_work
 from ...recovery.stages import recover_stage, work_folder
-from . import cells as folders
-from .cells import Cell
-from .command import cell_command
-from .grid import Grid
-from .kept import KeptModels, MadeModel
+from .grid import Cell, Grid, finished, store
 from .measurement import HeldOut, Measures, dense_states, measure
-from .summary import summarize
-from .variants import all_variants
+from .tables import summarize
+from .variants import DENSE, all_variants
 
 RESULT_FILE = "compare.json"
 
@@ -103,6 +109,41 @@ def _data(measures: Measures, calibration: str) -> dict[str, Any]:
     return {"calibration": data, "measures": replace(measures, text=text)}
 
 
+MADE = "made.json"
+
+MadeModel = tuple[Any, dict[str, Any]]  # the model, and what its cell says of how it was made
+
+
+@dataclass(frozen=True)
+class KeptModels:
+    """A folder of models; those of another run are found also if this one keeps none."""
+
+    folder: Path
+    keeps: bool
+    placed: Mapping[str, Any] = field(default_factory=dict)  # where, as the dense model
+
+    def find(self, cell: Cell) -> MadeModel | None:
+        """The model of a cell in the dtype it was measured in, if it was kept.
+
+        Raises CheckpointError if its files are damaged.
+        """
+        path = self.folder / cell.model_name
+        if not (path / MADE).is_file():
+            return None
+        made = read_json(path / MADE, f"remove {path}, and repeat the command")
+        return load(path, dtype=cell.config["dtype"], **placement(**self.placed)), made
+
+    def keep(self, cell: Cell, made: MadeModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a model and its tokenizer, if models are to be kept."""
+        if not self.keeps:
+            return
+        model, figures = made
+        with whole_directory(self.folder / cell.model_name, own=True) as partial:
+            write_model(model, partial)
+            tokenizer.save_pretrained(partial)
+            write_json(partial / MADE, figures)
+
+
 class Bench:
     """The dense model in its context, and the cells that are made of it."""
 
@@ -148,7 +189,7 @@ class Bench:
         An error of the dense cell is raised: every other cell would fail by it as well.
         """
         folder = self.folder(cell)
-        result = folders.finished(folder)
+        result = finished(folder)
         if result is not None:
             return f"{_told(result)}, finished before"
         started = time.monotonic()
@@ -160,10 +201,10 @@ class Bench:
             kind = "" if isinstance(error, RapError) else f"{type(error).__name__}: "
             message = kind + " ".join(str(error).split())
             record = {"error": message, "traceback": traceback.format_exc()}
-            folders.store(folder, cell, error={**record, "provenance": provenance()})
+            store(folder, cell, error={**record, "provenance": provenance()})
             return f"failed: {message}"
         result["seconds"] = time.monotonic() - started
-        folders.store(folder, cell, result=result)
+        store(folder, cell, result=result)
         clear_work(work_folder(folder))
         return f"{_told(result)} ({result['seconds']:.0f} s)"
 
@@ -226,3 +267,65 @@ def _told(result: dict[str, Any]) -> str:
     near = f", KL {result['kl']['value']:.3g}" if "kl" in result else ""
     cached = f"{result['kv_bytes_per_token']:,} bytes a token"
     return f"perplexity {result['perplexity']:.2f}{near}, {cached}"
+
+
+# Flags of `rap compare`, by the fields that they set; those of Measures are all `--measure`.
+FLAGS = {
+    "align": "--align",
+    "calibration": "--calibration",
+    "num_windows": "--windows",
+    "window": "--window",
+    "seed": "--seed",
+    "bos": "--bos",
+}
+DTYPE = "float32"  # the default of `rap compare`
+
+
+def cell_command(
+    cell: Cell,
+    grid: Grid,
+    model: str,
+    dtype: str = DTYPE,
+    *,
+    device: str = AUTO,
+    device_map: str | None = None,
+) -> str:
+    """`rap compare` for one cell alone (the dense one is measured with any)."""
+    method = grid.methods[0] if cell.spec == DENSE else cell.spec
+    parts = ["rap", "compare", model, "--methods", method, "--retain", _number(cell.retain)]
+    if cell.recover != "none":
+        parts += ["--recover", cell.recover]
+    for name, value in _changed(grid):
+        if name in FLAGS:
+            parts += [FLAGS[name], "0" if value is None else str(value)]
+    for name, value in grid.recovery.items():
+        if grid.applies(name, cell.recover):
+            parts += ["--set", f"{name}={_text(value)}"]
+    for name, value in _changed(grid.measures):
+        parts += ["--measure", f"{name}={_text(value)}"]
+    if dtype != DTYPE:
+        parts += ["--dtype", dtype]
+    if device != AUTO:
+        parts += ["--device", device]
+    if device_map is not None:
+        parts += ["--device-map", device_map]
+    return shlex.join([*parts, "-o", "runs/cell"])
+
+
+def _number(value: float) -> str:
+    """As short as it can be and still be that number: another one would be another cell."""
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+
+
+def _changed(settings: Grid | Measures) -> list[tuple[str, Any]]:
+    return [
+        (field.name, getattr(settings, field.name))
+        for field in fields(settings)
+        if getattr(settings, field.name) != field.default
+    ]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "null" if value is None else str(value)

@@ -102,7 +102,7 @@ def _decode_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    from .launch import launch  # only where it runs: a CPU has no use for it
+    from .triton import launch  # only where it runs: a CPU has no use for it
 
     return launch(
         q,
@@ -137,7 +137,7 @@ def _decode_step(
     sinks: Tensor | None,
     clockwise: bool,
 ) -> Tensor:
-    from .launch import launch
+    from .triton import launch
 
     return launch(
         q,

@@ -1,26 +1,25 @@
-"""`python -m rap.serving.models_page` writes docs/models.md: the table of families, for people.
+"""`python docs/models_page.py` writes docs/models.md: the table of families, for people.
 
 Everything in it is read from `model.families` and `serving.refusals`, so that a family's row is its
 documentation.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
 
-from ..checkpoint.gguf_header import ARCHITECTURES
-from ..model.families import FAMILIES, WRAPPERS
-from ..model.refusals import REASONS
-from ..model.specs import NORM_MODES, AttentionSpec
-from .plain_forms import STOCK_FAMILIES
-from .refusals import BESIDE, REFUSED, is_served
+from rap.checkpoint.gguf_header import ARCHITECTURES
+from rap.model.families import FAMILIES, WRAPPERS
+from rap.model.refusals import REASONS
+from rap.model.specs import NORM_MODES, AttentionSpec
+from rap.serving.plain_forms import STOCK_FAMILIES
+from rap.serving.refusals import BESIDE, REFUSED, is_served
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = "5.19.0, those of the first release in 5.16.1 too"
 _HEADER = f"""# Models
 
-Written by `python -m rap.serving.models_page docs/models.md` from the table in
+Written by `python docs/models_page.py` from the table in
 `src/rap/model/families.py`; a test keeps it up to date. Every family here is tested against its own
 attention in transformers {TESTED}:
 attention, logits, cached decoding, left-padded generation, saving, loading.
@@ -190,4 +189,4 @@ def _features(spec: AttentionSpec) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(models_page(), encoding="utf-8")
+    (Path(__file__).parent / "models.md").write_text(models_page(), encoding="utf-8")

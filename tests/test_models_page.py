@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+from cases.scripts import load_script
 from rap.model.families import FAMILIES
-from rap.serving.models_page import models_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 
 def test_page_is_up_to_date():
     text = PAGE.read_text("utf-8")
-    assert text == models_page(), "run: python -m rap.serving.models_page docs/models.md"
+    page = load_script("docs/models_page.py").models_page()
+    assert text == page, "run: python docs/models_page.py"
     assert all(f"`{name}`" in text for name in FAMILIES)

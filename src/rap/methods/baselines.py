@@ -1,4 +1,4 @@
-"""The simplest pruning: pairs and channels with the smallest weights go."""
+"""Pairs and channels kept by the size of their weights, or by chance: what any score must beat."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,3 +12,11 @@ class Magnitude(Control):
 
     name: ClassVar[str] = "magnitude"
     summary: ClassVar[str] = "the whole pairs and value channels with the largest weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Control):
+    """Whole pairs and value channels at random, the same for the same `seed`."""
+
+    name: ClassVar[str] = "random"
+    summary: ClassVar[str] = "whole pairs and value channels, by chance"
