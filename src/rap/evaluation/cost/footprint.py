@@ -8,6 +8,7 @@ such multiplies weights with the new token alone.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -77,13 +78,8 @@ def footprint(model: PreTrainedModel) -> Footprint:
         for role, linear, share in shares:
             weights[role] += int(linear.weight.numel() * share)
             biases += int(linear.bias.numel() * share) if linear.bias is not None else 0
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with evaluating(model):
-            kv_bytes, kv_dtype, flops = _decode_step(model)
-    finally:
-        model.set_attn_implementation(implementation)
+    with _eagerly(model):
+        kv_bytes, kv_dtype, flops = _decode_step(model)
     projected = _projection_flops(model, layers, flops)
     attended = sum(flops[f"{type(model).__name__}.{layer.path}"] for layer in layers)
     mixing, rest = divmod(attended - sum(projected.values()), PREFILL + 1)
@@ -192,16 +188,23 @@ def reconstructs(model: Any) -> bool:
     """
     device = model.get_input_embeddings().weight.device
     ids = torch.zeros(1, CONTEXT + 1, dtype=torch.long, device=device)
+    with _eagerly(model):
+        cache = model(input_ids=ids[:, :CONTEXT], use_cache=True).past_key_values
+        with _WeightProducts(model.parameters(), CONTEXT + 1) as products:
+            model(input_ids=ids[:, CONTEXT:], use_cache=True, past_key_values=cache)
+    return products.found
+
+
+@contextmanager
+def _eagerly(model: Any) -> Iterator[None]:
+    """Evaluate with eager attention; the model's own implementation is put back."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         with evaluating(model):
-            cache = model(input_ids=ids[:, :CONTEXT], use_cache=True).past_key_values
-            with _WeightProducts(model.parameters(), CONTEXT + 1) as products:
-                model(input_ids=ids[:, CONTEXT:], use_cache=True, past_key_values=cache)
+            yield
     finally:
         model.set_attn_implementation(implementation)
-    return products.found
 
 
 class _WeightProducts(TorchDispatchMode):
