@@ -41,7 +41,7 @@ class TransMla(Replacing):
     name: ClassVar[str] = "transmla"
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "one rotated key for all heads, a joint latent of the rest and values"
-    rebuilds: ClassVar[str] = "keys and values"
+    reconstructs: ClassVar[str] = "keys and values"
 
     rotated: int | None = None
     freqfold: int | Literal["auto"] = "auto"
