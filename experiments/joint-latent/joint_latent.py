@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rap.planning.refining import refine_slots
 from torch import Tensor
 
 from rap.calibration.run import calibrate
@@ -38,7 +37,7 @@ from rap.model.kinds.base import WeightsPlan
 from rap.model.kinds.mla import MlaEntry
 from rap.model.layers import attention_layers
 from rap.planning.folding import fold_head, usual_reach
-from rap.planning.merging import merged_keys
+from rap.planning.merging import merged_keys, refine_slots
 
 RETAINS = (0.5, 0.35, 0.25)
 TURNED = {"1 radian over 1,024 tokens": 1 / 1024, "1 radian over 8,192 tokens": 1 / 8192}
