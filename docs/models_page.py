@@ -16,70 +16,82 @@ from rap.serving.plain_forms import STOCK_FAMILIES
 from rap.serving.refusals import BESIDE, REFUSED, is_served
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
-TESTED = "5.19.0, those of the first release in 5.16.1 too"
+TESTED = "5.19.0, and those of the first release in 5.16.1"
 _HEADER = f"""# Models
 
-Written by `python docs/models_page.py` from the table in
-`src/rap/model/families.py`; a test keeps it up to date. Every family here is tested against its own
-attention in transformers {TESTED}:
-attention, logits, cached decoding, left-padded generation, saving, loading.
+This page lists the model families that `rap` supports, with the features and engines of each. The
+table is generated from `model.families` by `python docs/models_page.py`, and
+a test keeps it up to date. Every family is tested against its original attention in transformers
+{TESTED}. The tests compare
+attention, logits, cached decoding, left-padded generation, saving and loading.
 
-What a head keeps: where channels rotate, whole pairs; where they do not (partial rotation, layers
-without rotation), single channels, the same fraction of each. Slow pairs can be folded and the
-other channels kept as a subspace, unless a norm or a clamp works on single ones (`rap inspect` says
-so). Values keep channels or a subspace; behind a gate or a clamp, channels. Layers without softmax
-attention (linear attention, convolution) are left as they are and `rap inspect` names them.
+## Columns
 
-With QK-norm a head's channels are divided by their root mean square before they are cut, so what
-remains must still be divided by that of the whole head. `qk_norm` of a plan says how (measured in
-docs/results/quality.md):
+* **pairs**: the two channels of a RoPE pair are half a head apart, or adjacent (interleaved).
+* **layers that rotate**: the layers with RoPE.
+* **from files**: `apply` means that `rap apply --stream` prunes the checkpoint without the model in
+  memory. `all` adds calibration and layer-wise distillation from files (`--stream --recover fit`).
+* **vLLM**: pruned checkpoints run in [vLLM](how-to/serve-vllm.md). All were compared with
+  transformers on a CPU, also with two ranks (`--tensor-parallel-size 2`) and in every QK-norm mode
+  (`make test-families`). `rap verify OUT --engine vllm` compares one checkpoint.
+* **plain**: the family of the checkpoint that `--target plain` or `--profile stock` writes. Engines
+  run it without `rap`. Families `llama` and `mistral` can also be
+  [exported to GGUF](how-to/serve-llamacpp.md).
 
-| mode | what it keeps | saves | error |
+## What a head keeps
+
+Channels that rotate are pruned as RoPE pairs. Channels that do not rotate are pruned singly, by the
+same fraction. Slow pairs can be folded, and other channels kept as a low-rank latent, unless a norm
+or a clamp acts on single channels. `rap inspect` reports this. Values keep a low-rank latent, or
+single channels behind a gate or a clamp. Layers without softmax attention (linear attention,
+convolution) do not change.
+
+With QK-norm, the dense model divides a head's channels by their root mean square. The pruned head
+must still be divided by the value of the whole head. The setting `qk_norm` of a plan controls how
+([measurements](results/quality.md)):
+
+| mode | keeps | saves | error |
 |---|---|---|---|
 | `constant` (default) | kept rows, one constant per head | all | the kept energy varies |
-| `rows` | 8 more rows a head (`norm_rows`), for the norm alone | all but these | what they miss |
-| `exact` | all rows of W_q and W_k | cache and attention, not W_q and W_k | none beside the cut |
+| `rows` | 8 more rows per head (`norm_rows`), for the norm alone | all but these | what they miss |
+| `exact` | all rows of W_q and W_k | cache and attention, not W_q and W_k | none from the norm |
 
-Where values are normalised too (gemma3n, gemma4), by a norm without weights, W_v keeps all its rows
-in every mode, rotated so that what is kept comes first: their norm sees the whole head, and cache,
-attention and W_o are cut with no error beside the cut. Where layers read the keys and values of an
-earlier one, that layer and its readers keep the same pairs and values, chosen by the queries and
-outputs of all of them; readers cache nothing, so nothing of them counts in a retain ratio. Such
-models cannot be worked on layer by layer: no streamed calibration, no closed-form refit, no fit;
-`rap apply --stream` and distillation work. A linear that is keys and values in one
-(`attention_k_eq_v`) has rows of both after the cut, so that W_k itself becomes no smaller there.
+gemma3n and gemma4 also normalize values, by a norm without weights. There W_v keeps all rows in
+every mode, rotated so that the kept part comes first. Cache, attention and W_o are pruned without
+an error from this norm.
 
-Every family is cut in memory and from files (`rap apply --stream`); those that say `all` are also
-calibrated and fitted from files, layer by layer (`--stream --recover fit`).
+In some models, layers read the keys and values of an earlier layer. These layers share one
+selection of pairs and values, chosen by all their queries and outputs. Readers cache nothing, and
+do not count in a retain ratio. Such models do not support calibration from files, the closed-form
+refit or layer-wise distillation. `rap apply --stream` and end-to-end distillation work.
 
-`vLLM`: pruned checkpoints of the family run in vLLM ([](serving.md)). All of these were compared
-with transformers in vLLM on a CPU, whole and with their heads on two ranks
-(`--tensor-parallel-size 2`), those with QK-norm in every mode there (`make test-families`);
-`rap verify OUT --engine vllm` compares a checkpoint. `plain`: pruned for `--target plain`, or with
-the stock profile, it is a checkpoint of the family named there, which engines run without `rap`.
-Those written as llama or mistral have a GGUF file too (`rap export gguf`).
+One projection can compute both keys and values (`attention_k_eq_v`). After pruning it has rows of
+both, so that W_k itself does not shrink.
+
+## Families
 
 | model type | pairs | layers that rotate | QK-norm | other | from files | vLLM | plain |
 |---|---|---|---|---|---|---|---|
 """
 _FOOTER = """
-Windows of text, to calibrate, recover or evaluate on, begin with BOS where the model's tokenizer
-puts one before a text by itself, and for the families that need it; `--bos always` or `never`
-decides otherwise, and every result says which it was.
+Samples and evaluation windows begin with BOS if the model's tokenizer adds it to a text, and for
+families that need it. `--bos always` or `--bos never` overrides this. Every result records the
+choice.
 
-Partial rotation, rope scaling (linear, dynamic, yarn, longrope, llama3, proportional), biases,
-softmax scales, grouped queries and mixtures of experts need no row: they are read off the model.
+Partial rotation, rope scaling, biases, softmax scales, grouped queries and mixtures of experts need
+no row. They are detected from the model.
 
-## Multimodal
+## Multimodal models
 
 {wrappers}
-The text model, of a family above, is compressed as its family says; what looks at images or video,
-and the way it enters the text, pass through unchanged. The result loads with
-`AutoModelForImageTextToText`, and as a causal LM. What sees in gemma3n comes from the timm package,
-which transformers asks for; in the tests a small module stands in its place.
 
-Where the pairs of a head take their positions from several axes (time, height and width of an
-image), every kept pair keeps its own axis, and pairs are kept whole, not folded.
+The text model is compressed like its family above. The image and video parts and their embeddings
+pass through unchanged. The result loads with `AutoModelForImageTextToText`, and as a causal LM. The
+vision tower of gemma3n is from the package timm, which transformers requires. In the tests a small
+module replaces it.
+
+With positions on several axes (time, height and width of an image), every kept pair keeps its axis.
+These pairs are not folded.
 
 ## Not served by vLLM
 
@@ -89,29 +101,30 @@ image), every kept pair keeps its own axis, and pairs are kept whole, not folded
 
 {read}
 
-Each is tested with a file laid out as llama.cpp's converter writes it: dequantized, it has the
-logits of the model that it was written from. Values of the header that transformers replaces by
-defaults (rope bases, rotating part, windows, soft caps, head and expert sizes, norm epsilon, BOS)
-are read from the header. The windows of Mistral, Qwen2 and StarCoder2 are in no GGUF file: these
-models have full attention when read from one, as in llama.cpp. Rejected:
+Each is tested with a file in the layout of llama.cpp's converter. The dequantized model has the
+logits of the original model. Some header values are read because transformers replaces them by
+defaults. Examples are rope bases, sliding windows, soft caps and the norm epsilon. GGUF files do
+not contain the sliding windows of Mistral, Qwen2 and StarCoder2. As in llama.cpp, these models have
+full attention when read from GGUF. Unsupported files:
 
 {unread}
-* Mixtral, which is stored as `llama`: transformers does not read its experts.
-* Rope scaling by yarn or by two lists of factors, and files with tensors that transformers drops.
-* Every other architecture.
+| Mixtral, stored as `llama` | transformers does not read its experts |
+| any, with YaRN or two lists of rope factors | transformers does not read them |
+| any, with tensors that transformers drops | the model would be incomplete |
+| every other architecture | not implemented |
 
-## Refused
+## Unsupported models
 
-* Multimodal models other than those above.
-* Models whose config has no `rope_parameters`: nothing in them rotates.
-* MLA (deepseek_v2, deepseek_v3, glm4_moe_lite, ...): it caches one latent for all heads, so that
-  cutting channels of heads would save nothing.
 {refused}
-* Encoder-decoders, and model types newer than this release.
-* Checkpoints quantized already: compress first, then quantize.
+| other multimodal models | not implemented |
+| models whose config has no `rope_parameters` | nothing rotates |
+| MLA (deepseek_v2, deepseek_v3, glm4_moe_lite, ...) | it caches one latent for all heads |
+| encoder-decoders | cross-attention has no rotary positions |
+| model types newer than this release | not implemented |
+| quantized checkpoints | compress first, then quantize |
 
-Every family's checkpoint, experts stored one by one and older names included, is also cut without
-the model in memory (`rap apply --stream`), to the same bytes.
+`rap apply --stream` prunes the checkpoint of every family without the model in memory. The output
+is bit-identical. This includes experts that are stored one by one, and older tensor names.
 """
 
 
@@ -119,7 +132,7 @@ def models_page() -> str:
     """The text of docs/models.md."""
     rows = [_row(spec) for _, spec in sorted(FAMILIES.items())]
     footer = _FOOTER.format(
-        wrappers=fill(f"Taken whole: {', '.join(WRAPPERS)}.", 100),
+        wrappers=fill(f"Supported: {', '.join(WRAPPERS)}.", 100),
         refused=_reasons(REASONS),
         read=_read_files(),
         unread=_reasons({name: row.unread for name, row in ARCHITECTURES.items() if row.unread}),
@@ -131,18 +144,18 @@ def models_page() -> str:
 def _read_files() -> str:
     """The architectures of GGUF files that can be a source."""
     names = [f"`{name}`" for name, row in sorted(ARCHITECTURES.items()) if not row.unread]
-    return fill(f"A .gguf file is a source of architecture {', '.join(names)}.", 100)
+    return fill(f"Supported architectures: {', '.join(names[:-1])} and {names[-1]}.", 100)
 
 
 def _reasons(reasons: Mapping[str, str]) -> str:
-    """A list of model types by the reason that they share."""
+    """A table of model types by the reason that they share."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name)
-    return "\n".join(
-        fill(f"* {', '.join(sorted(names))}: {reason}.", 100, subsequent_indent="  ")
-        for reason, names in sorted(by_reason.items(), key=lambda item: item[1])
+    rows = (
+        f"| {', '.join(sorted(names))} | {reason} |" for reason, names in sorted(by_reason.items())
     )
+    return "\n".join(["| families | reason |", "|---|---|", *rows])
 
 
 def _row(spec: AttentionSpec) -> str:
@@ -153,7 +166,7 @@ def _row(spec: AttentionSpec) -> str:
         rotates,
         _norm(spec),
         _features(spec),
-        "cut" if spec.value_norm else "all",
+        "apply" if spec.value_norm else "all",
         "yes" if is_served(spec.model_type) else "-",
         STOCK_FAMILIES.get(spec.model_type, "-"),
     )
@@ -174,7 +187,7 @@ def _features(spec: AttentionSpec) -> str:
     features = [
         ("fused q, k, v", spec.fused),
         ("gated output", spec.gate),
-        ("normalised values", spec.value_norm),
+        ("normalized values", spec.value_norm),
         ("layers that read others' keys and values", spec.value_norm),
         ("positions of several axes (M-RoPE)", spec.by_axis),
         ("clockwise rotation", spec.clockwise),

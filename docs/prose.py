@@ -29,9 +29,7 @@ PAGES = (
 )
 # Generated, from tables in src/ and from result files, or a log of experiments.
 SKIPPED = (
-    "docs/explanation/paper-replication.md",
     "docs/log.md",
-    "docs/models.md",
     "docs/reference/commands.md",
     "docs/reliability.md",
 )

@@ -65,11 +65,11 @@ BASELINES = (
                 and 1.05 < r.ppl("rap", 0.7, "fit+full") / r.ppl("palu", 0.7, "fit+full") < 1.09
                 and 1.15 < r.ppl("rap", 0.5, "fit+full") / r.ppl("palu", 0.5, "fit+full") < 1.25
             ),
-            why="The lead grows as the cache shrinks, as in the paper. Without recovery it is far "
-            "larger than there after recovery, distilled about as large: the paper's is 6% "
-            "at 0.7 and 22% at 0.5. Distilled, rap is level with PaLU no recovery at 0.7 and level "
-            "or ahead at 0.5, with nothing reconstructed; PaLU, distilled in the same way, stays "
-            "ahead.",
+            why="The lead grows as the cache shrinks, as in the paper (6% and 22% there). "
+            "Without recovery it is far larger than the paper's after recovery, and about as"
+            " large when distilled. Distilled, `rap` equals PaLU without recovery at 0.7, "
+            "and is level or ahead at 0.5, without decode-time reconstruction. PaLU with the"
+            " same distillation stays ahead.",
         ),
         bundled=Answer(
             verdict=CONFIRMED,
@@ -81,8 +81,8 @@ BASELINES = (
                 for retain in (0.7, 0.5)
                 for recover in ("none", "fast")
             ),
-            why="A latent may mix all channels and be rotated after it is reconstructed. The "
-            "default RAP closes most of the gap at 0.7; at 0.5 the paper's concession holds.",
+            why="A latent mixes all channels and is rotated after reconstruction. The default "
+            "`rap` closes most of the gap at 0.7. At 0.5 the paper's concession holds.",
         ),
     ),
     Finding(
@@ -98,16 +98,17 @@ BASELINES = (
                 )
                 and r.ppl("svdllm2", 0.5) > 5 * r.ppl("svdllm", 0.5)
             ),
-            why="PaLU is ahead by less than a tenth. The same factorisation with ranks by the rule "
-            "of version 2, as we read it, breaks at 0.5: ranks can do what the method does not.",
+            why="PaLU is ahead by less than a tenth. With ranks by the rule of version 2, as we "
+            "read it, the same factorization breaks at 0.5. So ranks can cause a difference "
+            "that the method does not.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: f"no recovery, {both(r, 'palu', 'svdllm')}.",
             holds=lambda r: r.ppl("svdllm") < 1.02 * r.ppl("palu"),
-            why="Both solve their whitened problem exactly here, which the tests check, and two "
-            "optima of nearly the same problem cannot lie far apart. 136 after distillation is no "
-            "property of the method.",
+            why="Both solve their whitened problem exactly here, which the tests check. Two "
+            "optima of nearly the same problem cannot differ much. So 136 after distillation"
+            " is no property of the method.",
         ),
     ),
     Finding(
@@ -117,17 +118,17 @@ BASELINES = (
             verdict=CONFIRMED,
             figures=costs,
             holds=lambda r: only_rap_shrinks(r) and 0.97 < r.slower("rap") < 1.03,
-            why="A quarter of attention's parameters are W_k and W_v here, so factors weigh more "
-            "than on Llama-3-8B. The step of the pruned model takes as long as the dense model's "
-            "on a CPU: at this size attention is a small part of it.",
+            why="W_k and W_v are a quarter of the attention parameters here, so that factors "
+            "weigh more than on Llama-3-8B. A decode step takes as long as the dense model's"
+            " on a CPU: at this size attention is a small part.",
         ),
         bundled=Answer(
             verdict=CONFIRMED,
             figures=costs,
             holds=only_rap_shrinks,
-            why="W_k and W_v are a third of attention here (a fifth in Llama-3-8B), so factors "
-            "weigh more. On a CPU reconstruction dominates the step, though at this size a pruned "
-            "step is no faster than a dense step either.",
+            why="W_k and W_v are a third of the attention parameters here (a fifth in "
+            "Llama-3-8B), so that factors weigh more. On a CPU, reconstruction dominates the"
+            " step. A pruned step is no faster than a dense step at this size.",
         ),
     ),
     Finding(
@@ -153,10 +154,10 @@ BASELINES = (
                 > 1.2 * r.share("rap", "attention_parameters", 0.7)
                 for method in ("palu", "svdllm")
             ),
-            why="At half of the cache either has more parameters than rap at 0.7 and, no recovery, "
-            "is behind it already; distilled, both are ahead of it. The paper's PaLU, head by "
-            "head, has fewer; it was not measured, but at the same cache one factorisation of all "
-            "heads never errs more than one of each.",
+            why="At half of the cache, both have more parameters than `rap` at 0.7. Without "
+            "recovery both are behind it, and distilled both are ahead. The paper's PaLU, "
+            "one factorization per head, has fewer parameters and was not measured. At equal"
+            " cache, one factorization of all heads never has a larger error.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
@@ -175,9 +176,9 @@ BASELINES = (
                 and abs(needed(r) - 0.5) < 0.02
                 and max(share for share, _, _ in matched(r).values()) < 0.75
             ),
-            why="RAP leads in both. PaLU head by head is the paper's, and so is the ratio it needs "
-            "there. But this is before recovery, and the default RAP: RAP as published does not "
-            "lead.",
+            why="`rap` leads in both. PaLU with one factorization per head is the paper's, as is"
+            " its ratio. But this is before recovery, and with the default `rap`: RAP as "
+            "published does not lead.",
         ),
     ),
     Finding(
@@ -196,8 +197,9 @@ BASELINES = (
                 and r.share("heads", "kv_bytes_per_token", 0.5) > 0.6
                 and r.ppl("heads", 0.5) < r.ppl("rap", 0.5) < 1.05 * r.ppl("heads", 0.5)
             ),
-            why="Before recovery whole heads are far better than the paper's pairs and channels, "
-            "and hardly better with two thirds of the cache than the default rap with half of it.",
+            why="Before recovery, whole heads are far better than the paper's pairs and "
+            "channels. With two thirds of the cache they are hardly better than the default "
+            "`rap` with half of it.",
         ),
         bundled=Answer(
             verdict=PARTLY,
@@ -212,8 +214,8 @@ BASELINES = (
                 r.ppl("rap", 0.5, "fast") < r.ppl("heads", 0.5, "fast")
                 and r.share("heads", "kv_bytes_per_token") < 0.6
             ),
-            why="It matches the paper's pairs and channels, as in the paper, and loses to the "
-            "default rap. With 2 KV heads the grid has one step, so 0.7 becomes 0.5.",
+            why="Heads match the paper's pairs and channels, as in the paper, and lose to the "
+            "default `rap`. With two KV heads there is one step, so 0.7 becomes 0.5.",
         ),
     ),
     Finding(
@@ -232,11 +234,11 @@ BASELINES = (
                 and r.ppl("elitekv:plus", 0.7, "fit") < r.ppl("rap", 0.7, "fit")
                 and r.ppl("matryoshka", 0.7, "fit") > 1.3 * r.ppl("rap", 0.7, "fit")
             ),
-            why="As published both are broken before any recovery, as in the paper. Layer-wise "
-            "distillation brings MatryoshkaKV back to a third more perplexity than rap's at 0.7, "
-            "half more at 0.5. EliteKV with a whitened SVD and a swept number of pairs is level "
-            "with rap as it is cut, and ahead distilled, with keys and values reconstructed at "
-            "every step.",
+            why="As published, both are broken before recovery, as in the paper. After "
+            "layer-wise distillation, MatryoshkaKV has a third more perplexity than `rap` at"
+            " 0.7, half more at 0.5. EliteKV with a whitened SVD and a swept number of pairs"
+            " equals `rap` without recovery. Distilled it is ahead, with keys and values "
+            "reconstructed at decode time.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
@@ -249,14 +251,14 @@ BASELINES = (
                 for method in ("elitekv", "matryoshka")
                 for retain in (0.7, 0.5)
             ),
-            why="Both start near the other methods here and distil like them; in the paper they "
-            "were broken before any recovery. The tests check EliteKV's search and MatryoshkaKV's "
-            "bases by other routes, so the methods are not at fault here.",
+            why="Both start near the other methods here and distil like them. In the paper they "
+            "were broken before recovery. The tests check EliteKV's search and "
+            "MatryoshkaKV's bases independently, so the methods are not the cause.",
         ),
-        follows="the bundled model hides how far these two fall; compare with `elitekv:plus`.",
+        follows="the bundled model hides how bad these two are. Compare with `elitekv:plus`.",
     ),
     Finding(
-        title="Stronger compression favours low rank at long range",
+        title="Stronger compression favors low rank at long range",
         paper="at 0.5 PaLU keeps 48 to 50 LongBench points, RAP 29 to 33 (`app:limitations`).",
         real=Answer(
             verdict=CONFIRMED,
@@ -267,9 +269,9 @@ BASELINES = (
                 )
                 and sum(recalls(r, 0.5)["rap:paper"]) == 0
             ),
-            why="Without recovery, the gap opens from 0.7 on, and RAP as published recalls nothing "
+            why="Without recovery, the gap begins at 0.7, and RAP as published recalls nothing "
             "at any ratio. Layer-wise distillation closes a part of it, and recovers RAP as "
-            "published as far.",
+            "published to the same level.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
@@ -279,14 +281,14 @@ BASELINES = (
                 + "."
             ),
             holds=lambda r: r.recalled("rap", 0.5, "fast") > r.recalled("palu", 0.5, "fast"),
-            why="RAP as published does lose recall, and distillation does not recover it. "
-            "What keeps it is widths by estimated loss and keys folded for the whole context. "
-            "PaLU's latent has a small error on average, and loses numbers in long texts all the "
-            "same (see the needles below).",
+            why="RAP as published loses recall, and distillation does not recover it. Budgets by"
+            " estimated loss and keys folded for the whole context keep it. PaLU's latent "
+            "has a small average error, but loses numbers in long documents (see the needles"
+            " below).",
         ),
     ),
     Finding(
-        title="Finding a needle is too easy to tell methods apart",
+        title="Finding a needle is too easy to distinguish methods",
         paper="at 0.7 dense, RAP and PaLU find every needle at 4k and 8k; the only misses are "
         "RAP's at 0.5, 12 of 15 found at 8k (`app:extended`).",
         real=Answer(
@@ -305,8 +307,8 @@ BASELINES = (
                 and needles(r, "rap-0.7-fit") < 0.4
                 and needles(r, "palu-0.7-fit") > 2 * needles(r, "rap-0.7-fit")
             ),
-            why="The dense model finds nearly all, and pruned models differ more than in anything "
-            "else that was measured: far recall is what a pruning of keys loses first.",
+            why="The dense model finds nearly all needles, and pruned models differ more than in"
+            " any other measurement. Pruned keys lose long-range retrieval first.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
@@ -323,9 +325,10 @@ BASELINES = (
                 and r.found("rap:paper at 0.5") == 0
                 and adjacent(r) < 0.1
             ),
-            why="Saturated for the dense model and the default rap, not for the others at 0.5. "
-            "PaLU fails with the length of the document, not with the distance: at 2,048 tokens it "
-            "loses even the number right before the question. The cause is not known.",
+            why="The task is saturated for the dense model and the default `rap`, not for the "
+            "others at 0.5. PaLU fails with document length, not with distance: at 2,048 "
+            "tokens it loses even the number right before the question. The cause is "
+            "unknown.",
         ),
     ),
 )

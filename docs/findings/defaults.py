@@ -1,4 +1,4 @@
-"""The defaults that the bundled model chose, and what SmolLM2 says of them; see page.py."""
+"""The defaults that the bundled model chose, and their effect on SmolLM2; see page.py."""
 
 from figures import by_budget, compared, cut_only
 from findings import Answer, Default
@@ -9,7 +9,7 @@ STAYS, CHANGES, UNDECIDED = "Stays", "Changes", "Open"
 
 DEFAULTS = (
     Default(
-        title="`--recover none` as what a ratio costs",
+        title="`--recover none` as the cost of a ratio",
         bundled=lambda r: f"{r.loss('rap', 0.7):.1%} at 0.7 and {r.loss('rap', 0.5):.1%} at 0.5.",
         real=Answer(
             verdict=CHANGES,
@@ -22,12 +22,12 @@ DEFAULTS = (
             holds=lambda r: (
                 r.loss("rap", 0.7) > 0.2 and r.loss("rap", 0.5, "fit") < 0.5 * r.loss("rap", 0.5)
             ),
-            why="`--recover fit` belongs to pruning of a pretrained model. It reads the text of "
-            "the calibration, twice as many tokens of it, and needs no other.",
+            why="Use `--recover fit` whenever you prune a pretrained model. It reads twice as "
+            "many tokens of the same calibration data.",
         ),
     ),
     Default(
-        title="`key_share=0.5`, one width for keys and values",
+        title="`key_share=0.5`, equal dimensions for keys and values",
         bundled=lambda r: f"{cut_only(r, 'rap', POOLED)}: a pool is better, and slower to decode.",
         real=Answer(
             verdict=STAYS,
@@ -40,11 +40,11 @@ DEFAULTS = (
                 and r.ppl(POOLED, 0.5) > 1.02 * r.ppl("rap", 0.5)
                 and r.slower(POOLED) > 1.15 * r.slower("rap")
             ),
-            why="A pool gains 0.5% at 0.7 and loses more at 0.5, and a fifth of the speed.",
+            why="A pool gains 0.5% at 0.7. It loses more at 0.5, and a fifth of the speed.",
         ),
     ),
     Default(
-        title="`budget=error`, widths by estimated loss",
+        title="`budget=error`, head dimensions by estimated loss",
         bundled=lambda r: (
             "on the windows of analyses "
             + ", ".join(
@@ -64,14 +64,14 @@ DEFAULTS = (
                 all(r.loss("rap:budget=uniform", x) > 1.3 * r.loss("rap", x) for x in (0.7, 0.5))
                 and 0.94 < r.ppl(SEARCHED, 0.5) / r.ppl("rap", 0.5) < 0.97
             ),
-            why="Equal widths lose four tenths more than widths that go by the loss. A search "
-            "gains a few percent more, for many times the cost of pruning.",
+            why="Equal head dimensions lose four tenths more than budgets by estimated loss. A "
+            "search gains a few percent more, for many times the cost of pruning.",
         ),
     ),
     Default(
-        title="`context`, for merging pairs: all that the model was made for",
+        title="`context` for merging pairs: the model's maximum",
         bundled=lambda r: (
-            "recall at 1,000 tokens chose it over 512, against perplexity (`docs/log.md`, "
+            "recall at 1,000 tokens chose it over 512, against perplexity ([log](../log.md), "
             "2026-11-20)."
         ),
         real=Answer(
@@ -80,13 +80,13 @@ DEFAULTS = (
             holds=lambda r: all(
                 r.ppl("rap:context=512", x) > 1.1 * r.ppl("rap", x) for x in (0.7, 0.5)
             ),
-            why="Here a shorter context is worse in perplexity too: windows of 2,048 tokens use "
-            "the slow pairs that it would fold.",
+            why="A shorter context is worse in perplexity too. Windows of 2,048 tokens use the "
+            "slow pairs that it would fold.",
         ),
     ),
     Default(
-        title="The refit of output projections, off unless asked for",
-        bundled=lambda r: "it repairs channel pruning and little else (`docs/log.md`).",
+        title="Refit of output projections, off by default",
+        bundled=lambda r: "it repairs channel pruning and little else ([log](../log.md)).",
         real=Answer(
             verdict=STAYS,
             figures=lambda r: (
@@ -99,14 +99,14 @@ DEFAULTS = (
                 r.ppl("rap", 0.5, "closed-form") > 0.95 * r.ppl("rap", 0.5)
                 and r.ppl("rap", 0.5, "fit") < 0.7 * r.ppl("rap", 0.5)
             ),
-            why="Refitting the outputs alone gains little: folding and subspaces already choose "
-            "them well.",
+            why="Refitting the outputs alone gains little: folding and low-rank values already "
+            "choose them well.",
         ),
     ),
     Default(
-        title="Rates of recovery",
-        bundled=lambda r: "the 5e-3 of `fast` is its own (`docs/log.md`, 2026-11-20).",
-        real="the rates of `fit` and `full` were chosen on SmolLM2 (`docs/log.md`, "
+        title="Learning rates of recovery",
+        bundled=lambda r: "the 5e-3 of `fast` is its own ([log](../log.md), 2026-11-20).",
+        real="the rates of `fit` and `full` were chosen on SmolLM2 ([log](../log.md), "
         "2026-11-22). That of `fast` was not measured there.",
     ),
 )

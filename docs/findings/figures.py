@@ -199,7 +199,7 @@ def told_recalls(results: Results, *methods: str) -> str:
     ]
     return (
         f"recall of one of 4 numbers at 256 / 1,000 tokens, 12 documents, no recovery, at 0.9, "
-        f"0.7, 0.5: {each}; dense {shown(recalls(results, 0.5)['dense'])}. Fitted, rap has "
+        f"0.7, 0.5: {each}; dense {shown(recalls(results, 0.5)['dense'])}. Distilled, rap has "
         f"{' and '.join(fitted)} at 0.7 and 0.5."
     )
 

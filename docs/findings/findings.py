@@ -1,14 +1,16 @@
-"""A page of findings: what a paper says, what two models say, and what follows for defaults.
+"""A page of findings: a paper's numbers, those of two models, verdicts, and effects on defaults.
 
-The real model answers first, the bundled one second. Every figure is read from result files. A
-verdict is written by a person and checked against the figures, so that it cannot outlive them.
+SmolLM2 comes first, the bundled model second. Every number is read from result files. A verdict is
+written by a person and checked against the numbers, so that it cannot outlive them.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rap.model.errors import RapError
@@ -110,11 +112,11 @@ class Answer:
     holds: Callable[[Results], bool]
     why: str
 
-    def written(self, asked: str, results: Results) -> str:
-        """As a paragraph; RapError names the question whose verdict the figures contradict."""
+    def measured(self, asked: str, results: Results) -> str:
+        """Its numbers; RapError names the question whose verdict they contradict."""
         if not self.holds(results):
-            raise RapError(f"the figures no longer bear out {asked!r}: write it anew")
-        return f"{self.figures(results)} **{self.verdict}.** {self.why}"
+            raise RapError(f"results no longer support the verdict on {asked!r}; update it")
+        return self.figures(results)
 
 
 @dataclass(frozen=True)
@@ -184,40 +186,69 @@ def _tally(findings: Sequence[Finding]) -> str:
 
 
 def _section(finding: Finding, models: Models) -> str:
-    real = _answered(finding.real, finding.title, models.real)
-    bundled = finding.bundled.written(finding.title, models.bundled)
-    told = finding.disagree and finding.follows
-    follows = f"\n\nThe models differ: {finding.follows}" if told else ""
-    return (
-        f"## {finding.title}\n\n* **Paper**: {finding.paper}\n* **SmolLM2**: {real}\n"
-        f"* **Bundled test model**: {bundled}{follows}\n"
-    )
+    """A finding: a table of what was measured, the reason of each verdict, and the difference."""
+    real = _measured(finding.real, finding.title, models.real)
+    bundled = _measured(finding.bundled, finding.title, models.bundled)
+    rows = [
+        "| | measured | verdict |",
+        "| --- | --- | --- |",
+        f"| Paper | {_cell(finding.paper)} | |",
+        f"| SmolLM2 | {_cell(real)} | {finding.verdict} |",
+        f"| Bundled test model | {_cell(bundled)} | {finding.bundled.verdict} |",
+    ]
+    reasons = [("SmolLM2", finding.real), ("Bundled test model", finding.bundled)]
+    items = [_item(name, one.why) for name, one in reasons if isinstance(one, Answer)]
+    parts = [f"## {finding.title}", "\n".join(rows), "\n".join(items)]
+    if finding.disagree and finding.follows:
+        parts.append(_wrapped(f"The models differ: {finding.follows}"))
+    return "\n\n".join(parts) + "\n"
 
 
-def _answered(answer: Answer | str, asked: str, results: Results) -> str:
-    return answer if isinstance(answer, str) else answer.written(asked, results)
+def _measured(answer: Answer | str, asked: str, results: Results) -> str:
+    return answer if isinstance(answer, str) else answer.measured(asked, results)
+
+
+def _cell(numbers: str) -> str:
+    """Numbers as a cell of a table, one measurement per line."""
+    return re.sub(r"[;.] (?=\S)", "<br>", numbers.rstrip("."))
+
+
+def _item(title: str, text: str) -> str:
+    return _wrapped(f"* **{title}**: {text}", indent="  ")
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _closing(findings: Sequence[Finding], defaults: Sequence[Default], models: Models) -> str:
-    """Where the models differ, and what each default of the bundled model comes to on the real."""
-    rows = [
+    """The findings on which the models differ, and what SmolLM2 shows about each default."""
+    differences = [
         f"| {finding.title} | {finding.verdict} | {finding.bundled.verdict} | {finding.follows} |"
         for finding in findings
         if finding.disagree
     ]
-    items = [
-        f"* **{default.title}.** Bundled test model: {default.bundled(models.bundled)} SmolLM2: "
-        f"{_answered(default.real, default.title, models.real)}"
-        for default in defaults
-    ]
+    rows, items = [], []
+    for default in defaults:
+        real = _measured(default.real, default.title, models.real)
+        answered = isinstance(default.real, Answer)
+        verdict = default.real.verdict if answered else UNMEASURED
+        bundled = _cell(default.bundled(models.bundled))
+        rows.append(f"| {default.title} | {bundled} | {_cell(real)} | {verdict} |")
+        if answered:
+            items.append(_item(default.title, default.real.why))
     return "\n".join(
         [
             "## Differences between the models, and defaults\n",
             "| finding | SmolLM2 | bundled test model | implication |",
             "| --- | --- | --- | --- |",
-            *rows,
+            *differences,
             "",
             "Defaults that were chosen on the bundled test model, and their effect on SmolLM2:\n",
+            "| default | bundled test model | SmolLM2 | verdict |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            *([""] * bool(items)),
             *items,
             "",
         ]

@@ -40,16 +40,17 @@ REAL = tuple(
 BUNDLED = tuple(f"compare{name}/compare.json" for name in ("", "-sweep", "-ablations", "-pooled"))
 HEAD = """# Paper replication
 
-Which qualitative findings of the [RAP paper](https://arxiv.org/abs/2602.02599) hold on two models,
-neither of which is a Llama-3-8B. The first counts, the second misleads where they differ:
+This page lists the qualitative findings of the [RAP paper](https://arxiv.org/abs/2602.02599) that
+hold on two models, neither of which is a Llama-3-8B. Where they differ, SmolLM2 counts: it is
+pretrained, and the [bundled test model](../reference/test-model.md) is for testing only.
 
-* SmolLM2-135M-Instruct: 30 layers, 3 KV heads of 64 channels. Its RoPE base is 100,000.
-* The [bundled test model](../reference/test-model.md): 6 layers, 2 KV heads of 64 channels.
+Numbers are perplexity, without BOS, unless stated otherwise. Models, abbreviations and protocol:
 
-Numbers are perplexity, without BOS. Abbreviations and protocol:
-
-| | SmolLM2 | bundled test model |
+| | SmolLM2-135M-Instruct | bundled test model |
 | --- | --- | --- |
+| layers | 30 | 6 |
+| KV heads per layer | 3, of 64 channels | 2, of 64 channels |
+| RoPE base | 100,000 | 500,000 |
 | evaluation | WikiText-2 test, 8 x 2,048 tokens | test novels, 48 x 512 tokens |
 | perplexity of the dense model | {real} | {bundled} |
 | calibration | WikiText-2 validation, 24 x 1,024 tokens | training novels, 64 x 512 tokens |

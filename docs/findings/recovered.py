@@ -26,9 +26,9 @@ RECOVERY = (
                 r.loss("rap", 0.9) < 0.07 < 0.1 < r.loss("rap", 0.8)
                 and r.loss("rap:paper", 0.9) > 1
             ),
-            why="The default rap (folded keys, value subspaces, widths by estimated loss) costs at "
-            "0.9 a little less than the paper's costs Llama-3-8B (7%). The paper's own selection "
-            "cannot take even a tenth from a model this small.",
+            why="The default `rap` costs at 0.9 a little less than the paper's method costs "
+            "Llama-3-8B (7%). The paper's own selection cannot remove even a tenth from a "
+            "model this small.",
         ),
         bundled=Answer(
             verdict=PARTLY,
@@ -38,11 +38,10 @@ RECOVERY = (
                 f"and {r.loss('rap', 0.5):.1%}."
             ),
             holds=lambda r: r.loss("rap:paper", 0.7) > 0.1 > r.loss("rap", 0.7),
-            why="It is true of the paper's selection. The default rap costs at 0.5 what the "
+            why="This is true of the paper's selection. The default `rap` costs at 0.5 what the "
             "paper's costs Llama-3-8B at 0.9.",
         ),
-        follows="no ratio is free because of the bundled model; use `--recover fit` below retain "
-        "0.9.",
+        follows="the bundled model is too optimistic. Use `--recover fit` below retain 0.9.",
     ),
     Finding(
         title="A short distillation recovers retain 0.7",
@@ -79,10 +78,10 @@ RECOVERY = (
                     for x in (0.7, 0.5)
                 )
             ),
-            why="A tenth above dense at 0.7, as in the paper. Layer-wise distillation, without a "
-            "gradient through the model, is the longer part of the way. RAP as published comes "
-            "nearly as far at 0.7, from eight times our perplexity: recovery restores most of what "
-            "a bad choice lost.",
+            why="Perplexity is a tenth above dense at 0.7, as in the paper. Layer-wise "
+            "distillation, without a gradient through the model, recovers the larger part. "
+            "RAP as published comes nearly as far at 0.7, from eight times the perplexity of"
+            " `rap`. Recovery restores most of the loss of a bad choice.",
         ),
         bundled=Answer(
             verdict=CONFIRMED,
@@ -93,15 +92,15 @@ RECOVERY = (
                 f"{r.recall('rap:paper', 0.7, 'fast')} (dense {r.recall('dense', 1.0)})."
             ),
             holds=lambda r: r.loss("rap:paper", 0.7, "fast") < 0.6 * r.loss("rap:paper", 0.7),
-            why="Perplexity recovers, recall does not: samples of 256 tokens of novels never ask "
-            "for it. A method that keeps recall needs no recovery of it.",
+            why="Perplexity recovers, recall does not: samples of 256 tokens of novels never "
+            "need it. A method that keeps recall needs no recovery of it.",
         ),
     ),
     Finding(
         title="Neither the LoRA rank nor the score carries the recovered result",
         paper="after recovery at 0.7: 9.52 / 9.35 / 9.37 for rank 4 / 8 / 16, 9.35 for Fisher and "
         "9.52 for weight magnitude; single runs resolve about 0.5 (`tab:ablation_design`).",
-        real="not measured: what was distilled into is the matrices themselves.",
+        real="not measured: the matrices themselves are trained.",
         bundled=Answer(
             verdict=CONTRADICTED,
             figures=lambda r: (
@@ -116,13 +115,13 @@ RECOVERY = (
                 ranks(r)["rank 4"] > 1.05 * ranks(r)["rank 16"]
                 and r.ppl("magnitude", 0.7, "fast") > 1.05 * r.ppl("rap:paper", 0.7, "fast")
             ),
-            why="Each is worth over 5% of perplexity here. Forty steps are a short recovery: "
-            "where the model starts from, and how much an adapter can move, still show after it.",
+            why="Each is worth over 5% of perplexity here. Forty steps are a short recovery: the"
+            " starting point and the capacity of an adapter still show after it.",
         ),
     ),
     Finding(
         title="Four-bit weights need a recovered model",
-        paper="one scale a tensor: dense 8.28 becomes 14.75; RAP at 0.7 16.46 after recovery and "
+        paper="one scale per tensor: dense 8.28 becomes 14.75; RAP at 0.7 16.46 after recovery and "
         "127.6 without (`tab:quant4bit`). In nats per token: 0.58, about 0.6, and over 1.4.",
         real=Answer(
             verdict=CONTRADICTED,
@@ -139,8 +138,9 @@ RECOVERY = (
                 for retain in (0.7, 0.5)
                 for recover in ("none", "fit", "fit+full")
             ),
-            why="Rounding adds the same to all of them, recovered or not. It is a finer rounding "
-            "than one scale a tensor; pruning alone costs 0.3 and 0.8 nats, in the paper 1.2.",
+            why="Rounding adds the same loss to all of them, recovered or not. It is finer than "
+            "one scale per tensor. Pruning alone costs 0.3 nats/token at 0.7. In the paper "
+            "it costs 1.2.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
@@ -158,9 +158,9 @@ RECOVERY = (
                 and rounded(r, recipe, 0.7) < 1.5 * rounded(r, "dense", 1.0)
                 for recipe in ("paper", "default")
             ),
-            why="The two costs add up here, recovered or not. Pruning alone costs this model 0.2 "
-            "nats before recovery, in the paper 1.2: whether rounding hurts a model more that is "
-            "broken already, it cannot say.",
+            why="The two costs add up here, recovered or not. Pruning alone costs 0.2 nats/token"
+            " before recovery. In the paper it costs 1.2. This model cannot show whether "
+            "rounding hurts a broken model more.",
         ),
     ),
 )

@@ -44,8 +44,8 @@ UNITS = (
                     for retain in ratios(r, "kvpruner:paper", "rap:paper")
                 )
             ),
-            why="Channels are far worse than pairs, but pairs by the paper's recipe break this "
-            "model too, through its adaptive budgets (below). Channels after "
+            why="Single channels are far worse than pairs. The paper's recipe for pairs breaks "
+            "this model too, through its adaptive budgets (below). Channels after "
             "distillation were not measured.",
         ),
         bundled=Answer(
@@ -67,8 +67,8 @@ UNITS = (
                     for more, less in itertools.pairwise(RATIOS)
                 )
             ),
-            why="The order is the paper's at every ratio; the factor is far smaller, and channels "
-            "get worse step by step.",
+            why="The order is the paper's at every ratio. The factor is far smaller, and "
+            "channels get worse step by step.",
         ),
     ),
     Finding(
@@ -87,8 +87,9 @@ UNITS = (
                 and r.ppl("kvpruner-indexed:paper", retain) < r.ppl("kvpruner:paper", retain)
                 for retain in ratios(r, "rap:paper", "kvpruner-indexed:paper", "kvpruner:paper")
             ),
-            why="Their own frequencies help, and what is left is still far above RoPE pairs by "
-            "the same scores and budgets. Channels after distillation were not measured.",
+            why="Their own frequencies help, but the result is still far worse than RoPE pairs "
+            "with the same scores and budgets. Channels after distillation were not "
+            "measured.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
@@ -97,11 +98,11 @@ UNITS = (
                 f"{both(r, 'rap:paper', 'kvpruner-indexed:paper', recover='fast')}."
             ),
             holds=lambda r: r.ppl("kvpruner-indexed:paper") < 1.1 * r.ppl("rap:paper"),
-            why="Here the wrong frequencies are most of the damage and the lost partners little, "
-            "and more at 0.5 than at 0.7. Half of this model's pairs (17 of 32) turn less than "
-            "once in its 2,048 tokens, and a lone channel of such a pair is nearly a plain one.",
+            why="Here wrong frequencies cause most of the damage and lost partners little, more "
+            "at 0.5 than at 0.7. Half of this model's pairs rotate less than once in its "
+            "context. A single channel of such a pair hardly rotates.",
         ),
-        follows="single channels are no alternative, whatever they rotate by.",
+        follows="single channels are no alternative at any frequency.",
     ),
     Finding(
         title="Channel pruning orphans most of what it keeps",
@@ -114,16 +115,16 @@ UNITS = (
                 0.3 < orphans(r, -1)["orphans"] < orphans(r, -1)["chance"]
                 and orphans(r, -1)["broken"] > 0.5
             ),
-            why="A third of what is kept and half of the pairs that are touched: nearer to the "
-            "paper than the bundled model, and still below chance, which the paper's 62.7% is "
-            "above.",
+            why="Orphans are a third of the kept channels, and half of the touched pairs are "
+            "broken. This is nearer to the paper than the bundled model, but below chance. "
+            "The paper's share is above chance.",
         ),
         bundled=Answer(
             verdict=PARTLY,
             figures=orphaned,
             holds=lambda r: 0.1 < orphans(r, -1)["orphans"] < orphans(r, -1)["chance"],
-            why="They rise as in the paper and stay below chance, because the two channels of a "
-            "pair have like scores here.",
+            why="Both rise as in the paper. They stay below chance, because the two channels of "
+            "a pair have similar scores here.",
         ),
     ),
     Finding(
@@ -133,16 +134,17 @@ UNITS = (
             verdict=CONFIRMED,
             figures=told_halves,
             holds=lambda r: kept_halves(r)[1] > kept_halves(r)[0] + 0.05,
-            why="The pairs that never turn in any text it was made for are kept most.",
+            why="The pairs that never complete a rotation within the model's context are kept "
+            "most.",
         ),
         bundled=Answer(
             verdict=CONTRADICTED,
             figures=told_halves,
             holds=lambda r: kept_halves(r)[0] > kept_halves(r)[1],
-            why="The slower half turns less than once in the 2,048 tokens this model was made for, "
-            "so one pair of it can replace another (which folding uses).",
+            why="The slower half rotates less than once within the model's 2,048 tokens, so that"
+            " one pair can replace another. Folding uses this.",
         ),
-        follows="slow pairs are not cheap because they are slow; what folding saves has to be "
+        follows="slow pairs are not cheap because they are slow. Savings by folding must be "
         "shown on SmolLM2.",
     ),
     Finding(
@@ -161,8 +163,8 @@ UNITS = (
                 and bases(r, "channels")[0] > 2 * max(bases(r, "channels")[1:])
             ),
             why="Channels cost 2.7 to ten times as much as pairs at every base, most at the "
-            "lowest one. Pairs grow worse with the base, where the paper's are worst at 10,000. "
-            "Two windows; the model was trained at 100,000.",
+            "lowest. Pairs get worse with the base, where the paper's are worst at 10,000. "
+            "These are two windows, and the model was trained at 100,000.",
         ),
         bundled=Answer(
             verdict=CONFIRMED,
@@ -175,10 +177,10 @@ UNITS = (
                 and max(bases(r, "channels")) < 1.2 * min(bases(r, "channels"))
                 and max(bases(r, "pairs")) < 1.05 * min(bases(r, "pairs"))
             ),
-            why="Channels cost more than pairs at every base, and the base moves neither by a "
-            "fifth. The weights stay those trained at 500,000, as the paper's stay: this shows the "
-            "effect of a rotation on a pruned model, not what a model trained at another base "
-            "would be like.",
+            why="Channels cost more than pairs at every base, and neither changes by a fifth "
+            "with the base. As in the paper, the weights were trained at one base (500,000)."
+            " This shows the effect of a rotation on a pruned model, not of training at "
+            "another base.",
         ),
     ),
     Finding(
@@ -194,8 +196,9 @@ UNITS = (
                 and all(weighted < root for root, weighted in scored(r).values())
                 and scored(r)[0.5][0] > 1.2 * scored(r)[0.5][1]
             ),
-            why="They choose more alike than in the paper, and it matters: the weighted Fisher is "
-            "better at every ratio, most at 0.5. The window is one, and the same for both.",
+            why="The choices are more alike than in the paper, and the difference matters. The "
+            "weighted Fisher score is better at every ratio, most at 0.5. Both use the same "
+            "single window.",
         ),
         bundled=Answer(
             verdict=PARTLY,
@@ -205,11 +208,11 @@ UNITS = (
                 and min(overlaps(r).values()) > 0.9
                 and all(0 <= weighted / root - 1 < 0.02 for root, weighted in scored(r).values())
             ),
-            why="It hardly matters, and the cheaper root-Fisher is a little better at every ratio. "
-            "But they choose nearly the same pairs, so this model cannot say what another choice "
-            "costs.",
+            why="It hardly matters, and the cheaper root-Fisher is a little better at every "
+            "ratio. But both choose nearly the same pairs, so this model cannot show the "
+            "cost of another choice.",
         ),
-        follows="whoever prunes pairs and channels by a score should try `score=weighted-fisher`. "
-        "The default rap ranks nothing by either.",
+        follows="try `score=weighted-fisher` to prune pairs or channels by a score. The default "
+        "`rap` uses neither.",
     ),
 )

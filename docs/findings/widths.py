@@ -42,9 +42,9 @@ WIDTHS = (
                 and 2 * found["MA"] < found["MU"]
                 for found in (bars(r), bars(r, "one pool"))
             ),
-            why="The score is nearly everything: by weight magnitude the model is unusable. "
-            "Adaptive budgets help that bad score, and with Fisher they are what breaks the "
-            "model: equal widths cost a third of it or less.",
+            why="The score is nearly everything: with weight magnitude the model is unusable. "
+            "Adaptive budgets help this bad score. With Fisher they break the model: equal "
+            "head dimensions cost a third or less.",
         ),
         bundled=Answer(
             verdict=PARTLY,
@@ -54,8 +54,8 @@ WIDTHS = (
                 < r.ppl("rap:paper")
                 < r.ppl("rap:paper:score=magnitude")
             ),
-            why="The score matters, the adaptive budget hurts: Fisher on novels gives the layers "
-            "that serve recall too little (`docs/log.md`, 2026-11-20).",
+            why="The score matters, and the adaptive budget hurts. On novels, Fisher gives too "
+            "little to the layers that serve recall ([log](../log.md), 2026-11-20).",
         ),
     ),
     Finding(
@@ -79,9 +79,9 @@ WIDTHS = (
                     if share != "0.5"
                 )
             ),
-            why="Equal budgets are the best by far; less for K and a pool cost more than twice as "
-            "much, more for K most, though all four are broken by their adaptive budgets. Where "
-            "widths go by estimated loss a pool costs little: see the last section.",
+            why="Equal budgets are the best by far. A smaller share for K, or a pool, costs more"
+            " than twice as much, and a larger share costs most. Adaptive budgets break all "
+            "four. With dimensions by estimated loss a pool costs little (last section).",
         ),
         bundled=Answer(
             verdict=PARTLY,
@@ -95,12 +95,12 @@ WIDTHS = (
                 < r.ppl("rap:paper")
                 < r.ppl("rap:paper:key_share=0.65")
             ),
-            why="More for K is clearly worse, as in the paper. Less for K is better here, pooled "
-            "most of all, where the paper finds no difference between a little less and equal: "
-            "cutting value channels is what costs this model most.",
+            why="More for K is clearly worse, as in the paper. Less for K is better here, and "
+            "pooling is best. The paper finds no difference between a little less and equal."
+            " Pruned value channels cost this model most.",
         ),
-        follows="what giving K less gained was the bundled model's own. The equal split stays, for "
-        "quality too and not only for the kernels.",
+        follows="giving K less helps on the bundled model only. The equal split stays, for quality "
+        "and for the kernels.",
     ),
     Finding(
         title="Early and late layers are more fragile than the middle",
@@ -118,10 +118,10 @@ WIDTHS = (
                 and probe(r)[-1] == max(probe(r))
                 and probe(r)[-1] - probe_dense(r) > 3 * (probe(r)[0] - probe_dense(r))
             ),
-            why="Layers differ as much as there, and the last one hurts most; the first hurts "
-            "least, against the paper. Why is not known; with six layers there is hardly a "
-            "middle. Widths by estimated loss come to the same: the last layer keeps all its "
-            "channels (`docs/log.md`).",
+            why="Layers differ as much as in the paper, and the last one is the most fragile. "
+            "The first is the least fragile, contrary to the paper, for an unknown reason. "
+            "Six layers hardly have a middle. Budgets by estimated loss agree: the last "
+            "layer keeps all its channels ([log](../log.md)).",
         ),
     ),
 )

@@ -89,7 +89,7 @@ def why_not_plain(config: Any) -> str:
     reasons = {
         "QK-norm divides by the norm of whole dense heads": spec.norm is not None,
         "layers rotate at different bases": any(isinstance(part, dict) for part in rope.values()),
-        "layers have a state of their own": family in WITH_STATES,
+        "some layers have a state": family in WITH_STATES,
         "pairs take positions of different axes": family in INNER or spec.by_axis,
         "layers read the keys and values of others": spec.value_norm is not None,
         "a gate multiplies the attention output": spec.gate is not None,

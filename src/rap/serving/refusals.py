@@ -8,19 +8,19 @@ from ..model.layers import base_model_type
 from .layout import cache_layouts
 
 STATES = (
-    "vLLM runs no layers with a state of their own (linear attention, convolution) through its "
-    "transformers backend"
+    "vLLM's transformers backend does not support layers with a state (linear attention, "
+    "convolution)"
 )
 SLOTS = (
-    "its queries are scaled by their place in a forward pass, which in vLLM holds many requests, "
-    "and vLLM's transformers backend knows no chunked attention and fails to load experts that "
-    "are stored like these, of a dense model too"
+    "it scales queries by their place in a forward pass, which has many requests in vLLM. The "
+    "transformers backend of vLLM lacks chunked attention, and cannot load its experts, of the "
+    "dense model either"
 )
 BESIDE = (
-    "vLLM's transformers backend looks for their number per token under other names than "
-    "top_k_experts, and gives all experts but gpt-oss's SiLU"
+    "vLLM's transformers backend does not read top_k_experts, and uses SiLU for all experts but "
+    "gpt-oss's"
 )
-IMAGES = "the text model of a multimodal one is not served by itself yet"
+IMAGES = "the separate text model of a multimodal model is not implemented"
 WITH_STATES = (
     *("falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
