@@ -1,16 +1,18 @@
-"""Lint of hand-written documents: terms, sentence length, numbers per sentence, links, line length.
+"""Lint of documents and of texts in the package: terms, spelling, sentence length, numbers, links.
 
-    python docs/prose.py                # all documents of PAGES; exit code 1 if something is found
+    python docs/prose.py                # PAGES and src/rap; exit code 1 if something is found
     python docs/prose.py --stats README.md
 
 docs/reference/glossary.md defines the terms. Code, tables, formulas and generated parts (between
 `<!-- measured: ... -->` and `<!-- end of what is measured -->`) are not sentences; in tables only
-terms are checked.
+terms are checked. In src/rap, terms and spelling of error messages and of the first lines of public
+docstrings are checked, and the sentence length of the latter.
 """
 
+import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +29,9 @@ PAGES = (
     "experiments/README.md",
     "src/rap/assets/README.md",
 )
-# Generated, from tables in src/ and from result files, or a log of experiments.
 SKIPPED = (
-    "docs/log.md",
-    "docs/reference/commands.md",
-    "docs/reliability.md",
+    "docs/log.md",  # a log of experiments, frozen
+    "docs/reference/commands.md",  # built with the site, not committed: tests/test_prose.py
 )
 
 # Not our words, and the term to use instead. Case does not matter; code is not looked at.
@@ -83,6 +83,9 @@ TERMS = [
     *((re.compile(rf"\b(?:{pattern})\b", re.I), "use US spelling") for pattern in BRITISH),
 ]
 
+# In error messages: quoted values, and flags with a value that is a word of the left column.
+VALUE = re.compile(r"(?<!\w)'[^' ]*'(?!\w)|--[\w-]+(?: (?:stock|fidelity)\b)?")
+INTERNAL = re.compile(r"'cells?'", re.I)  # of `rap compare`, in src/rap/studies alone
 GENERATED = re.compile(r"<!-- measured:.*?<!-- end of what is measured -->", re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 FENCE = re.compile(r"^( *)(```+|~~~+)(?!\{).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
@@ -201,6 +204,64 @@ def violations(text: str, repository: Path = REPOSITORY) -> list[Found]:
     return sorted([*found, *_terms(read), *_sentences(read), *_links(read, repository)])
 
 
+def _public(body: Iterable[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """Public classes and functions of a module, and the public methods of these classes."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from _public(node.body)
+
+
+def summaries(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """First lines of the docstrings of a module and of what is public in it, with their lines."""
+    for node in (tree, *_public(tree.body)):
+        if text := ast.get_docstring(node):
+            yield node.body[0].lineno, text.splitlines()[0]
+
+
+def message(node: ast.expr) -> str:
+    """The text of a string, with values as code; both branches of a conditional one."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(message(part) or "`x`" for part in parts)
+        case ast.BinOp(left=left, right=right):
+            return message(left) + message(right)
+        case ast.IfExp(body=body, orelse=other):
+            return f"{message(body)} {message(other)}"
+    return ""
+
+
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Texts that errors are raised with, with their lines; quoted values are code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for one in (*node.exc.args, *(keyword.value for keyword in node.exc.keywords)):
+                yield node.lineno, VALUE.sub("`x`", message(one))
+
+
+def source_violations(path: Path) -> list[Found]:
+    """Terms and spelling in a module's error messages and docstrings, and long first lines."""
+    tree = ast.parse(path.read_text("utf-8"))
+    checked = [(line, text, {"term"}) for line, text in messages(tree)]
+    checked += [(line, text, {"term", "sentence"}) for line, text in summaries(tree)]
+    allowed = INTERNAL if "studies" in path.parts else None
+    found = [
+        Found(line, one.rule, one.what)
+        for line, text, rules in checked
+        for one in violations(text)
+        if one.rule in rules and not (allowed and allowed.match(one.what))
+    ]
+    return sorted(found)
+
+
+def modules(repository: Path = REPOSITORY) -> list[Path]:
+    """The modules whose texts are checked."""
+    return sorted(repository.glob("src/rap/**/*.py"))
+
+
 def pages(repository: Path = REPOSITORY) -> list[Path]:
     """The documents that are checked."""
     found = {path for pattern in PAGES for path in repository.glob(pattern)}
@@ -227,13 +288,14 @@ def main(arguments: list[str]) -> int:
         for name in arguments[1:]:
             print(name, stats((REPOSITORY / name).read_text("utf-8")))
         return 0
-    chosen = [Path(name).resolve() for name in arguments] or pages()
+    chosen = [Path(name).resolve() for name in arguments] or [*pages(), *modules()]
     count = 0
     for path in chosen:
-        for found in violations(path.read_text("utf-8")):
+        of_source = path.suffix == ".py"
+        for found in source_violations(path) if of_source else violations(path.read_text("utf-8")):
             count += 1
             print(f"{path.relative_to(REPOSITORY)}:{found.line}: {found.rule}: {found.what}")
-    print(f"{len(chosen)} documents, {count} violations")
+    print(f"{len(chosen)} documents and modules, {count} violations")
     return 1 if count else 0
 
 

@@ -1,9 +1,9 @@
-"""Builds docs/reliability.md from the cases that were run and from what they found.
+"""Build docs/reliability.md from the reliability cases and the defects that they found.
 
     python docs/reliability/page.py
 
-Counts are those of experiments/reliability/reliability.json; what was found is told by hand below,
-each with the test that would see it again.
+Counts are from experiments/reliability/reliability.json. Defects are listed by hand below, each with
+the fault that showed it.
 """
 
 import json
@@ -15,9 +15,9 @@ REPOSITORY = Path(__file__).parents[2]
 RESULT = REPOSITORY / "experiments" / "reliability" / "reliability.json"
 HEAD = """# Reliability tests
 
-How commands end when they are killed, when the disk is full, or when their input is damaged. Each
-case is one command in a separate process, on a tiny random model. `make test-faults` runs all cases
-and generates this page; `make test` runs a part. Four ends are correct:
+This page reports how commands end if they are killed, if the disk is full, or if their input is
+damaged. Each case is one command in a separate process, on a tiny random model. `make test-faults`
+runs all cases and generates this page. `make test` runs a part. Four ends are correct:
 
 | end | meaning |
 |---|---|
@@ -39,7 +39,7 @@ TAIL = """
 * Dense checkpoints have no digest. A changed bit in their weights, or a config changed into another
   valid config, is not detected. Pruned checkpoints have a fingerprint of their weights, plans and
   statistics a digest.
-* Power failures: no file is flushed to the disk (`fsync`) before it replaces another.
+* Power failures. No file is flushed to the disk (`fsync`) before it replaces another.
 * GPU memory and networks. Killed and full-disk distillation is tested separately.
 """
 # As the cases name their ends, and as the page does.
@@ -110,7 +110,7 @@ FOUND = (
     ),
     Found(
         "odd config",
-        "a fingerprint that is a number ended in a traceback, from the message that should refuse "
+        "a fingerprint that is a number ended in a traceback, from the message that should reject "
         "it",
         "the line of weights that are not those of the config",
     ),
@@ -139,8 +139,7 @@ FOUND = (
     ),
     Found(
         "killed",
-        "a killed `rap plan` or `rap export gguf` left its hidden half file beside the output for"
-        " ever",
+        "a killed `rap plan` or `rap export gguf` left an incomplete hidden file next to the output",
         "the next run removes it",
     ),
     Found(
@@ -164,6 +163,7 @@ def page(result: dict[str, Any]) -> str:
     if missing and share == 1:
         raise ValueError(f"no case of {', '.join(sorted(missing))} was run: run all of them")
     made, total = result["provenance"], len(result["cases"])
+    versions = {"Python": made["python"], **dict(sorted(made["packages"].items()))}
     lines = [
         HEAD,
         f"## {total:,} cases\n",
@@ -171,9 +171,15 @@ def page(result: dict[str, Any]) -> str:
             [f"This run took a share of {share:g} of all faults, the same in every run.\n"]
             * (share < 1)
         ),
-        f"rap {made['rap']}, commit {made['commit']}, Python {made['python']}, "
-        + ", ".join(f"{name} {version}" for name, version in sorted(made["packages"].items()))
-        + f"; {made['device']}, {made['time'][:10]}. Command: `{result['command']}`\n",
+        "| | |",
+        "|---|---|",
+        f"| rap | {made['rap']}, commit {made['commit']} |",
+        "| versions | "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + " |",
+        f"| device, date | {made['device']}, {made['time'][:10]} |",
+        f"| command | `{result['command']}` |",
+        "",
         "| fault | cases | ended | commands |",
         "|---|---|---|---|",
     ]

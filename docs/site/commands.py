@@ -1,21 +1,23 @@
-"""The page of the command line, written from the commands themselves before every build."""
+"""The reference page of the command line, generated from the commands before every build."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from sphinx.application import Sphinx
 
 from rap.cli import EXIT_CODES, TOPICS
 from rap.cli import app as rap_app
 from rap.cli.completion import command_tree
 
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
 PAGE = Path("reference") / "commands.md"
 HIDDEN = {"--help", "--install-completion", "--show-completion"}
 
 
-def write_page(app: Sphinx) -> None:
+def write_page(app: "Sphinx") -> None:
     """Write the page into the sources, where git ignores it; an unchanged one is left alone."""
     path, text = Path(app.srcdir) / PAGE, page()
     if not path.is_file() or path.read_text("utf-8") != text:
@@ -85,7 +87,7 @@ def _default(one: Any) -> str:
     return f"`{value}`"
 
 
-def setup(app: Sphinx) -> dict[str, bool]:
+def setup(app: "Sphinx") -> dict[str, bool]:
     """Write the page before sources are read."""
     app.connect("builder-inited", write_page)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

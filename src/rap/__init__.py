@@ -1,4 +1,4 @@
-"""RAP: a smaller KV cache for RoPE language models, by cutting whole RoPE pairs of the weights.
+"""RAP: a smaller KV cache for RoPE language models, by pruning RoPE pairs of the weights.
 
 Importing the package registers the rap_<family> model types with transformers' Auto classes, so
 that a pruned checkpoint loads with `AutoModelForCausalLM.from_pretrained`, and the opt-in attention

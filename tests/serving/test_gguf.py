@@ -302,8 +302,8 @@ def test_an_unknown_way_to_split_text_is_refused_and_can_be_named(saved, tmp_pat
         ("nonsense", "such as llama-bpe or qwen2"),
         ("smolm", "near it: smollm"),
         ("LLAMA-BPE", "near it: llama-bpe"),
-        ("bert-bge-large", "knows no pre-tokenizer"),  # in the table of hashes, of no BPE tokenizer
-        ("", "knows no pre-tokenizer ''"),
+        ("bert-bge-large", "has no pre-tokenizer"),  # in the table of hashes, of no BPE tokenizer
+        ("", "has no pre-tokenizer ''"),
     ],
 )
 def test_a_name_that_llama_cpp_does_not_know_is_refused(saved, tmp_path, pre, said):

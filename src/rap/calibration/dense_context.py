@@ -194,7 +194,7 @@ class DenseContext:
         return windows
 
     def held_out(self, text: str) -> Tensor:
-        """Token ids [K] of a text to judge on, as `held_out.evaluation_tokens` reads it."""
+        """Token ids [K] of an evaluation dataset, as `held_out.evaluation_tokens` reads it."""
         return evaluation_tokens(text, self.tokenizer)
 
     def statistics(self, needs: Collection[str]) -> Statistics:
@@ -217,7 +217,7 @@ class DenseContext:
         return self.statistics(frozenset().union(*needs))
 
     def plan(self, method: Any) -> Any:
-        """What a method decides for this model; what it can refuse at once it refuses first."""
+        """The plan of a method for this model; unsupported settings raise an error first."""
         method.check_model(self.model)
         return method.plan_from(self.source, self.statistics_for([method]))
 

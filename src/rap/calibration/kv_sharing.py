@@ -36,7 +36,7 @@ def has_part(statistic: type[Statistic], layer: ObservedLayer) -> bool:
 
 
 def readers_of(shapes: Shapes) -> dict[int, list[int]]:
-    """Every layer with keys and values of its own, and the layers that read them, in order."""
+    """Every layer with separate keys and values, and the layers that read them, in order."""
     readers = {i: [i] for i, shape in enumerate(shapes) if shape and shape.source is None}
     for index, shape in enumerate(shapes):
         if shape is not None and shape.source is not None:
@@ -61,7 +61,7 @@ def join_heads(parts: Sequence[Tensor], num_kv_heads: int) -> Tensor:
 def join_statistics(
     layers: Sequence[Mapping[str, Tensor] | None], shapes: Shapes
 ) -> tuple[Mapping[str, Tensor] | None, ...]:
-    """Statistics of every layer by itself to those of sources, what readers add included."""
+    """Statistics of every single layer to those of sources, including what readers add."""
     joined = list(layers)
     for source, readers in readers_of(shapes).items():
         own, shape = layers[source], shapes[source]

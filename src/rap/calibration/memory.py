@@ -1,4 +1,4 @@
-"""What calibration will hold in memory beside the weights, before it starts."""
+"""Estimated memory of calibration in addition to the weights."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 def estimate_memory(
     model: Any, windows: Tensor, needs: Collection[str], *, checkpointing: bool = True
 ) -> dict[str, int]:
-    """Bytes that `calibrate` will hold beside the weights, by part; `total` is their sum.
+    """Bytes that `calibrate` holds in addition to the weights, by part; `total` is their sum.
 
     The model may be on the meta device. Exact for `accumulators` and `gradients` (the largest one:
     each is freed as it comes), an upper estimate for `logits` (a chunk of tokens, in float32 with

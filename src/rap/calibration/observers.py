@@ -60,7 +60,7 @@ class CalibrationStep:
 
 
 class Statistic(ABC):
-    """What calibration accumulates of one layer; one of the three kinds below says of what.
+    """What calibration accumulates for one layer; the three classes below define the kinds.
 
     As class variables: `need`, the name that methods ask for it by; `names`, what it leaves in
     `Statistics`, and `norm_names`, what it adds where queries and keys are normalised.

@@ -224,7 +224,7 @@ def check_needs(needs: Collection[str]) -> frozenset[str]:
 
 
 def backward_needs(needs: Collection[str]) -> list[str]:
-    """Those of `needs` that no forward pass gives: gradients of the loss, and cuts to try."""
+    """Those of `needs` that no forward pass gives: gradients of the loss, and trial pruning."""
     forward = {need for need, one in STATISTICS.items() if issubclass(one, ForwardStatistic)}
     return sorted(check_needs(needs) - forward)
 

@@ -1,4 +1,4 @@
-"""The model card written beside a pruned checkpoint, every figure taken from its report or plan."""
+"""The model card of a pruned checkpoint; every number is from its report or plan."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ _ENDS = ("value", "low", "high")
 
 
 def model_card(report: dict[str, Any], title: str) -> str:
-    """The README.md of a checkpoint, from the report saved beside it, or `unmeasured`.
+    """The README.md of a checkpoint, from the report saved with it, or `unmeasured`.
 
     `traits` of the report is what the method says of itself (`methods.base.traits`); reports of
     earlier releases have none, and their card says only which method it was.
@@ -107,7 +107,7 @@ def unmeasured(
     small: PreTrainedModel,
     traits: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What a card says by plan and sizes alone; both models may be on the meta device."""
+    """The part of a card from plan and sizes alone; both models may be on the meta device."""
     shapes = [shape for shape in plan.shapes if shape is not None]
     elements = sum(2 * shape.num_cached_heads * shape.head_dim for shape in shapes)
     return {

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all."""
+"""Files and directories that are written atomically."""
 
 import contextlib
 import ctypes
@@ -204,7 +204,7 @@ def _open_to_readers(folder: Path) -> None:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write JSON whole or not at all, sorted and indented."""
+    """Write JSON atomically, sorted and indented."""
     text = json.dumps(data, indent=2, sort_keys=True) + "\n"
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -139,7 +139,7 @@ def completed(config: Any, header: Header) -> Any:
 
 
 def begun(tokenizer: Any, header: Header) -> Any:
-    """The tokenizer, which adds BOS by itself where the header states it: transformers' does not.
+    """The tokenizer, which adds BOS if the header states it, unlike that of transformers.
 
     llama.cpp adds it unasked for SentencePiece vocabularies.
     """

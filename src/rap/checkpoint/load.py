@@ -33,7 +33,7 @@ SOFT_CAP = "attn_logit_softcapping"  # as the configs of Gemma 2 and its kin hav
 
 
 def load_config(source: str | Path) -> Any:
-    """The config of what `source.resolve_source` knows; CheckpointError if there is none, or a
+    """The config of what `source.resolve_source` resolves; CheckpointError if there is none, or a
     senseless one."""
     register()
     source = resolve_source(source)
@@ -49,7 +49,7 @@ def load_config(source: str | Path) -> Any:
 
 
 def load_dense(source: str | Path, **kwargs: Any) -> Any:
-    """A dense causal LM to compress, in eval mode; refused before its weights are read.
+    """A dense causal LM to compress, in eval mode; rejected before its weights are read.
 
     Keyword arguments go to `from_pretrained` (dtype, device_map, ...).
     Raises UnsupportedModelError or CheckpointError.

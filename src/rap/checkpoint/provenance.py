@@ -37,7 +37,7 @@ def device_name(kind: str | None = None) -> str:
 
 
 def device_used() -> str:
-    """The accelerator that this process had tensors on, or the processor, and what lay idle."""
+    """The accelerator that this process had tensors on, or the processor, and unused devices."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if torch.cuda.memory_stats(index).get("allocation.all.allocated", 0):
             return torch.cuda.get_device_name(index)

@@ -1,4 +1,4 @@
-"""What may stand for a model: a directory, a hub name, a model by name, or a GGUF file."""
+"""Resolve a model argument: local directory, Hub ID, built-in name, or GGUF file."""
 
 import functools
 import sys
@@ -13,7 +13,7 @@ BUNDLED = "bundled"
 
 
 def resolve_source(source: str | Path) -> str:
-    """The directory or hub name that transformers loads for what a user calls a model.
+    """The directory or Hub ID that transformers loads for a model argument.
 
     `bundled` is the model in the package, a name of `fetch.FETCHED` one that `rap fetch` brought,
     a .gguf file is dequantized once (with a line on standard error that says so). Raises

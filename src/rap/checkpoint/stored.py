@@ -98,7 +98,7 @@ LOW = (torch.float16, torch.bfloat16)
 
 
 class Weights(Protocol):
-    """The weights of a model that are not in memory: `model` has its modules, and says their names.
+    """The weights of a model that are not in memory: `model` has its modules and their names.
 
     `fingerprint` stands for all of them.
     """
@@ -118,7 +118,7 @@ class Weights(Protocol):
 
 
 class StoredModel:
-    """A dense checkpoint, directory or hub name, whose weights stay in their files.
+    """A dense checkpoint, directory or Hub ID, whose weights stay in their files.
 
     `model` has everything else of the model: configuration, modules on the meta device, and what no
     checkpoint stores (frequencies of RoPE) computed. `expected` are its names of all tensors that
@@ -269,7 +269,7 @@ def _check_type(stored: str, found: str) -> None:
 
 
 def untie(config: PreTrainedConfig) -> None:
-    """Make a config say that the head is a weight of its own.
+    """Record in a config that the head is a separate weight.
 
     transformers keeps a head that is stored and differs though the config says tied. Engines, and
     `tie_weights`, go by the config alone and would lose it.

@@ -38,7 +38,7 @@ class TensorFile:
     remedy: str
 
     def save(self, path: str | Path, layers: Layers, about: Mapping[str, Any]) -> None:
-        """Write the tensors of every layer (None: none) and JSON-able `about`, whole or not at all.
+        """Write the tensors of every layer (None: none) and JSON-able `about` atomically.
 
         Raises CheckpointError where the file cannot be made.
         """

@@ -1,4 +1,4 @@
-"""Writing a model as transformers does, less what it refuses to write and yet reads."""
+"""`save_pretrained` that tolerates generation configs transformers can load but not save."""
 
 from pathlib import Path
 from typing import Any

@@ -67,8 +67,8 @@ def bench_command(
 ) -> None:
     """Time decode steps of MODEL, pruned and dense interleaved, over a growing context.
 
-    Dense and pruned are each timed with SDPA and with this package's attention and judged by the
-    faster one. Time does not depend on weights, so the dense model needs no checkpoint.
+    Both are timed with SDPA and with this package's attention, and the faster one counts. Time does
+    not depend on weights, so the dense model needs no checkpoint.
     """
     _check(output, (rounds, batch, *contexts))
     placed, device = placement(device), str(working_device(device))

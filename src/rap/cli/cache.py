@@ -1,4 +1,4 @@
-"""`rap evaluate cache`: what compressing the cache further costs, in fewer bits or fewer tokens."""
+"""`rap evaluate cache`: the cost of further cache compression, by quantization or eviction."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any

@@ -54,7 +54,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint to measure, and what every result says of it.
+    """A checkpoint to measure, and the entries that every result has about it.
 
     Windows and documents begin with the token `bos`, if any.
     """

@@ -1,4 +1,4 @@
-"""`rap compare`: methods side by side on one model, cell by cell, with a report at the end."""
+"""`rap compare`: methods compared on one model, run by run, with a report at the end."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -109,8 +109,8 @@ def compare_command(
 ) -> None:
     """Prune MODEL by every method at every ratio, recover, and evaluate all alike.
 
-    Finished cells are kept in the output folder: a killed or repeated command continues there.
-    Exit code 1 if a cell failed.
+    Finished runs are kept in the output folder: a killed or repeated command resumes.
+    Exit code 1 if a run failed.
     """
     chosen = None if axes.methods is None else parse_names(axes.methods)
     if demo:

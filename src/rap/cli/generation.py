@@ -1,4 +1,4 @@
-"""`rap evaluate generation`: long continuations beside those of the dense model."""
+"""`rap evaluate generation`: long continuations compared with those of the dense model."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -99,8 +99,8 @@ def generation_command(
 ) -> None:
     """Continuations by PRUNED and by its dense model: agreement, common prefix, repetition.
 
-    With --chat they are answers that may end, and the divergence along both models' answers is
-    measured too. Both run in float32 with their own cache. Intervals are over prompts.
+    With --chat they are answers that may end, and KL along both models' answers is measured too.
+    Both models run in float32 with their own cache. Intervals are over prompts.
     """
     asked.check(bos)
     opened = open_checkpoint(pruned, device, device_map, [output], dtype="float32", bos=bos)

@@ -92,7 +92,7 @@ class PruningOptions:
     target: options.Target = None
 
     def build(self, source: str, seed: int, **defaults: str) -> Method:
-        """The method for a checkpoint; RapError for a setting it has not, or that is said twice.
+        """The method for a checkpoint; RapError for an unknown setting, or one that is set twice.
 
         `defaults` count where the method has such a setting and nothing else sets it.
         """

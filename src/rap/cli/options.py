@@ -219,7 +219,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]
 
 
 def write_result(path: Path, data: object) -> None:
-    """Write a result file and say where it is."""
+    """Write a result file and print its path."""
     write_json(path, data)
     console.print(f"wrote {path}")
 

@@ -1,4 +1,4 @@
-"""`rap sample`: text that a model writes by itself, to calibrate, fit and distil on."""
+"""`rap sample`: documents that a model generates, for calibration and distillation."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,8 +51,8 @@ def sample_command(
 ) -> None:
     """Let MODEL write documents, for --calibration and --text of other commands.
 
-    They are spread as what it was trained on: prose, code, chat. A stopped command goes on where it
-    stood.
+    The documents approximate its training distribution: prose, code, chat. A stopped command
+    resumes.
     """
     if output.suffix != TEXT:
         raise RapError(f"{output} must end in {TEXT}: one document is written by line")

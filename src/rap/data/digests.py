@@ -1,4 +1,4 @@
-"""What texts and models held when something was measured on them, so that a change is noticed.
+"""Content hashes of datasets and models, to detect changes since a measurement.
 
 A folder of results keeps it of texts in `texts.sha256`, as `sha256sum` writes it, and of dense
 models' configs in `dense.configs` and their tokenizers in `dense.tokenizers`, for results are named

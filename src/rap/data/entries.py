@@ -1,4 +1,4 @@
-"""The texts of a file: lines of a .txt, or the entries of a .jsonl."""
+"""The documents of a file: lines of a .txt, or the entries of a .jsonl."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ FILE_TYPES = (".txt", ".jsonl")
 
 
 def read_entries(path: str | Path) -> list[str]:
-    """The texts of a file one by one: lines of a .txt, or those of a .jsonl as `read_text` says.
+    """The documents of a file one by one: lines of a .txt, or those of a .jsonl as in `read_text`.
 
     Blank lines are left out. Raises CalibrationError for a file that cannot be read.
     """

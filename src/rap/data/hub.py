@@ -1,4 +1,4 @@
-"""Datasets by name: the split that a name stands for, and WikiText-2 as `rap fetch` keeps it."""
+"""Datasets by name: the split that a name selects, and WikiText-2 as `rap fetch` keeps it."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Text that a model writes by itself, to calibrate, fit and distil on.
+"""Documents that a model generates, for calibration and distillation.
 
 What a model was trained on is seldom at hand, and a text of one kind teaches a cut model that kind
 alone. Documents drawn from the dense model are spread as its own training text was

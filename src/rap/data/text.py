@@ -81,7 +81,7 @@ def load_windows(
 
 
 def named_sources(source: str | Path) -> list[str]:
-    """The sources of a mixed text, a comma list of what `read_text` knows, or `own`.
+    """The sources of a mixture, a comma list of sources of `read_text`, or `own`.
 
     `general:NAME` is three of them: NAME, `repeated:NAME` and `own`, which is there only once. A
     file whose name has a comma is one source. Raises CalibrationError for a text itself.

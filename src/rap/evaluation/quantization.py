@@ -1,4 +1,4 @@
-"""Weights in fewer bits, dense or pruned: the paper's plain rounding, and real kinds of libraries.
+"""Quantized weights, dense or pruned: the paper's plain rounding, and formats of libraries.
 
 Every nn.Linear below the language-model head is quantized; embeddings, the head, norms and experts
 stored as one tensor stay as they are.

@@ -64,7 +64,7 @@ class Method(ABC):
         """The statistics that calibration must collect for this method."""
 
     def needs_for(self, model: PreTrainedModel) -> frozenset[str]:
-        """`needs`, and the energies that stand for the dense head where queries are normalised."""
+        """`needs`, and the energies that replace the dense head where queries are normalized."""
         normalised = any(layer.norm is not None for layer in attention_layers(model))
         return self.needs | ({"energy"} if normalised else frozenset())
 
@@ -108,7 +108,7 @@ class Method(ABC):
 
 
 def traits(method: Method | type[Method]) -> dict[str, str]:
-    """What a method says of itself beside its settings, for reports and model cards."""
+    """A method's entries about itself in addition to its settings, for reports and model cards."""
     return {
         "family": method.family,
         "summary": method.summary,
@@ -162,10 +162,10 @@ class PairPruning(Method):
         weights: Sequence[Named | None],
         shapes: Sequence[AttentionShape | None],
     ) -> list[LayerScores | None]:
-        """Scores of every layer's pairs and channels: the one thing a pair method must say."""
+        """Scores of every layer's pairs and channels, which a pair method must define."""
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """As of every method; UnsupportedModelError for norms by head that would be cut."""
+        """As of every method; UnsupportedModelError for norms by head that would be pruned."""
         super().check_model(model)
         norms = [layer.norm for layer in attention_layers(model) if layer.norm is not None]
         if self.qk_norm != "exact" and any(norm.one_module_per_head for norm in norms):

@@ -1,4 +1,4 @@
-"""What a method may look at of the dense model itself, beside statistics."""
+"""Access of a method to the dense model itself, in addition to statistics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ UNKNOWN_CONTEXT = 8192
 
 @dataclass(frozen=True, eq=False)
 class DenseLayers:
-    """What a method may look at beside statistics, per layer (None: no attention).
+    """Data for a method in addition to statistics, per layer (None: no attention).
 
     `weights` maps the roles q, k, v, o to matrices as in nn.Linear, and where keys are normalised
     `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64 [P],

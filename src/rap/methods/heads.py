@@ -1,4 +1,4 @@
-"""Whole KV heads, with the query heads that read them: coarse, and a stock checkpoint.
+"""Whole KV heads, with the query heads that read them: coarse, in a uniform layout.
 
 As in LLM-Pruner, https://arxiv.org/abs/2305.11627: a KV head, its query heads and their columns of
 W_o go together. The budget moves in steps of one head; `kept_fraction` says where it landed.

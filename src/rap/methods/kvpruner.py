@@ -158,7 +158,7 @@ class IndexedKvPruner(_Channels):
 
 
 def sensitivities(trials: Trials, cuts: Iterable[tuple[int, LayerPlan]]) -> list[float]:
-    """What each of these cuts, alone, adds to the perplexity: 0 where it adds nothing.
+    """What pruning each of these alone adds to the perplexity: 0 where it adds nothing.
 
     All alike, were they all 0.
     """

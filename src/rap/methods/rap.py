@@ -32,7 +32,7 @@ FAR = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Rap(PairPruning):
-    """RAP, from the paper's cut to the better ones at the same cost.
+    """RAP, from the published method to the better ones at the same cost.
 
     score: importance of pairs and channels, one of rap.planning.scores.SCORES.
     keys: `pairs` keeps dense pairs (the paper), `fold` compresses groups of slow pairs together,
@@ -124,7 +124,7 @@ class Rap(PairPruning):
 
     @classmethod
     def general(cls, **settings: Any) -> "Rap":
-        """For a model that is to read all kinds of text, with `general:` calibration data."""
+        """For a model used on many domains, with `general:` calibration data."""
         recommended: dict[str, Any] = {"shrinkage": 1, "reach": "far"}
         return cls(**recommended | settings)
 
@@ -225,7 +225,7 @@ class Rap(PairPruning):
         above_floor(self.retain, sizes, heads, max(1, self.alignment(shapes) // 2))
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """As of every method; folding and the stock profile ask for frequencies they can share."""
+        """As of every method; folding and the uniform layout require frequencies they can share."""
         super().check_model(model)
         dense = self._opened(dense_layers(model))
         self._folds(dense)

@@ -37,6 +37,6 @@ METHODS: dict[str, type[Method]] = {
 
 
 def traits_of(plan: Plan) -> dict[str, str]:
-    """What the method of a plan says of itself; empty for a method this release does not know."""
+    """The entries of a plan's method about itself; empty for a method unknown to this release."""
     method = METHODS.get(plan.method.get("name", ""))
     return traits(method) if method is not None else {}

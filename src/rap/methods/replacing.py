@@ -117,7 +117,7 @@ def nearest_rank(retain: float, size: int, multiple: int = 1) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Replacing(Method):
-    """A method that says, layer by layer, which attention takes the dense one's place."""
+    """A method that defines, layer by layer, the attention that replaces the dense attention."""
 
     ships: ClassVar[Ships] = "package"
 

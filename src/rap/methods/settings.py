@@ -24,7 +24,7 @@ def split_setting(text: str) -> tuple[str, str]:
 
 
 def read_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """A dictionary of `name=value` texts; RapError for one without a value, or named twice."""
+    """A dictionary of `name=value` strings; RapError for one without a value, or named twice."""
     settings: dict[str, Any] = {}
     for name, value in map(split_setting, texts):
         if name in settings:

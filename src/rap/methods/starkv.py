@@ -1,4 +1,4 @@
-"""STAR-KV's cut: keys by a product of their own for every head, values by one for all heads.
+"""STAR-KV: keys by a separate product for every head, values by one for all heads.
 
 https://arxiv.org/abs/2606.08382 (code: PriyanshBhatnagar/STAR-KV). Its singular values pass a
 threshold that distillation learns, one of every head's keys and one of every layer's values, pushed

@@ -22,7 +22,7 @@ from .svdllm import SvdLlm, joint_rows
 
 @dataclass(frozen=True, kw_only=True)
 class SvdLlm2(SvdLlm):
-    """SVD-LLM with ranks of its own for each W_k and each W_v; each type keeps `retain` in all."""
+    """SVD-LLM with separate ranks for each W_k and each W_v; each type keeps `retain` in all."""
 
     name: ClassVar[str] = "svdllm2"
     summary: ClassVar[str] = "as svdllm, with ranks of their own for every layer's keys and values"

@@ -75,7 +75,7 @@ class Trials:
         return math.sqrt(_finite(moved, cuts) / whole)
 
     def divergence(self, cuts: Cuts) -> float:
-        """Mean KL(dense || cut) of the next token, in nats a token of the windows."""
+        """Mean KL(dense || pruned) of the next token, in nats/token of the windows."""
         pairs, head, step = self._pairs(cuts), Head(self.model), chunk_tokens(self.model)
         nats = 0.0
         with torch.no_grad():

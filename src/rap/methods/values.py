@@ -35,7 +35,7 @@ def layer_losses(
     context: int,
     orders: Orders = DIRECTIONS,
 ) -> tuple[list[float], list[float]]:
-    """Expected loss of a layer's keys and of its values at every width: `part_losses`."""
+    """Estimated loss increase of a layer's keys and values at every width: `part_losses`."""
     shape, frequencies = dense.shapes[index], dense.frequencies[index]
     assert shape is not None
     assert frequencies is not None

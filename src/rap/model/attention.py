@@ -27,7 +27,7 @@ _CACHE_ARGUMENTS = ("layer_past", "past_key_value")
 
 
 class StateCache(Protocol):
-    """What attention asks of a cache: the tokens a layer holds, and the states to attend to."""
+    """Requirements of attention on a cache: the number of tokens, and the states to attend to."""
 
     def get_seq_length(self, layer_idx: int, /) -> int: ...
 
@@ -228,7 +228,7 @@ class RapAttention(nn.Module):
         return q, k, self._clip(v), projected.get("gate")
 
     def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
-        """Normalised and rotated queries [B, H, T, W] and keys [B, G, T, W]."""
+        """Normalized and rotated queries [B, H, T, W] and keys [B, G, T, W]."""
         norm = self.norm
         if norm is None:
             q, k = self._clip(q), self._clip(k)

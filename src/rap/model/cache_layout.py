@@ -111,7 +111,7 @@ class PairEntry(Entry):
         return CacheLayout(heads, self.key_width, self.values)
 
     def fits(self, shape: AttentionShape) -> bool:
-        """Whether the widths are those of dense heads cut smaller, or of whole merged groups."""
+        """Whether the widths are those of pruned dense heads, or of whole merged groups."""
         heads = self.num_heads(shape)
         if heads < 1 or shape.num_kv_heads % heads:
             return False

@@ -1,4 +1,4 @@
-"""Every error a user can cause: named subclasses of ValueError that say what to do."""
+"""Every error a user can cause: named subclasses of ValueError with an action."""
 
 
 class RapError(ValueError):
@@ -25,7 +25,7 @@ NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice, on an accelerator or on a CPU."""
+    """Whether an error reports that memory did not suffice, on an accelerator or on a CPU."""
     if isinstance(error, RuntimeError):
         # The CPU's allocator has no class of its own; that of CUDA is one of these as well.
         return any(words in str(error).lower() for words in NO_MEMORY)

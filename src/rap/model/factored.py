@@ -81,7 +81,7 @@ class FactoredAttention(RapAttention):
         self.factors = factors
 
     def projected_sizes(self, entry: PairEntry) -> tuple[dict[str, int], dict[str, int]]:
-        """As of every layer, with dense q, and k where it is normalised, and dense o and gate."""
+        """As of every layer, with dense q, and k where it is normalized, and dense o and gate."""
         widths, heads = super().projected_sizes(entry)
         dense = self.dense_shape
         if self.maps_queries:
@@ -93,7 +93,7 @@ class FactoredAttention(RapAttention):
         return widths, heads
 
     def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
-        """Queries [B, H, T, W] and keys [B, N, T, W]: normalised, mapped, rotated."""
+        """Queries [B, H, T, W] and keys [B, N, T, W]: normalized, mapped, rotated."""
         if self.norm is not None:
             modules = (getattr(self, name) for name in self.norm.names)
             q, k = (

@@ -1,4 +1,4 @@
-"""The table of Hugging Face families: one row per family, and why other models are refused.
+"""The table of Hugging Face families: one row per family, and errors for other models.
 
 Most of what differs between families is read off the live attention module (biases, scale, head
 counts, clipping, dropout, partial rotation). A row states what cannot be read.

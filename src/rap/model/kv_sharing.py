@@ -1,4 +1,4 @@
-"""Attention that reads the keys and values of an earlier layer, and normalises values.
+"""Attention that reads the keys and values of an earlier layer, and normalizes values.
 
 Copied into checkpoints as remote code with `modeling`.
 
@@ -46,7 +46,7 @@ class SharingAttention(RapAttention):
         self.value_norm = None if self.spec.reads else getattr(dense, spec.value_norm)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As of every layer, values normalised; of a reader queries, and nothing of the others."""
+        """As of every layer, values normalized; of a reader queries, and nothing of the others."""
         if self.value_norm is not None:
             q, k, v, gate = super().project(hidden_states)
             return q, k, self.value_norm(v)[..., : self.value_width], gate

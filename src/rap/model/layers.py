@@ -61,7 +61,7 @@ def text_config(config: PreTrainedConfig) -> Any:
 
 
 def trained_length(config: PreTrainedConfig) -> int | None:
-    """The positions a model was made for, where its config says so."""
+    """The positions a model was made for, if its config states them."""
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
@@ -224,7 +224,7 @@ def sliding_window(spec: AttentionSpec, attention: nn.Module) -> int | None:
 
 
 def norm_weights(layer: AttentionLayer) -> tuple[Tensor, ...]:
-    """The factors [H, D] and [G, D] by which normalised q and k are multiplied; () without norm.
+    """The factors [H, D] and [G, D] that multiply normalized q and k; () without norm.
 
     Those of keys are 1 in a layer that reads another's.
     """
@@ -264,7 +264,7 @@ def projections(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Any]:
 def projection_tensors(
     layers: list[AttentionLayer], spec: AttentionSpec
 ) -> dict[str, tuple[AttentionLayer, str]]:
-    """Checkpoint name of every attention tensor that is cut, to its layer and role.
+    """Checkpoint name of every attention tensor that is pruned, to its layer and role.
 
     A linear of several roles has them joined by "+", or by "=" where they are of the same rows;
     norms are "q_norm.weight" and the like.

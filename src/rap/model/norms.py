@@ -90,12 +90,12 @@ class KeptNorm(nn.Module):
 
 
 def norm_names(norm: QKNorm, *, exact: bool) -> tuple[str, str]:
-    """Names of the query's and the key's norm; one shared by both is two where they are cut."""
+    """Names of the query's and the key's norm; a shared norm is two after pruning."""
     return norm.names if exact or norm.names[0] != norm.names[1] else ("q_norm", "k_norm")
 
 
 def mapped_limit(norm: QKNorm) -> str:
-    """Why normalised queries and keys cannot be combined behind their norm, or ""."""
+    """Why normalized queries and keys cannot be combined behind their norm, or ""."""
     if norm.after_rotation:
         return "queries and keys are normalised after their rotation"
     if norm.one_module_per_head:

@@ -1,4 +1,4 @@
-"""What a row of the table of families says: how one family writes its attention."""
+"""A row of the table of families: how one family implements its attention."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ Kwargs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class QKNorm:
-    """How a family normalises queries and keys, if its attention module has modules of that name.
+    """How a family normalizes queries and keys, if its attention module has modules of that name.
 
     `over` is what one mean runs over: each head's channels (`head`), or all heads' (`all`).
     `layout` is how the states lie when they are normalised. `centred` is LayerNorm, which subtracts

@@ -1,4 +1,4 @@
-"""What is measured of a model and its cut, and how a pruned checkpoint is written."""
+"""Measurements of a model and its pruned model, and the writing of pruned checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -70,7 +70,7 @@ def measure_against(
     bos: Bos = "auto",
     progress: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """As `measure`, all in one pass each: `dense`, and every one of `models` with its fidelity."""
+    """As `measure`, all in one pass each: `dense`, and every one of `models` with its KL."""
     found = {name: _weights(model) for name, model in {"dense": dense, **models}.items()}
     if text is None:
         return found
@@ -174,7 +174,7 @@ def save(
     report: dict[str, Any] | None = None,
     force: bool = False,
 ) -> None:
-    """Write a pruned checkpoint whole or not at all: weights, config, plan, tokenizer, card.
+    """Write a pruned checkpoint atomically: weights, config, plan, tokenizer, card.
 
     Without a `tokenizer`, the one beside the dense `source` is copied, if there is one. Without a
     `report`, the card compares sizes with the `dense` model, if that is given.

@@ -1,4 +1,4 @@
-"""Folding keys: pairs that turn nearly alike over the context share fewer slots.
+"""Folded keys: pairs with similar frequencies over the context share fewer slots.
 
 A logit is the real part of q^H R_d k. Moments are taken of circular pairs (a phase of its own in
 every sample), of which the real part is half the square: E[Re(z)^2] = E|z|^2 / 2.
@@ -141,7 +141,7 @@ def fold_at(
 
 
 def usual_reach(context: int) -> float:
-    """How far the mismatch of slots is looked at if nothing is said, in tokens.
+    """Default distance, in tokens, over which the mismatch of slots is evaluated.
 
     The root of the context: attention looks at near tokens most (docs/log.md).
     """

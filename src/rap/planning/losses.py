@@ -1,4 +1,4 @@
-"""What a cut is expected to cost: in loss, or in squared error of logits and outputs.
+"""Estimated cost of pruning: in loss, or in squared error of logits and outputs.
 
 Taking d off a layer's keys (or off what its o_proj reads) adds about 1/2 E[(g^T d)^2] nats per
 token to the loss of a trained model, where g is the gradient of the summed loss: the empirical

@@ -1,4 +1,4 @@
-"""Why a layer's keys or values may only be cut as they are, and not mixed with each other."""
+"""Why a layer's keys or values may only be selected, not mixed with each other."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The denominators of QK-norm: what kept channels need to stand for the dense head's energy.
+"""The denominators of QK-norm: what kept channels need to replace the dense head's energy.
 
 Shapes: B batch, T tokens, H heads of q or k, G KV heads, D dense head dim, W kept key channels,
 S norm rows of a head.
@@ -20,7 +20,7 @@ NORM_ROWS = 8
 
 
 def row_sizes(w_k: Tensor, shape: AttentionShape, norm: QKNorm, weight_GD: Tensor) -> Tensor:
-    """Root mean squares [G, D] of normalised keys whose inputs are white, from W_k alone."""
+    """Root mean squares [G, D] of normalized keys whose inputs are white, from W_k alone."""
     rows_EGD = w_k.detach().float().T.unflatten(1, (shape.num_kv_heads, shape.head_dim))
     rows_EGD = centred(rows_EGD, norm)
     sizes_GD = rows_EGD.square().sum(0).sqrt()
@@ -34,7 +34,7 @@ def with_denominators(
     statistics: Mapping[str, Tensor] | None,
     num_rows: int = 0,
 ) -> PairPlan:
-    """The plan of a normalised layer with energy ratios and, for mode `rows`, `num_rows` sketches.
+    """The plan of a normalized layer with energy ratios and, for mode `rows`, `num_rows` sketches.
 
     The rows of a head are the leading eigenvectors of the dropped channels' second moment: no other
     S rows carry as much of the dropped energy. The ratio is all energy over that of kept channels

@@ -83,7 +83,7 @@ class Plan:
         return kept / dense
 
     def about(self) -> list[str]:
-        """What `LayerPlan.about` says, a line for all layers that it is the same of."""
+        """The entries of `LayerPlan.about`, one line for all layers with the same entry."""
         said: dict[str, list[int]] = {}
         for index, (layer, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
             line = layer.about(shape) if layer is not None and shape is not None else ""

@@ -58,7 +58,7 @@ def target_settings(target: str, head_dim: int, budget: str) -> dict[str, Any]:
 
 
 def shared_pairs(score_GP: Sequence[Tensor], num_pairs: int) -> list[int]:
-    """The `num_pairs` pairs that all heads of all layers keep in the stock profile, ascending.
+    """The `num_pairs` pairs that all heads of all layers keep in the uniform layout, ascending.
 
     A layer's scores are divided by their sum, so that every layer has one vote, then summed over
     heads and layers; the lower index wins a tie. Raises RapError if there are not that many pairs,

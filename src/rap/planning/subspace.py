@@ -29,7 +29,7 @@ class Factors:
 
 
 def weighted_subspace(inner: Tensor, outer: Tensor, rank: int) -> Factors:
-    """The rank-r projection P minimising tr(outer (I - P) inner (I - P)^H), batched, float64.
+    """The rank-r projection P minimizing tr(outer (I - P) inner (I - P)^H), batched, float64.
 
     `inner` is the second moment of what is projected, `outer` the Gram matrix of what reads it,
     both [..., n, n], Hermitian, real or complex. The minimum is the sum of the squared singular
@@ -75,14 +75,14 @@ def floored(eigenvalues: Tensor) -> Tensor:
 
 
 class WeightFactors(NamedTuple):
-    """up [out, r] and down [r, in], whose product stands for a weight [out, in]."""
+    """up [out, r] and down [r, in], whose product replaces a weight [out, in]."""
 
     up: Tensor
     down: Tensor
 
 
 def whitened_factors(weight: Tensor, moment_EE: Tensor | None, rank: int) -> WeightFactors:
-    """The rank-r product minimising E ||(W - up down) x||^2, float64, for E[x x^T] = `moment`.
+    """The rank-r product minimizing E ||(W - up down) x||^2, float64, for E[x x^T] = `moment`.
 
     The SVD of W C^1/2, as in SVD-LLM and PaLU: with its left vectors U the optimum is U U^T W, so
     nothing is inverted, and U are the eigenvectors of W C W^T. Factors are balanced. Without a

@@ -1,4 +1,4 @@
-"""What a recovery by distillation is told: one dataclass, and the named presets as a table."""
+"""Settings of recovery by distillation: one dataclass, and the named presets as a table."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args

@@ -25,7 +25,7 @@ _CHARACTERS_PER_TOKEN = 16
 
 
 class TextSettings(Protocol):
-    """What a recovery's settings say of its text."""
+    """A recovery's settings of its training data."""
 
     @property
     def window(self) -> int: ...
@@ -58,7 +58,7 @@ def recovery_windows(
     longest: int | None = None,
     bos: Bos = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Training and validation windows, LongTensors [N, T], packed from one or more texts.
+    """Training and validation windows, LongTensors [N, T], packed from one or more sources.
 
     Each source gives an equal share of the windows, so a mixed text is a list of them, or a comma
     list as `data.text.named_sources` reads it; their windows alternate. Windows are packed:

@@ -1,4 +1,4 @@
-"""Distillation of the dense model into the pruned one: train adapters, merge, keep the better.
+"""Distillation of the dense into the pruned model: train adapters, merge, keep the better.
 
 Shapes: N windows, T tokens of a window.
 """

@@ -1,4 +1,4 @@
-"""Cut layers fitted to the dense model's, one after another, on text alone.
+"""Layer-wise distillation of pruned layers against the dense model, in layer order.
 
 Every cut layer is trained to give, on what the cut model really hands it, what the dense layer
 gives on what the dense model hands it, and to make up for a share of what the residual stream has
@@ -50,7 +50,7 @@ def fit_layers(
     work: Path | None = None,
     progress: bool = False,
 ) -> list[LayerFit]:
-    """Fit every cut layer of `small` in place and in order; each keeps the better of old and new.
+    """Distil every pruned layer of `small` in place and in order; each keeps the better version.
 
     `small` and `dense` are models or LayerSources. `windows` [N, T]; the last of them judge.
     Trained are all parameters of the attention, and by scope "block" the matrices of a dense
@@ -88,7 +88,7 @@ def fit_layers(
 def estimate_fit(
     small: Any, dense: Any, windows: Tensor, config: FitConfig | None = None
 ) -> dict[str, int]:
-    """Bytes that `fit_layers` will hold beside the weights: `streams` on the host, `layers`.
+    """Bytes that `fit_layers` holds in addition to the weights: `streams` on the host, `layers`.
 
     Streams: what both models hand to a layer, what is wanted of it, and how much every token
     counts. Layers: the largest of each model in float32, and three times what is trained of one for
@@ -222,7 +222,7 @@ class _Fitter:
 
 
 def layer_file(work: Path, index: int) -> Path:
-    """Where the fit keeps what it trained of a finished layer, by the names in the layer."""
+    """Where layer-wise distillation keeps a finished layer's tensors, by the names in the layer."""
     return work / f"layer-{index:03d}.safetensors"
 
 

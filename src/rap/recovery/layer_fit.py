@@ -28,7 +28,7 @@ BETAS = (0.9, 0.95)  # in a few hundred steps the second moment must not remembe
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """How long and how fast every layer is fitted.
+    """Settings of layer-wise distillation: how long and how fast every layer is trained.
 
     Text: `num_windows` windows of `window` tokens, of which the last `held_out` share judges
     whether a layer became better; `validation_windows` others judge the whole. Each of `steps`
@@ -71,7 +71,7 @@ class FitConfig:
 
 
 def fit_config(**changes: Any) -> FitConfig:
-    """The settings of a fit with some changed.
+    """The settings of layer-wise distillation with some changed.
 
     RapError for an unknown name, a wrong value, or a setting that the others leave unread.
     """
@@ -89,7 +89,7 @@ def fit_config(**changes: Any) -> FitConfig:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """A layer's mean squared error on held-out windows, relative to the residual stream."""
+    """A layer's mean squared error on held-out windows, relative to the hidden states."""
 
     layer: int
     before: float
@@ -97,7 +97,7 @@ class LayerFit:
 
     @property
     def kept(self) -> bool:
-        """Whether the fitted layer was better and is in the model."""
+        """Whether the distilled layer was better and is in the model."""
         return self.after < self.before
 
 
@@ -137,7 +137,7 @@ class LayerProblem:
 
     @torch.no_grad()
     def judge(self) -> float:
-        """The loss on the windows that judge."""
+        """The loss on the held-out windows."""
         count = len(self.target)
         batches = torch.arange(count - self.num_judging, count).split(self.config.batch)
         losses = [float(self.loss(rows)) * len(rows) for rows in batches]

@@ -119,7 +119,7 @@ class Bases(nn.Module):
         return self.get_buffer(f"start_{name}") @ torch.linalg.solve(eye - skew / 2, eye + skew / 2)
 
     def through(self, name: str, x_BGTD: Tensor, width_G: Tensor) -> Tensor:
-        """Keys or values of stock attention, projected on the first `width_G` directions."""
+        """Keys or values of unmodified attention, projected on the first `width_G` directions."""
         basis = self.basis(name)
         basis = basis[:, self.order] if name == "k" else basis
         kept = torch.arange(basis.shape[-1]) < width_G[:, None]

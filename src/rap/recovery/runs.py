@@ -84,7 +84,7 @@ def clear_work(work: Path) -> None:
 
 @contextmanager
 def explained(work: Path) -> Iterator[None]:
-    """Turn a disk that is full into a RapError of one line that says what to do.
+    """Turn a full disk into a RapError of one line with an action.
 
     The libraries below report it in three ways: an OSError, or errors of their own without number.
     """

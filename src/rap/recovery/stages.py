@@ -1,4 +1,4 @@
-"""Everything that may follow the cut, in order: a refit or a fit of the layers, then distillation.
+"""Stages after pruning, in order: a refit or layer-wise distillation, then distillation.
 
 Shapes: N windows, T tokens of a window.
 """
@@ -60,7 +60,7 @@ def check_recovery(name: str, method: str | None = None, *, in_memory: bool = Tr
 
 
 def work_folder(output: str | Path) -> Path:
-    """Where a run that will write `output` keeps its checkpoints: hidden, beside it."""
+    """Where a run that will write `output` keeps its checkpoints: hidden, next to it."""
     path = Path(output).absolute()
     return path.with_name(f".{path.name}.recovery")
 
@@ -117,7 +117,7 @@ def recover_stage(
     bos: Bos = "auto",
     progress: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """The best of: the pruned model, with its layers fitted anew, and distilled after that.
+    """The best of: the pruned model, distilled layer by layer, and then distilled end to end.
 
     `name` is one of RECOVERIES: `none` does nothing, `closed-form` refits outputs, `fit` fits
     layers (see `fit.fit_layers`), `projections` trains the bases of a model of method

@@ -63,7 +63,7 @@ def residual_scale(
     before: Tensor,
     added: Tensor,
 ) -> float | None:
-    """The factor by which a layer adds its attention's output to the residual stream.
+    """The factor by which a layer adds its attention's output to the hidden states.
 
     `before` [B, T, E] is what the layer reads, and `added` what its attention then gives. None if
     it adds something else, such as a norm of the output. Found by looking: some module inside reads

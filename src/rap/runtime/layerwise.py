@@ -100,7 +100,7 @@ class LayerwiseRunner:
             yield slice(start, start + self.batch_size)
 
     def keywords(self, index: int, count: int, device: torch.device) -> dict[str, Any]:
-        """What a layer is called with beside its input, for a batch of `count` windows."""
+        """The arguments of a layer in addition to its input, for a batch of `count` windows."""
         return {
             name: _placed(value, self.batch_size, count, device)
             for name, value in self.arguments[index].items()
@@ -139,7 +139,7 @@ def answering(
     folder: Path | None = None,
     progress: bool = False,
 ) -> Iterator[Any]:
-    """A model to ask for the windows [N, T], each by itself and in order, and for no others.
+    """A model to call with the windows [N, T], one at a time and in order, and with no others.
 
     One in memory is that itself. Of weights in files all layers have seen the windows already, one
     after another in float32, which is the work that `what` names.

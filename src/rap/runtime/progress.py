@@ -63,7 +63,7 @@ class Progress:
         self.update(self.done + units)
 
     def update(self, done: float, figures: str = "") -> None:
-        """So many units are done in all; `figures` say how well, until others are given."""
+        """So many units are done in all; `figures` report quality, until others are given."""
         self.done, self.figures = done, figures or self.figures
         now = time.monotonic()
         if self.bar is not None:

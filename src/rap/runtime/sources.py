@@ -70,7 +70,7 @@ class LayerSource(Protocol):
 
 
 class LoadedLayers:
-    """The layers of a model in memory, which they work beside: on its devices, and kept in it."""
+    """The layers of a model in memory: used on its devices, and kept in it."""
 
     in_memory: ClassVar[bool] = True
 
@@ -106,7 +106,7 @@ class LoadedLayers:
 
     @torch.no_grad()
     def keep(self, index: int, layer: nn.Module, trained: Path | None = None) -> None:
-        """Write the parameters into the model; the copy goes on with what its dtype holds."""
+        """Write the parameters into the model; the copy continues with the values of its dtype."""
         mine = text_decoder(self.model).layers[index]
         for parameter, fitted in zip(mine.parameters(), layer.parameters(), strict=True):
             parameter.copy_(fitted)

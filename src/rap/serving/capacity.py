@@ -1,4 +1,4 @@
-"""What engines really hold of the widths that a plan chose, told before one of them is started.
+"""KV-cache capacity by engine for the widths of a plan, computed before an engine starts.
 
 An attention backend takes some head sizes; others are padded, and the zeros are cached.
 """
@@ -43,7 +43,7 @@ class EngineCapacity:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one layer caches, and what the dense one did; no heads where it reads another's."""
+    """What one layer and its dense layer cache; no heads where it reads another layer's."""
 
     dense: CacheLayout
     kept: CacheLayout
@@ -51,7 +51,7 @@ class LayerCache:
 
     @property
     def is_merged(self) -> bool:
-        """Whether the layer caches fewer heads than the dense one."""
+        """Whether the layer caches fewer heads than the dense layer."""
         return self.kept.num_heads < self.dense.num_heads
 
     @property

@@ -20,7 +20,7 @@ LOG_LINES = 30
 
 
 class EngineError(RapError):
-    """A serving engine that is missing, refused the model, or died."""
+    """A serving engine that is missing, rejected the model, or died."""
 
 
 @dataclass(frozen=True)

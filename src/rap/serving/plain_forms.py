@@ -1,4 +1,4 @@
-"""Which families have a plain form: a config of a stock class that states another head size.
+"""Families with a plain form: a config of a transformers class with another head size.
 
 A family has one if its own config states the head size, the KV heads and a list of frequencies, and
 engines read these. Some are written as another family with the same computation.

@@ -1,4 +1,4 @@
-"""A pruned model as a plain checkpoint of a stock family, which engines run unmodified.
+"""A pruned model as a plain checkpoint of its family, which engines run unmodified.
 
 When all heads of all layers keep one list of slots and K is as wide as V, a pruned model is a dense
 one with heads of 2m channels, up to its frequencies and its softmax scale. The frequencies are
@@ -72,7 +72,7 @@ def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any
 
 
 def write_legacy_rope(file: Path) -> None:
-    """Say a config's rope also as `rope_theta` and `rope_scaling`, as it was before transformers 5.
+    """Write a config's rope also as `rope_theta` and `rope_scaling`, as before transformers 5.
 
     mlx-lm and other readers know only these, and take a default base where they are missing.
     """
@@ -84,7 +84,7 @@ def write_legacy_rope(file: Path) -> None:
 
 
 def stock_model(small: PreTrainedModel) -> Any:
-    """The plain dense model that equals a pruned model of the stock profile."""
+    """The plain dense model that equals a pruned model of the uniform layout."""
     slots = slots_of_all_heads(small)
     config = stock_config(small, slots)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What an engine's target asks of a model before it is cut for it."""
+"""Requirements of an engine's target on a model, before it is pruned."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .plain_forms import check_stock, check_widely_read
 
 
 def check_target(config: Any, target: str) -> None:
-    """Raise UnsupportedModelError for a dense config whose cut could not be exported for `target`.
+    """Raise UnsupportedModelError for a dense config whose pruned form `target` cannot load.
 
     Read from the config alone, so that nobody pays for a profile that leads nowhere.
     """

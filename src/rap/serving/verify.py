@@ -232,7 +232,7 @@ def dense_caches(source: str | Path, config: PreTrainedConfig) -> list[CacheLayo
 
 
 def kept_fraction(config: PreTrainedConfig, dense: Sequence[CacheLayout]) -> float:
-    """Cached channels over those of the dense model's layers, as the config says."""
+    """Cached channels over those of the dense model's layers, from the config."""
     section = getattr(config, "rap", None)
     if section:
         return float(section["kept_fraction"])

@@ -110,7 +110,7 @@ class PrunedWeights:
         )
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by the pruned model's name: trained, converted, or as the dense one."""
+        """A tensor by the pruned model's name: trained, converted, or as in the dense model."""
         if name in self.changed:
             return self.changed[name].to(self.dtype(name))
         index = self.owner(name)

@@ -1,4 +1,4 @@
-"""A checkpoint on disk rewritten as a plan says, with one layer's attention in memory.
+"""A checkpoint on disk rewritten by a plan, with one layer's attention in memory.
 
 The output's layout is known from the plan before anything is read, so each shard's header is
 written first and every tensor follows as soon as it is made. Experts that the model joins are
@@ -167,7 +167,7 @@ def apply_streamed(
     force: bool = False,
     progress: bool = False,
 ) -> None:
-    """Write the pruned checkpoint of `source` (directory or hub name) to the directory `output`.
+    """Write the pruned checkpoint of `source` (directory or Hub ID) to the directory `output`.
 
     Byte for byte the tensors that `apply` and `save_pretrained` would write, with one tensor in
     memory at a time. `changed` are tensors of the pruned model that were fitted since, by name.

@@ -35,7 +35,7 @@ from .quantized_cache import check_cache_kind, quantized_cache
 
 @dataclass(frozen=True)
 class CacheCompression:
-    """What happens to a cache once the prefix is read: a press evicts, then bits are cut.
+    """Compression of a cache after the prefix: a press evicts, then entries are quantized.
 
     `bits` is a key of `CACHE_KINDS`. The default compresses nothing.
     """

@@ -94,7 +94,7 @@ COMPILED = (
 
 
 def default_variants(device: str) -> tuple[Variant, ...]:
-    """What dense and pruned are both timed with; each is then judged by its best."""
+    """The variants that dense and pruned are timed with; the best of each counts."""
     return CUDA_VARIANTS if torch.device(device).type == "cuda" else CPU_VARIANTS
 
 
@@ -194,7 +194,7 @@ def fill_cache(model: Any, cache: Any, batch: int, context: int) -> int:
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """A step as a CUDA graph, captured after a few runs on a stream beside, as PyTorch asks."""
+    """A step as a CUDA graph, captured after a few runs on a side stream, as PyTorch requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -229,7 +229,7 @@ def interleaved(
     prepare: Callable[[Any], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Any, list[float]]:
-    """Seconds of every task in every round, the tasks in turns; `prepare(name)` is not timed.
+    """Seconds of every task in every round, interleaved; `prepare(name)` is not timed.
 
     Load that comes and goes meets all tasks alike. `WARM_UP` rounds before are not counted. On a
     CPU shared with others, `clock=time.process_time` counts what the tasks themselves took.

@@ -1,4 +1,4 @@
-"""Long answers of a pruned model beside those of its dense model: length, loops, divergence.
+"""Long answers of a pruned model and its dense model: length, loops, KL.
 
 Each model writes on by itself. Along both texts the next-token distributions of the two are then
 compared at every token: along the dense model's text they tell how near one step stays far into a
@@ -32,7 +32,7 @@ LONGEST_PERIOD = 64
 
 @dataclass(frozen=True)
 class PositionDivergence:
-    """Mean KL(dense || pruned), nats a token, of tokens `start` to `stop - 1` of a text.
+    """Mean KL(dense || pruned), nats/token, of tokens `start` to `stop - 1` of an answer.
 
     A mean over the `num_texts` texts that are as long, each with its own mean, and its interval.
     """
@@ -45,7 +45,7 @@ class PositionDivergence:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one model wrote, over all prompts, with 95 % intervals over prompts.
+    """What one model wrote, over all prompts, with 95% intervals over prompts.
 
     `length` is in tokens, the end token included. `ended` is the share that came to an end token
     within the tokens asked for, `looping` the share that are in a loop at their end
@@ -88,7 +88,7 @@ def compare_answers(
     ends: frozenset[int],
     progress: bool = False,
 ) -> LongOutput:
-    """Compare the texts that both models wrote after prompts [P], up to `num_tokens` each.
+    """Compare the answers of both models to prompts [P], up to `num_tokens` each.
 
     Raises RapError for a divergence that is not finite.
     """
@@ -106,7 +106,7 @@ def divergences(
     *,
     progress: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
-    """KL(dense || model) in nats at every token of the model's text [T] and of the dense one's [T].
+    """KL(dense || model) in nats at every token of the model's answer [T] and the dense answer [T].
 
     A pair a prompt. Each model reads the other's texts once; its states along its own are those it
     wrote them from. Raises RapError for a divergence that is not finite.
@@ -135,7 +135,7 @@ def long_output(
     num_tokens: int,
     ends: frozenset[int],
 ) -> LongOutput:
-    """What texts of up to `num_tokens` tokens, and `divergences` along them, come to."""
+    """The summary of answers of up to `num_tokens` tokens, and of `divergences` along them."""
     ours, theirs = ([one.tokens for one in group] for group in (texts, dense_texts))
     along_ours, along_theirs = zip(*kl, strict=True)
     same = [alike(*pair) for pair in zip(ours, theirs, strict=True)]
@@ -161,7 +161,7 @@ def read(model: Any, prompt_P: Tensor, tokens_T: Tensor) -> Tensor:
 def summary(
     tokens: Sequence[Tensor], kl: Sequence[Tensor], num_tokens: int, ends: frozenset[int]
 ) -> Answers:
-    """What the texts [T] of one model come to, with the divergences [T] along them."""
+    """The summary of one model's answers [T], with the KL [T] along them."""
     ended = [int(text_T[-1]) in ends for text_T in tokens]
     # An end token belongs to no loop, and is no word that could be repeated.
     words = [
@@ -179,7 +179,7 @@ def summary(
 
 
 def by_position(kl: Sequence[Tensor], num_tokens: int) -> tuple[PositionDivergence, ...]:
-    """Divergences [T] of texts in ranges of positions: the first of 64 tokens, then to 256, ...
+    """KL [T] along answers in ranges of positions: the first of 64 tokens, then to 256, ...
 
     A text counts in the ranges that it has a token in; a range without a text is left out.
     """

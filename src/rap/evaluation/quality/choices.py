@@ -38,7 +38,7 @@ PADDING = -1
 
 
 def packable(model: Any) -> bool:
-    """Whether rows are exact for a model: every layer sees all that its mask and positions say.
+    """Whether rows are exact for a model: every layer sees all that its mask and positions state.
 
     False for layers that read their input in order (recurrent, linear), windows and chunks, whose
     ends a row would move, and attention that takes no mask of its own or places by slot.

@@ -93,7 +93,7 @@ def write(
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """The tokens by which a model ends its text, as its generation config says."""
+    """The tokens by which a model ends its answer, from its generation config."""
     config = getattr(model, "generation_config", None) or model.config
     found = config.eos_token_id
     return frozenset([found] if isinstance(found, int) else found or ())

@@ -35,7 +35,7 @@ PIECES = 4  # of a chunk of logits
 
 @dataclass(frozen=True)
 class PositionRange:
-    """Fidelity of predictions made after `start + 1` to `stop` tokens of context."""
+    """KL and agreement of predictions made after `start + 1` to `stop` tokens of context."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ class PositionRange:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Mean KL(dense || pruned) in nats a token with its interval over windows, and its tail.
+    """Mean KL(dense || pruned) in nats/token with its interval over windows, and its tail.
 
     `kl_p99` is the 99th percentile over tokens; `top1` the share of tokens at which both models
     think the same one most likely. `perplexity_ratio` is that of the pruned model as a multiple of
@@ -63,7 +63,7 @@ class Fidelity:
     window: int
 
     def figures(self) -> dict[str, Any]:
-        """What a result says of a pruned model beside its perplexity, as JSON-able data."""
+        """Entries of a result for a pruned model in addition to perplexity, as JSON-able data."""
         kept = ("kl", "kl_p99", "top1", "perplexity_ratio", "positions")
         return {name: value for name, value in asdict(self).items() if name in kept}
 
@@ -133,7 +133,7 @@ class DenseStates:
 
     @torch.no_grad()
     def compare(self, model: Any, *, progress: bool = False) -> Fidelity:
-        """How near `model` is to the dense one, and the perplexities of both.
+        """KL of `model` to the dense model, and the perplexities of both.
 
         Raises RapError for another vocabulary, or a loss or divergence that is not finite.
         """

@@ -1,4 +1,4 @@
-"""Long greedy continuations of a pruned model beside those of its dense model.
+"""Long greedy continuations of a pruned model compared with its dense model.
 
 Divergence on given text says how near one step is; here every step builds on the model's own. Two
 good continuations may part at a tie and never meet again, so the common prefix and the agreement
@@ -123,7 +123,7 @@ def continue_greedily(
 
 
 def compare(ours_T: Tensor, theirs_T: Tensor) -> Continuation:
-    """What tells the continuations of one prompt by a model and its dense model apart."""
+    """The differences between a model's and its dense model's continuation of one prompt."""
     same_T = ours_T == theirs_T
     prefix = int(same_T.cumprod(0).sum())
     ours, theirs = ours_T.tolist(), theirs_T.tolist()

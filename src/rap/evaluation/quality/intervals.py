@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """`value` with the ends of its 95 % interval."""
+    """`value` with the ends of its 95% interval."""
 
     value: float
     low: float

@@ -53,7 +53,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Wording:
-    """What stands before the number in a fact and in a question, `{name}` being whose it is.
+    """The words before the number in a fact and in a question; `{name}` is its owner.
 
     With `digits_only` tokens before the number that all numbers share, such as a blank that is a
     token of its own, are TEXT: who knows them knows nothing of the number.
@@ -125,7 +125,7 @@ def encoder(tokenizer: Any) -> Encode:
 
 
 def num_shared(pieces: Iterable[Sequence[int]]) -> int:
-    """How many tokens all the pieces begin with, which tell none of them from another."""
+    """How many tokens all the pieces begin with, which do not distinguish them."""
     columns = zip(*pieces, strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
@@ -136,7 +136,7 @@ def evaluation_rng(seed: int, *key: int) -> np.random.Generator:
 
 
 def check_documents(num_documents: int) -> None:
-    """RapError for a number of documents that nothing can be judged by."""
+    """RapError for a number of documents that is too small for an evaluation."""
     if num_documents < 1:
         raise RapError(f"cannot judge by {num_documents} documents: ask for at least one")
 

@@ -136,12 +136,12 @@ def needle_table(title: str, cells: Sequence[NeedleCell]) -> dict[str, Any]:
 
 
 def heat_map(cells: Sequence[NeedleCell], title: str) -> Figure:
-    """Depth against length, a square a cell, the share that was found written into it."""
+    """Depth against length, as squares with the accuracy written into them."""
     return heat_maps({title: cells})
 
 
 def heat_maps(found: Mapping[str, Sequence[NeedleCell]]) -> Figure:
-    """One heat map a title, two beside each other, in one scale of colours."""
+    """One heat map per title, side by side, on one color scale."""
     lengths, depths, _ = _grid(next(iter(found.values())))
     columns = min(2, len(found))
     rows = math.ceil(len(found) / columns)

@@ -105,7 +105,7 @@ def recall_documents(
     seed: int,
     bos: int | None = None,
 ) -> list[Document]:
-    """The documents of one cell of `recall_grid`, the same for every model.
+    """The documents of one point of `recall_grid`, the same for every model.
 
     Raises RapError if the text is short, or they cannot be made.
     """

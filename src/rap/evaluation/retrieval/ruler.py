@@ -251,7 +251,7 @@ def ruler_documents(
     seed: int,
     bos: int | None = None,
 ) -> list[Document]:
-    """The documents of one cell of `ruler_grid`, the same for every model; BOS is one token."""
+    """The documents of one point of `ruler_grid`, the same for every model; BOS is one token."""
     # Spelled out, so that a task has the same documents whatever others there are.
     rng = evaluation_rng(seed, length, *task.encode())
     size = length if bos is None else length - 1

@@ -116,7 +116,7 @@ class RapAttentionInterface:
         softcap: float | None = None,
         s_aux: Tensor | None = None,
     ) -> Tensor:
-        """Rotation, cache write and attention in one, [B, 1, H, C], where `fuses` says so.
+        """Rotation, cache write and attention in one, [B, 1, H, C], where `fuses` allows it.
 
         Advances the cache as its `update` would.
         """

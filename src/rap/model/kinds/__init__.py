@@ -27,5 +27,5 @@ def register_kinds() -> None:
 
 
 def plan_forms() -> dict[str, type[LayerPlan]]:
-    """What plan files may say of a layer, by form."""
+    """The kinds of layers in plan files, by form."""
     return {kind.plan.form: kind.plan for kind in KINDS.values() if isinstance(kind, Kind)}

@@ -1,4 +1,4 @@
-"""The contract of a kind of attention: what a plan says of a layer, and the tensors made of it.
+"""The contract of a kind of attention: the plan of a layer, and the tensors made from it.
 
 A kind is one file that ends in its row, a `Kind`: the type of its entry in config.json
 (`cache_layout.Entry`), its module, what a plan says of a layer (`LayerPlan`) and, for every engine
@@ -25,7 +25,7 @@ ENGINES = ("vllm", "plain")
 
 @dataclass(frozen=True, eq=False)
 class DenseAttention:
-    """One dense layer's attention, of which the tensors of the pruned one are made.
+    """One dense layer's attention, the source of the pruned layer's tensors.
 
     `tensors` are all its parameters and buffers by their names inside the module, `norm_mode` how
     the norms of queries and keys are to be kept (rap.model.norms).
@@ -50,7 +50,7 @@ class DenseAttention:
 
 
 class LayerPlan(ABC):
-    """What a plan says of one layer: enough to make its attention of the dense one.
+    """The plan of one layer: enough to make its attention from the dense layer.
 
     `form` is its name in plan files. Plans are compared by their records and tensors.
     """
@@ -164,7 +164,7 @@ class WeightsPlan(LayerPlan):
 
 @dataclass(frozen=True)
 class Kind(KindOfAttention):
-    """A row of the registry: what building a model needs of a kind, and what a plan says of it.
+    """A row of the registry: what building a model needs of a kind, and its plan class.
 
     `unsupported` maps each of ENGINES that does not run the kind to one sentence that says why.
     """

@@ -27,7 +27,7 @@ class EliteEntry(Entry):
     latent: int
 
     def cache(self, shape: AttentionShape) -> CacheLayout:
-        """Elite pairs of all heads beside each other, and the latent, as one head."""
+        """Elite pairs of all heads side by side, and the latent, as one head."""
         return CacheLayout(1, 2 * self.elite * shape.num_kv_heads, self.latent)
 
 
@@ -67,7 +67,7 @@ class EliteAttention(ReconstructingAttention):
         return q, k, value(hidden_states)[:, None], None
 
     def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
-        """Elite pairs rotated; keys as [B, 1, T, G 2r], like the latent beside them."""
+        """Elite pairs rotated; keys as [B, 1, T, G 2r], like the latent next to them."""
         # Rotation takes both at one width.
         elite = k.shape[-1]
         q, k = self.rotate(q, nn.functional.pad(k, (0, self.key_width - elite)), tables)

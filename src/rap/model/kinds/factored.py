@@ -23,7 +23,7 @@ from .pairs import PairPlan, cut, split_roles
 
 @dataclass(frozen=True, eq=False)
 class FactoredPlan(PairPlan):
-    """A PairPlan whose mixes become maps: of queries (and normalised keys), of outputs, or both."""
+    """A PairPlan whose mixes become maps: of queries (and normalized keys), of outputs, or both."""
 
     form: ClassVar[str] = "factored"
 
@@ -53,7 +53,7 @@ class FactoredPlan(PairPlan):
         return FactoredEntry(*sizes, heads=heads, queries=self.queries, outputs=self.outputs)
 
     def about(self, shape: AttentionShape) -> str:
-        """As of every plan: what is merged, and what stays dense beside its maps."""
+        """As of every plan: what is merged, and what stays dense alongside its maps."""
         heads = shape.num_kv_heads
         merged = f"{heads} KV heads merged into {self.num_heads}, " if self.merge > 1 else ""
         stays = " and ".join(["W_q"] * self.queries + ["W_o"] * self.outputs)

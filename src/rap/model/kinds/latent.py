@@ -86,7 +86,7 @@ class LatentEntry(Entry):
     values: int
 
     def cache(self, shape: AttentionShape) -> CacheLayout:
-        """The latents of all groups beside each other, as one head."""
+        """The latents of all groups side by side, as one head."""
         return CacheLayout(1, self.groups * self.keys, self.groups * self.values)
 
 

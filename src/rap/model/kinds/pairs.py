@@ -1,4 +1,4 @@
-"""RoPE pairs: whole pairs (or mixed slots) of keys and queries, channels or directions of values.
+"""RoPE pairs (or merged slots) of keys and queries, channels or directions of values.
 
 What a plan says of a layer, checked against the layer's shape, and one pure function per cut of its
 projections: one dense tensor in, its kept rows or columns out. Layouts: [out, in] as in nn.Linear.
@@ -122,7 +122,7 @@ class PairPlan(LayerPlan):
         return 0 if self.query_sketch_HSD is None else self.query_sketch_HSD.shape[1]
 
     def kept_channels(self, shape: AttentionShape) -> Tensor:
-        """Dense head channels a plain cut keeps, LongTensor [G, W] in canonical order."""
+        """Dense head channels that plain pruning keeps, LongTensor [G, W] in canonical order."""
         pairs, free = self.frequency_GM.long(), self.free_GN.long()
         geometry = shape.geometry
         canonical = torch.cat([pairs, pairs + geometry.num_pairs, free + geometry.rotary_dim], 1)
@@ -149,7 +149,7 @@ class PairPlan(LayerPlan):
         return PairEntry(self.num_pairs, self.num_free, self.value_width, rows, heads)
 
     def convert(self, dense: DenseAttention) -> dict[str, Tensor]:
-        """As of every plan: every projection and norm cut, and what the dense module has not.
+        """As of every plan: every pruned projection and norm, and what the dense module lacks.
 
         That is `frequency_index` int32 [G, M]; with QK-norm also the dense channel of every kept
         one, `kept_channels` int32 [G, W] (mode `exact`), or each norm's energy `ratio` [heads].
@@ -196,7 +196,7 @@ class PairPlan(LayerPlan):
         return f"{shape.num_kv_heads} KV heads merged into {self.num_heads}, {kept}"
 
     def check(self, layer: int, shape: AttentionShape) -> None:
-        """Raise PlanError, naming the layer, if this cannot be cut from a layer of that shape."""
+        """Raise PlanError, naming the layer, if this does not fit a layer of that shape."""
         geometry = shape.geometry
         self._check_sizes(layer, shape)
         down, up = self.value_down_GCD, self.value_up_GDC

@@ -70,7 +70,7 @@ class ReindexedAttention(RapAttention):
     def prepare(
         self, hidden_states: Tensor, tables: Tables | None, cache: StateCache | None
     ) -> tuple[Tables, StateCache | None]:
-        """cos and sin of its own frequencies.
+        """cos and sin of separate frequencies.
 
         Positions are slots of the cache: pairs are whole, so attention sees distances only.
         """

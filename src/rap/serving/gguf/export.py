@@ -240,7 +240,7 @@ def export_gguf(
     force: bool = False,
     progress: bool = False,
 ) -> GgufExport:
-    """Write a dense checkpoint, or a pruned one of the stock profile, as a GGUF file.
+    """Write a dense checkpoint, or a pruned one of the uniform layout, as a GGUF file.
 
     `kind` is how matrices are stored, one of TYPE_NAMES. The tokenizer is the checkpoint's own, or
     copied from the GGUF file `tokenizer_from`; `pre` names its pre-tokenizer in llama.cpp. With

@@ -46,15 +46,15 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, pre: str | None)
 
 
 def check_pre(pre: str | None) -> None:
-    """Raise RapError for a name that llama.cpp does not know: it would refuse the file."""
+    """Raise RapError for a name that llama.cpp does not support."""
     names = json.loads(_TABLE.read_text(encoding="utf-8"))["names"]
     if pre is None or pre in names:
         return
     near = get_close_matches(pre.lower(), names)
     hint = f"near it: {', '.join(near)}" if near else "its names are such as llama-bpe or qwen2"
     raise RapError(
-        f"llama.cpp knows no pre-tokenizer {pre!r} ({hint}): name one that it knows, or copy a "
-        "tokenizer with --tokenizer-from"
+        f"llama.cpp has no pre-tokenizer {pre!r} ({hint}); choose another, or copy a tokenizer with "
+        "--tokenizer-from FILE.gguf"
     )
 
 
@@ -68,9 +68,8 @@ def known_pre(tokenizer: Any) -> str:
     digest = hashlib.sha256(str(ids).encode()).hexdigest()
     if digest not in table["sha256"]:
         raise CheckpointError(
-            f"llama.cpp's table has no pre-tokenizer for this tokenizer (hash {digest[:12]}): give "
-            "`rap export gguf` the one that splits text alike with --pre, or a file to copy from "
-            "with --tokenizer-from"
+            f"llama.cpp's table has no pre-tokenizer for this tokenizer (hash {digest[:12]}); name "
+            "a compatible one with --pre, or copy a tokenizer with --tokenizer-from FILE.gguf"
         )
     name: str = table["sha256"][digest]
     return name

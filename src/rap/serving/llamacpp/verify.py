@@ -1,4 +1,4 @@
-"""Does llama.cpp compute what the checkpoint says? Tokens, log-probabilities, cache, tokenizer.
+"""Does llama.cpp compute the checkpoint? Tokens, log-probabilities, cache, tokenizer.
 
 llama.cpp runs in a subprocess always, and is never imported here.
 
@@ -278,7 +278,7 @@ def tokens_per_gib(answered: Answered) -> int:
 def tokenizer_differences(
     reference: str, texts: Sequence[str], found: Sequence[list[int]]
 ) -> list[str]:
-    """The texts that the engine cuts into other tokens than the checkpoint's tokenizer does."""
+    """The strings that the engine tokenizes differently than the checkpoint's tokenizer."""
     try:
         tokenizer = load_tokenizer(reference)
     except CheckpointError:

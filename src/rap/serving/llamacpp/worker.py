@@ -1,4 +1,4 @@
-"""llama.cpp in a process of its own: `python worker.py JOB RESULT`, any Python with xllamacpp.
+"""llama.cpp in a separate process: `python worker.py JOB RESULT`, any Python with xllamacpp.
 
 Nothing of this package is imported, so that what is checked is the engine alone. JOB is a JSON
 file: `file`, a GGUF; `context`, `cache` (a type such as f16), `flash_attention`, `threads`; and

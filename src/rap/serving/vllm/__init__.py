@@ -20,7 +20,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def register() -> None:
-    """Tell vLLM of the pruned architectures. May be called any number of times."""
+    """Register the pruned architectures with vLLM. May be called any number of times."""
     from vllm import ModelRegistry
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def architectures() -> dict[str, str]:
-    """Every pruned architecture, with the module and the class that runs it, or says why not.
+    """Every pruned architecture, with the module and the class that runs it, or the reason why not.
 
     The general classes are registered under their own names too: `--hf-overrides` may name them.
     """

@@ -53,7 +53,7 @@ from .widths import PaddedAttention, ReadingAttention
 
 
 class PrunedMixin(Base):
-    """What a pruned model needs beside vLLM's backend: its class, its linears, its head sizes."""
+    """What a pruned model adds to vLLM's backend: its class, its linears, its head sizes."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         config = vllm_config.model_config.hf_config
@@ -179,7 +179,7 @@ def tell_sinks(fuser: Any, attention: nn.Module) -> Any:
 
 
 def check_rope(config: Any, max_model_len: int) -> None:
-    """Raise UnsupportedModelError where frequencies would change with the longest of many texts."""
+    """Raise UnsupportedModelError where frequencies would change with the longest request."""
     whole = getattr(config, "rope_parameters", None) or {}
     # By layer type, where these rotate differently.
     for rope in [whole, *(part for part in whole.values() if isinstance(part, dict))]:

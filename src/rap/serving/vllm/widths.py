@@ -46,7 +46,7 @@ class WidthConvertor(ModelArchConfigConvertorBase):
         return whole
 
     def get_total_num_kv_heads(self) -> int:
-        """The KV heads that the model has: a family without grouped queries may be told of some."""
+        """The model's KV heads: the config of a family without grouped queries may differ."""
         if is_grouped(self.hf_text_config):
             return super().get_total_num_kv_heads()
         return int(self.hf_text_config.num_attention_heads)
@@ -92,7 +92,7 @@ class PaddedAttention(Attention):
 
 
 class ReadingAttention(nn.Module):
-    """Attention of a layer that reads the cache of another, its source, and has none of its own.
+    """Attention of a layer that reads the cache of another, its source, and caches nothing.
 
     vLLM has a setting for that (`kv_sharing_target_layer_name`), but its runner has no entry for
     such a layer where layers have heads of several sizes, and stops with a KeyError.
@@ -111,7 +111,7 @@ class ReadingAttention(nn.Module):
 
 
 def pad(x: Tensor, width: int) -> Tensor:
-    """Zeros behind the last channel: exact, they add nothing to a score and are cut from V."""
+    """Zeros after the last channel: exact, they add nothing to a score and are removed from V."""
     missing = width - x.shape[-1]
     return functional.pad(x, (0, missing)) if missing else x
 

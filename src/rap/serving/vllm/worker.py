@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own: `python -m rap.serving.vllm.worker JOB RESULT`.
+"""A vLLM engine in a separate process: `python -m rap.serving.vllm.worker JOB RESULT`.
 
 JOB is a JSON file: `engine`, the arguments of `vllm.LLM`, and `rounds`, a list of objects with
 `prompts` (token ids), `max_tokens` and `prompt_logprobs`. RESULT receives what was generated in
@@ -69,7 +69,7 @@ def _transcript(request: Any) -> dict[str, Any]:
 
 
 def main(job: Path, result: Path) -> None:
-    """Run the job file; an engine's refusal is a result too."""
+    """Run the job file; an error of an engine is a result too."""
     try:
         outcome = run(json.loads(job.read_text(encoding="utf-8")))
     except (ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The loss that `planning.losses` expects of a cut against the loss that is measured."""
+"""The loss that `planning.losses` estimates for pruning against the measured loss."""
 
 import math
 
@@ -16,7 +16,7 @@ BUDGETS: tuple[Budget, ...] = ("error", "uniform")
 
 
 def measure(study: Study) -> Data:
-    """Nats per token that the default cut should cost and does cost, with both its budgets."""
+    """Estimated and measured nats/token of the default method, with both its budgets."""
     dense = study.perplexity(study.model)
     costs = curves(study)
     rows = []

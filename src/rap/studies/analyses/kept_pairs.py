@@ -55,7 +55,7 @@ def _kept(study: Study, retain: float, num_pairs: int) -> list[float]:
 
 
 def table(data: Data) -> Data:
-    """Neighbouring pairs put together, and how far the order of keeping follows the index.
+    """Neighboring pairs put together, and how far the order of keeping follows the index.
 
     `data` is what `measure` gave. Wavelengths are in tokens for a full turn, cells the share of
     heads in percent that keep a pair, a column a ratio.

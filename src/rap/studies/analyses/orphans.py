@@ -38,7 +38,7 @@ def chance(width: int, head_dim: int) -> float:
 
 
 def kept_channels(plan: Plan) -> Iterable[tuple[Tensor, int]]:
-    """Key channels that a plan of whole pairs keeps: both halves of each, canonical."""
+    """Key channels that a plan of RoPE pairs keeps: both halves of each, canonical."""
     for layer, shape in zip(plan.pairs, plan.shapes, strict=True):
         if layer is not None and shape is not None:
             pairs_GM, num_pairs = layer.frequency_GM.long(), shape.geometry.num_pairs
@@ -46,7 +46,7 @@ def kept_channels(plan: Plan) -> Iterable[tuple[Tensor, int]]:
 
 
 def measure(study: Study) -> Data:
-    """Single channels (KVPruner) and whole pairs (RAP), both by root-Fisher with its budgets."""
+    """Single channels (KVPruner) and RoPE pairs (RAP), both by root-Fisher with its budgets."""
     rows = []
     for retain in RETAINS:
         method = IndexedKvPruner.paper(retain=retain, align=2)

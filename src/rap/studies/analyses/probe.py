@@ -1,4 +1,4 @@
-"""One layer cut, all others dense: which layers a cut hurts."""
+"""One layer pruned, all others dense: the layers that pruning damages most."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ RETAINS = (0.7, 0.5)
 
 
 def measure(study: Study) -> Data:
-    """Perplexity with each single layer cut to each ratio by the paper's pairs and channels."""
+    """Perplexity with each single layer pruned to each ratio by the paper's pairs and channels."""
     rows = []
     for retain in RETAINS:
         # Uniform: the layer that is left is cut to the ratio itself.
@@ -26,7 +26,7 @@ def measure(study: Study) -> Data:
 
 
 def table(data: Data) -> Data:
-    """One row a layer, cut alone.
+    """One row per layer, pruned alone.
 
     `data` is what `measure` gave. Cells are perplexities, a column a ratio.
     """
@@ -49,7 +49,7 @@ def table(data: Data) -> Data:
 
 
 def draw(data: Data, axes: Axes) -> None:
-    """Perplexity against the layer that was cut."""
+    """Perplexity against the layer that was pruned."""
     dense_line(axes, data["dense"])
     label = "retain {:g}".format
     curve_a_group(axes, data["rows"], by="retain", x="layer", y="perplexity", label=label)

@@ -1,4 +1,4 @@
-"""Another base frequency on the same weights: is it the base that decides what a cut costs?"""
+"""Another base frequency on the same weights: does the base decide the cost of pruning?"""
 
 import copy
 from typing import Any
@@ -34,7 +34,7 @@ def with_base(model: PreTrainedModel, base: float) -> Any:
 
 
 def measure(study: Study) -> Data:
-    """Perplexity of the model as it is, and cut in pairs or in channels, at every base.
+    """Perplexity of the dense model, and pruned in pairs or in channels, at every base.
 
     Every model is calibrated and scored at its own base.
     """

@@ -1,4 +1,4 @@
-"""Root-Fisher against the weighted Fisher it stands for: order, chosen sets, and the cut's loss.
+"""Root-Fisher against the weighted Fisher: order, chosen sets, and loss after pruning.
 
 Shapes: G KV heads, P pairs.
 """

@@ -10,7 +10,7 @@ RETAIN = 0.5
 
 
 def measure(study: Study) -> Data:
-    """Perplexity of the paper's cut with every share, and what K and V then keep."""
+    """Perplexity of RAP as published with every share, and what K and V then keep."""
     rows = []
     for share in SHARES:
         method = paper_cut(RETAIN, key_share=share)

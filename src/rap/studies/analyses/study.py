@@ -67,7 +67,7 @@ class Study:
         return perplexity(model, self.tokens_N, **sizes, bos=self.context.bos).value
 
     def after(self, method: Method, plan: Any = None) -> float:
-        """Perplexity of the model cut by `method`, by a plan of its own unless one is given."""
+        """Perplexity of the model pruned by `method`, by a separate plan unless one is given."""
         return self.perplexity(method.apply(self.model, plan or self.plan(method)))
 
     def _read(self) -> int:

@@ -25,13 +25,13 @@ SAVINGS = {
 
 
 def family(method: str) -> str:
-    """The family of a method as the grid names it; its own name if nobody knows it any more."""
+    """The family of a method as the grid names it; its own name if it is unknown."""
     name = method.split(":")[0]
     return METHODS[name].family if name in METHODS else name
 
 
 def capability(name: str, dense: Record, cut: Sequence[Record], recovered: dict[str, str]) -> Table:
-    """A row a method, sorted by family: what shrinks, what is rebuilt, and how far it can go.
+    """A row per method, sorted by family: what shrinks, what is reconstructed, possible ratios.
 
     `recovered` maps the recoveries to what their columns are called. No rows if all methods are of
     one family: there is nothing to tell apart.

@@ -20,7 +20,7 @@ Table = dict[str, Any]
 def closeness(
     name: str, retain: float, dense: Record, cut: Sequence[Record], recovered: dict[str, str]
 ) -> Table:
-    """A row a cell of one retain ratio, the dense one first.
+    """A row per cell of one retain ratio, the dense model first.
 
     `recovered` maps the recoveries to what they are called. No rows if no cell was measured so, as
     in a comparison of an earlier release.

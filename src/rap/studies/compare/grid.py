@@ -165,7 +165,7 @@ class Grid:
         return {"align": self.align, "seed": self.seed}
 
     def distillation(self, recovery: str) -> RecoveryConfig | None:
-        """The settings of a recovery's distillation, by itself or after a fit; None without one."""
+        """The settings of a recovery's distillation, alone or after `fit`; None without one."""
         name = recovery.rpartition("+")[2]
         changes = {key: x for key, x in self.recovery.items() if not key.startswith(OF_FIT)}
         return preset(name, **{"seed": self.seed, **changes}) if name in PRESETS else None

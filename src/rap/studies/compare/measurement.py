@@ -1,4 +1,4 @@
-"""What is measured of every model of a comparison, dense or cut, by whatever method."""
+"""Measurements of every model of a comparison, dense or pruned, by any method."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class Measures:
         }
 
     def texts(self) -> list[str]:
-        """All texts, the first of which most figures are of; RapError if one is named twice."""
+        """All datasets, the first of which most numbers are of; RapError if one is named twice."""
         named = [self.text, *(name.strip() for name in self.other_texts.split(",") if name.strip())]
         if len(set(named)) < len(named):
             raise RapError(f"measure other_texts names a text twice: {', '.join(named)}")

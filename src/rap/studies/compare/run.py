@@ -251,7 +251,7 @@ class Bench:
 
     @cached_property
     def texts(self) -> dict[str, HeldOut]:
-        """What all cut cells are measured on and compared with, computed once."""
+        """The data that all pruned cells are measured on and compared with, computed once."""
         asked = self.grid.measures, self.dense.bos, self.progress
         return {
             name: HeldOut(tokens, dense_states(self.dense.model, tokens, *asked))
@@ -259,7 +259,7 @@ class Bench:
         }
 
     def statistics(self) -> Statistics:
-        """What all methods of the grid need, collected once and kept beside the cells."""
+        """What all methods of the grid need, collected once and kept with the cells."""
         return self.dense.statistics_for(cell.method for cell in self.cells if cell.method)
 
 

@@ -1,4 +1,4 @@
-"""Line charts drawn by matplotlib, as inline SVG whose colours are CSS variables of the page.
+"""Line charts drawn by matplotlib, as inline SVG whose colors are CSS variables of the page.
 
 matplotlib is given a placeholder for each colour of page.css; the variable stands in its place in
 the SVG, so that a dark page or a printed one themes its charts.
@@ -37,7 +37,7 @@ _UNUSED = {"metadata", "style", "clipPath"}  # of what matplotlib writes
 
 @dataclass(frozen=True)
 class Style:
-    """A colour by its name in `COLORS`, a marker, and whether the line stands in front."""
+    """A color by its name in `COLORS`, a marker, and whether the line is in front."""
 
     color: str
     marker: str
@@ -62,7 +62,7 @@ class Series:
 
 
 def styles_of(names: Sequence[str], matter: Callable[[str], bool]) -> dict[str, Style]:
-    """A style a name, no two alike; where colours run out, those that do not `matter` are grey."""
+    """A style per name, no two alike; where colors run out, those that do not `matter` are grey."""
     first = sorted(names, key=lambda name: not matter(name))
     coloured = first if len(first) <= NUM_COLORS else [name for name in first if matter(name)]
     styles = {

@@ -41,7 +41,7 @@ class RecallMap:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart, and what is said below it."""
+    """A chart, and its caption."""
 
     chart: Markup
     caption: str

@@ -119,7 +119,7 @@ def read_results(sources: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def tables_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tables of a result file, be it one or several, without columns that say nothing.
+    """The tables of a result file, one or several, without empty columns.
 
     The note of each says by which protocol it was measured, where the file records that.
     """
