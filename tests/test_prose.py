@@ -1,4 +1,4 @@
-"""The lint of documents: every rule sees a planted fault, and the checked documents have none."""
+"""The lint of documents and of texts in the package: every rule sees a planted fault."""
 
 import re
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from rap.cli import TOPICS, app
 from rap.cli.completion import command_tree
 
 prose = load_script("docs/prose.py")
+VALUES = re.compile(r"\b(?:stock|fidelity)\b")  # of options and commands, among their choices
 CLEAN = "`rap` prunes the attention projections and writes a checkpoint.\n"
 
 
@@ -93,6 +94,56 @@ def test_the_exit_code_is_that_of_a_lint(tmp_path, capsys, monkeypatch):
     assert "page.md:1: term: 'stands'" in capsys.readouterr().out
 
 
+def test_texts_of_the_package_follow_the_rules():
+    checked = prose.modules()
+    assert len(checked) > 200
+    found = {str(path): prose.source_violations(path) for path in checked}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "rules"),
+    [
+        ('"""Cut a model."""', ["term"]),
+        (f'"""A {"long " * 25}line."""', ["sentence"]),
+        ('"""M."""\ndef f():\n    """Normalise."""', ["term"]),
+        (
+            '"""M."""\nclass C:\n    """C."""\n    def f(self):\n        """What it says."""',
+            ["term"],
+        ),
+        ('raise RapError("the model refuses this")', ["term"]),
+        ('raise RapError(f"{x} is judged: " f"it stands {y}")', ["term", "term"]),
+        ('raise RapError("good" if x else "in fewer bits")', ["term"]),
+        ('raise RapError("a" + "cell")', []),
+        ('raise RapError("a " + "cell")', ["term"]),
+        ('raise RapError("of the stock form")', ["term"]),
+        # Values, what is private, and all but the first line.
+        ("raise RapError(\"profile 'stock': remove --profile stock\")", []),
+        ('raise RapError(f"{stock} and `stock`")', []),
+        ('"""M."""\ndef _f():\n    """Cut."""', []),
+        ('"""M."""\ndef f():\n    """F.\n\n    It cuts.\n    """', []),
+        ('"""M."""\nmessage = "a cut"', []),
+    ],
+)
+def test_faults_of_texts_in_a_module_are_seen(tmp_path, source, rules):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert [found.rule for found in prose.source_violations(path)] == rules
+
+
+def test_cells_are_internal_to_studies(tmp_path):
+    path = tmp_path / "studies" / "module.py"
+    path.parent.mkdir()
+    path.write_text('"""A cell, judged."""')
+    assert [found.what.split(";")[0] for found in prose.source_violations(path)] == ["'judged'"]
+
+
+def test_the_page_of_commands_follows_the_rules():
+    page = load_script("docs/site/commands.py").page()
+    assert "# Command line" in page
+    assert prose.violations(VALUES.sub("x", page)) == []
+
+
 def helps() -> Iterator[tuple[str, str]]:
     """Every help text of the command line: of commands (their first line) and of options."""
     for place, command in command_tree(typer.main.get_command(app)):
@@ -105,10 +156,9 @@ def helps() -> Iterator[tuple[str, str]]:
 
 
 def test_help_texts_use_the_terms_of_the_glossary():
-    values = re.compile(r"\b(?:stock|fidelity)\b")  # of options, among their choices
     found = {
         place: [
-            one.what for one in prose.violations(f"{values.sub('x', text)}\n") if one.rule == "term"
+            one.what for one in prose.violations(f"{VALUES.sub('x', text)}\n") if one.rule == "term"
         ]
         for place, text in helps()
         # Typer adds these two.

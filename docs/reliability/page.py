@@ -2,8 +2,8 @@
 
     python docs/reliability/page.py
 
-Counts are from experiments/reliability/reliability.json. Defects are listed by hand below, each with
-the fault that showed it.
+Counts are from experiments/reliability/reliability.json. Defects are listed by hand below,
+each with the fault that showed it.
 """
 
 import json
@@ -139,7 +139,8 @@ FOUND = (
     ),
     Found(
         "killed",
-        "a killed `rap plan` or `rap export gguf` left an incomplete hidden file next to the output",
+        "a killed `rap plan` or `rap export gguf` left an incomplete hidden file next to the "
+        "output",
         "the next run removes it",
     ),
     Found(

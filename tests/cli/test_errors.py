@@ -139,7 +139,7 @@ CASES = [
     ((*BUNDLED, "--key-share", "no"), "key_share 'no' is not possible"),
     ((*BUNDLED, "--key-share", 0), "key_share 0 is not possible"),
     *[((*BUNDLED, "--method", text), message) for text, message in METHOD_TEXTS],
-    ((*BUNDLED, "--method", "rap:align=4", "--align", 4), "say it once"),
+    ((*BUNDLED, "--method", "rap:align=4", "--align", 4), "set it once"),
     ((*BUNDLED, "--method", "rap:align=4", "--target", "vllm"), "--target vllm decides align"),
     *[
         ((*BUNDLED, "--method", method, "--target", target), f"needs a method with {what}, which")
@@ -235,7 +235,7 @@ CASES = [
     ),
     (
         ("evaluate", "retrieval", "bundled", "--task", "recall", "--distance", 3),
-        "give a distance of that many or more",
+        "use a distance of that many or more",
     ),
     (
         ("bench", "bundled", "--device", "nowhere"),

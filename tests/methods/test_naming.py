@@ -43,7 +43,7 @@ def test_settings_are_a_dictionary() -> None:
 
 @pytest.mark.parametrize("texts", [["steps"], ["=3"], ["steps="], ["a=1", "a=2"]])
 def test_settings_that_say_nothing_or_say_it_twice_are_refused(texts: list[str]) -> None:
-    with pytest.raises(RapError, match=r"write name=value|say it once"):
+    with pytest.raises(RapError, match=r"write name=value|set it once"):
         read_settings(texts)
 
 

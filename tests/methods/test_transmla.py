@@ -141,7 +141,7 @@ def _shape():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rotated": 3}, "no whole pairs"),
+        ({"rotated": 3}, "are not RoPE pairs"),
         ({"freqfold": 0}, "freqfold cannot be 0"),
     ],
 )

@@ -262,7 +262,7 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
         ("--metric", "loss"): "gradients of the loss",
         ("--method", "rap:paper"): "method rap needs the statistics fisher",
         ("--method", "palu"): "method palu needs the statistics fisher",
-        ("--budget", "search"): "budget 'search' tries cuts on the whole model",
+        ("--budget", "search"): "budget 'search' evaluates the whole model",
         ("--recover", "fast"): "--stream takes none or fit",
         ("--dtype", "float32"): "leave --dtype and --device-map out",
         ("--statistics", tmp_path / "nowhere"): "nowhere",

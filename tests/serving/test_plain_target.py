@@ -79,7 +79,7 @@ def test_every_plain_family_is_tested() -> None:
 def test_every_other_family_says_why_it_has_no_plain_form() -> None:
     for family in {*FAMILIES} - {*STOCK_FAMILIES}:
         config = SimpleNamespace(model_type=family)
-        sentence = rf"^{family} has no stock form \([a-zA-Z].+\); remove"
+        sentence = rf"^{family} has no plain form \([a-zA-Z].+\); remove"
         with pytest.raises(UnsupportedModelError, match=sentence):
             check_stock(config)
 

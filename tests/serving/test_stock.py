@@ -170,7 +170,7 @@ def test_model_of_another_profile_is_refused():
         stock_model(apply(model, random_plan(model, [(5, 10), (4, 8)])))
     with pytest.raises(CheckpointError, match="keys as wide as values"):
         stock_model(stock_profile(model, values=12))
-    with pytest.raises(CheckpointError, match=r"is dense: cut it first, by .*--profile stock"):
+    with pytest.raises(CheckpointError, match=r"is dense; prune it first: .*--profile stock"):
         slots_of_all_heads(model)
 
 

@@ -35,12 +35,12 @@ def test_cpu_widths_are_declared(head_dim: int, budget: str) -> None:
     ("family", "fields", "said"),
     [
         ("seed_oss", {"rope_parameters": PARTIAL}, "only 0.5 of every head rotates"),
-        ("olmo", {"clip_qkv": 1.0}, "olmo with clip_qkv has no stock form"),
+        ("olmo", {"clip_qkv": 1.0}, "olmo with clip_qkv has no plain form"),
         ("qwen2_moe", {"num_experts": 4}, "(engines derive its head size from the hidden size)"),
         (
             "gemma3_text",
             {},
-            "gemma3_text has no stock form (QK-norm divides by the norm of whole dense heads, "
+            "gemma3_text has no plain form (QK-norm divides by the norm of whole dense heads, "
             "layers rotate at different bases)",
         ),
         ("llama", {"rope_parameters": DYNAMIC}, "'dynamic' has frequencies that depend"),
@@ -95,7 +95,7 @@ def test_plain_engines_get_multiples_of_32(target: str, head_dim: int, widths: l
 def test_a_retain_that_cuts_nothing_is_refused(tmp_path) -> None:
     result = run("compress", "bundled", "-o", tmp_path, "--target", "llamacpp", "--retain", "0.8")
     assert error_violations(result) == []
-    assert "nearest to 64, where nothing can be cut" in result.err
+    assert "rounds to 64, where nothing can be pruned" in result.err
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -109,7 +109,7 @@ class DenseContext:
             check_dense(source)
             attention_spec(source.config)
             if tokenizer is None:
-                raise RapError("a live model has no tokenizer: pass tokenizer=... beside it")
+                raise RapError("a live model has no tokenizer; pass tokenizer=... as well")
             if device != AUTO or device_map is not None:
                 raise RapError(
                     "a model in memory runs where it is; move it, and leave out device and "

@@ -103,7 +103,7 @@ class Statistics:
         if summed:
             raise CalibrationError(
                 f"statistics version 1 of {', '.join(sorted(summed))} are sums over query heads, "
-                "whose expected losses were too large: calibrate again"
+                "with too large loss estimates; calibrate again"
             )
         windows = about.get("windows")
         return cls(

@@ -27,9 +27,7 @@ def resolve_source(source: str | Path) -> str:
     if is_gguf(name):
         return _dequantized(name)
     if Path(name).is_file():
-        raise CheckpointError(
-            f"{name} is a file: a model is the directory it lies in, a hub name or a .gguf file"
-        )
+        raise CheckpointError(f"{name} is a file; give its directory, a Hub ID or a .gguf file")
     return name
 
 

@@ -124,7 +124,7 @@ def _all(*to_write: Any) -> list[dict[str, Any]]:
         except RapError as error:
             console.print(f"left out {analysis.name}: {error}", highlight=False, soft_wrap=True)
     if not results:
-        raise RapError("no analysis can be made of this model: it says why of each above")
+        raise RapError("no analysis supports this model; the reasons are listed above")
     return results
 
 

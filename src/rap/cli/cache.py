@@ -98,7 +98,7 @@ def cache_command(
     optimum-quanto; for presses: pip install --no-deps kvpress cachetools fire termcolor.
     """
     if bits is None and press is None:
-        raise RapError("say what to do with the cache: --bits hqq4, --press knorm:0.5, or both")
+        raise RapError("no cache compression is given; use --bits hqq4, --press knorm:0.5, or both")
     compression = CacheCompression(bits, parse_press(press) if press else None)
     compression.check()
     asked.check()

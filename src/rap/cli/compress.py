@@ -150,7 +150,7 @@ def compress_command(
     """Prune MODEL to a fraction of its KV cache, and write a checkpoint."""
     _check_placing(read, streamed)
     if dry_run and streamed.stream:
-        raise RapError("--stream says what it will hold before it starts: leave --dry-run out")
+        raise RapError("--stream prints its memory at start-up; remove --dry-run")
     shown = None if evaluate == "none" else evaluate
     about: dict[str, Any] = {"recover": recover, "evaluate": evaluate, "target": cut.target}
     made = CompressionRun(model=model, output=output, read=read, **about)

@@ -135,9 +135,9 @@ class PruningOptions:
             width = nearest_width(self.retain * dim, dim, wanted["align"])
             if width in (0, dim):
                 raise RapError(
-                    f"retain {self.retain} of heads of {dim} channels is nearest to {width}, where "
-                    f"nothing can be cut: --target {target} takes multiples of {wanted['align']} "
-                    f"below {dim}"
+                    f"retain {self.retain} of heads of {dim} channels rounds to {width}, where "
+                    f"nothing can be pruned; --target {target} supports multiples of "
+                    f"{wanted['align']} below {dim}: choose another ratio, or remove --target"
                 )
         return wanted
 

@@ -173,7 +173,7 @@ def _kind(tasks: list[str]) -> str:
     own = [task for task in tasks if task in (NEEDLE, RECALL)]
     check_tasks([task for task in tasks if task not in own], beside=(NEEDLE, RECALL))
     if own and len({*tasks}) > 1:
-        raise RapError(f"--task {own[0]} has a grid of its own: ask for it by itself")
+        raise RapError(f"--task {own[0]} has a separate grid; run it without other tasks")
     return own[0] if own else RULER
 
 

@@ -107,7 +107,9 @@ def first_token(tokenizer: Any) -> int:
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
-    raise RapError("the tokenizer has neither BOS nor EOS: nothing says where a document begins")
+    raise RapError(
+        "the tokenizer has neither BOS nor EOS, so no document can begin; give a text file"
+    )
 
 
 @torch.no_grad()

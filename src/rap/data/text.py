@@ -65,8 +65,8 @@ def load_windows(
     names = named_sources(source)
     if 1 <= num_windows < len(names):
         raise CalibrationError(
-            f"{num_windows} windows cannot be shared by {len(names)} texts: take {len(names)} or "
-            "more (--windows), or fewer texts"
+            f"{num_windows} windows cannot be shared by {len(names)} sources; use --windows "
+            f"{len(names)} or more, or fewer sources"
         )
     names, _ = with_samples(names, model, tokenizer, progress=progress)
     parts = []
@@ -153,8 +153,8 @@ def windows_from_text(
     """
     if num_windows < 1 or window < 2:
         raise CalibrationError(
-            f"cannot cut {num_windows} windows of {window} tokens: ask for at least one window of "
-            "two tokens"
+            f"cannot take {num_windows} windows of {window} tokens; use at least one window of two "
+            "tokens"
         )
     if not text.strip():
         raise CalibrationError("the calibration text is empty: give a text with some words in it")
@@ -200,7 +200,7 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     names = named_sources(source)
     if len(names) > 1:
         raise CalibrationError(
-            f"{str(source)!r} is {len(names)} texts, and one is read here: give one of "
+            f"{str(source)!r} has {len(names)} sources, but only one is supported; give one of "
             f"{', '.join(name for name in names if name != OWN)}"
         )
     refuse_samples(names)

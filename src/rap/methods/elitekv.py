@@ -47,7 +47,7 @@ class EliteKv(Replacing):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.pairs, int) and self.pairs < 1:
-            raise RapError(f"{self.pairs} elite pairs cannot tell positions apart: give 1 or more")
+            raise RapError(f"{self.pairs} elite pairs cannot encode positions; use 1 or more")
 
     @classmethod
     def plus(cls, **settings: Any) -> Any:

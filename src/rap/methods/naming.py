@@ -64,7 +64,7 @@ def parse_method(
     _check_names(named.name, given)
     for name in given:
         if name in named.settings:
-            raise RapError(f"{name} is set by {text!r} and once more beside it: say it once")
+            raise RapError(f"{name} is set by {text!r} and a second time; set it once")
     method = METHODS[named.name]
     make: Any = getattr(method, named.recipe) if named.recipe else method
     known = {field.name for field in fields(method)}

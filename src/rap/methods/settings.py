@@ -28,7 +28,7 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in map(split_setting, texts):
         if name in settings:
-            raise RapError(f"{name} is set twice: say it once")
+            raise RapError(f"{name} is set twice; set it once")
         settings[name] = read_value(value)
     return settings
 

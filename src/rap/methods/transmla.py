@@ -49,7 +49,7 @@ class TransMla(Replacing):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rotated is not None and (self.rotated < 2 or self.rotated % 2):
-            raise RapError(f"{self.rotated} channels are no whole pairs: give an even `rotated`")
+            raise RapError(f"{self.rotated} channels are not RoPE pairs; use an even `rotated`")
         if isinstance(self.freqfold, int) and self.freqfold < 1:
             raise RapError(f"freqfold cannot be {self.freqfold}: give 1 or more")
 

@@ -130,7 +130,7 @@ class Trials:
 def _finite(value: float, cuts: Cuts) -> float:
     if not math.isfinite(value):
         raise CalibrationError(
-            f"a trial cut of layers {', '.join(map(str, sorted(cuts)))} gives {value}: calibrate "
+            f"trial pruning of layers {', '.join(map(str, sorted(cuts)))} gives {value}; calibrate "
             "in float32 or bfloat16"
         )
     return value

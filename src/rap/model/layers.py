@@ -86,7 +86,7 @@ def check_dense(model: PreTrainedModel | PreTrainedConfig) -> None:
     """
     if _has_adapters(model):
         raise CheckpointError(
-            f"this {type(model).__name__} has adapters beside its weights: merge them first "
+            f"this {type(model).__name__} has adapters; merge them into the weights first "
             "(model = model.merge_and_unload() of peft)"
         )
     config = model if isinstance(model, PreTrainedConfig) else model.config

@@ -323,8 +323,8 @@ def norm_mode(config: PreTrainedConfig) -> str:
     mode = config.rap.get("qk_norm", "constant")
     if mode not in NORM_MODES:
         raise CheckpointError(
-            f"the `rap` section asks for QK-norm mode {mode!r}, this release knows "
-            f"{', '.join(NORM_MODES)}: upgrade the package"
+            f"the `rap` section has QK-norm mode {mode!r}, but this release supports "
+            f"{', '.join(NORM_MODES)}; upgrade the package"
         )
     return mode
 

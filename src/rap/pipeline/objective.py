@@ -83,8 +83,7 @@ def choose(asked: Method, instead: Method | None, context: DenseContext) -> Obje
         return Objective(asked)
     if getattr(asked, "budget", "") == "search":
         raise RapError(
-            "budget 'search' tries cuts on the whole model: leave --stream out, or use budget "
-            "'error'"
+            "budget 'search' evaluates the whole model; remove --stream, or use budget 'error'"
         )
     needs = asked.needs_for(context.model)
     if context.given is not None:

@@ -163,8 +163,8 @@ def _check(
     sizes = [model.get_input_embeddings().weight.shape[0] for model in (small, teacher)]
     if sizes[0] != sizes[1]:
         raise RapError(
-            f"the student has a vocabulary of {sizes[0]} and the teacher one of {sizes[1]}: "
-            "distillation compares token by token, give the dense model the student was cut from"
+            f"the student has a vocabulary of {sizes[0]} and the teacher one of {sizes[1]}; "
+            "give the dense model of this student"
         )
     if _is_spread(small):
         raise RapError("the student is spread over several devices: load it on one to train it")

@@ -169,8 +169,8 @@ class LayerProblem:
             loss = self.loss(rows)
             if not torch.isfinite(loss):
                 raise RapError(
-                    f"layer {self.index}: the loss of the fit is not finite: lower the rate, or "
-                    "check the weights of this layer"
+                    f"layer {self.index}: the loss of layer-wise distillation is not finite; lower "
+                    "the rate, or check the weights of this layer"
                 )
             optimizer.zero_grad()
             loss.backward()

@@ -175,7 +175,7 @@ def _check_settings(name: str, config: Any, fit: FitConfig | None) -> None:
     if config is not None and (name == "none" or not isinstance(config, own)):
         raise RapError(f"recovery {name!r} has no stage with a {type(config).__name__}")
     if fit is not None and "fit" not in (first, last):
-        raise RapError(f"recovery {name!r} fits nothing: leave the settings of a fit out")
+        raise RapError(f"recovery {name!r} has no layer-wise distillation; remove its settings")
 
 
 @dataclass
@@ -239,7 +239,7 @@ class _Run:
         if fitted["bos"] != first:
             was, now = (describe_bos(token) for token in (fitted["bos"], first))
             raise RapError(
-                f"the model was fitted to windows {was}, and these are {now}: give bos as it was"
+                f"the model was distilled on windows {was}, but these are {now}; keep the same bos"
             )
         self.report |= {key: fitted[key] for key in FIT_REPORTS}
         self.windows(FitConfig(**fitted["fit"]["config"]))

@@ -46,25 +46,26 @@ def check_stock(config: Any) -> None:
     family = base_model_type(config)
     if family not in STOCK_FAMILIES:
         raise UnsupportedModelError(
-            f"{family} has no stock form ({why_not_plain(config)}); "
+            f"{family} has no plain form ({why_not_plain(config)}); "
             "remove --profile stock, or choose another --target"
         )
     rope = config.rope_parameters
     if is_variable(rope):
         raise UnsupportedModelError(
             f"rope_type {rope['rope_type']!r} has frequencies that depend on the length of the "
-            "text: no stock checkpoint can list them"
+            "text, which a plain checkpoint cannot list; use --profile per-head"
         )
     rotated = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
     if (rotated or 1.0) != 1.0:
         raise UnsupportedModelError(
-            f"only {rotated:g} of every head rotates, which no stock checkpoint can express"
+            f"only {rotated:g} of every head rotates, which a plain checkpoint cannot express; use "
+            "--profile per-head"
         )
     if family == "qwen2" and getattr(config, "use_sliding_window", False):
-        raise UnsupportedModelError("Qwen2 with a sliding window has no stock form")
+        raise UnsupportedModelError("Qwen2 with a sliding window has no plain form")
     if getattr(config, "clip_qkv", None) is not None:
         raise UnsupportedModelError(
-            f"{family} with clip_qkv has no stock form: queries are scaled there, and clamped"
+            f"{family} with clip_qkv has no plain form: queries are scaled there, and clamped"
         )
 
 

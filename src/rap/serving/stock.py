@@ -48,7 +48,7 @@ _DROPPED = {
     "qwen2": ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
     "phi3": ("original_max_position_embeddings", "embd_pdrop", "resid_pdrop", "layer_types"),
 }
-_NOT_STOCK = "a stock checkpoint needs the same for every head and layer: use `--profile stock`"
+_NOT_STOCK = "a plain checkpoint needs the same for every head and layer; use `--profile stock`"
 
 
 def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any:
@@ -106,12 +106,12 @@ def slots_of_all_heads(small: PreTrainedModel) -> list[int]:
     """The one list of dense pair indices that every head of every layer rotates at.
 
     Raises CheckpointError, naming the layer and head that differ, and UnsupportedModelError for a
-    family that has no stock form.
+    family that has no plain form.
     """
     check_stock(small.config)
     if not is_pruned(small):
         raise CheckpointError(
-            "this model is dense: cut it first, by `rap compress MODEL --profile stock -o out`"
+            "this model is dense; prune it first: `rap compress MODEL --profile stock -o out`"
         )
     entries = layer_entries(small.config, small.config.num_hidden_layers, "plain")
     first = entries[0]
@@ -125,8 +125,8 @@ def slots_of_all_heads(small: PreTrainedModel) -> list[int]:
         assert isinstance(entry, PairEntry)
         if entry.values != 2 * entry.pairs or entry.free:
             raise CheckpointError(
-                f"layer {layer} keeps {_describe(entry)}: a stock checkpoint needs keys as wide as "
-                "values, all of them rotating: use `--profile stock`"
+                f"layer {layer} keeps {_describe(entry)}, but a plain checkpoint needs keys as "
+                "wide as values, all of them rotating; use `--profile stock`"
             )
     return _shared_index(small)
 

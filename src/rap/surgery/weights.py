@@ -242,6 +242,5 @@ def check_teacher(plan: Plan, source: str) -> None:
         check_config(load_config(source), plan)
     except PlanError as error:
         raise PlanError(
-            f"{source} is not of the kind that the checkpoint was cut from: name the dense model "
-            "that it was"
+            f"{source} is not the dense model of this pruned checkpoint; name that model"
         ) from error

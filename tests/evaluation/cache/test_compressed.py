@@ -369,7 +369,7 @@ def test_sliding_windows_are_refused(ids, rounding, first_token_press):
     model = tiny_model("mistral", sliding_window=16)
     for compression, message in (
         (CacheCompression(rounding), "full attention only"),
-        (CacheCompression(press=first_token_press), "evicts tokens by itself"),
+        (CacheCompression(press=first_token_press), "already evicts tokens"),
     ):
         with pytest.raises(RapError, match=message):
             compressed_perplexity(model, ids.flatten(), compression, **SIZES)
@@ -385,7 +385,7 @@ def test_places_in_the_cache_can_be_quantized_but_not_evicted(
         assert plain.nats_per_token == pytest.approx(tail_nats(small(ids).logits, ids), rel=1e-5)
     bits = compressed_perplexity(small, ids.flatten(), CacheCompression(rounding), **SIZES)
     assert 0 < abs(bits.nats_per_token - plain.nats_per_token) < 0.5
-    with pytest.raises(RapError, match="tells positions by places in the cache"):
+    with pytest.raises(RapError, match="takes positions from places in the cache"):
         compressed_perplexity(
             small, ids.flatten(), CacheCompression(press=first_token_press), **SIZES
         )
@@ -421,7 +421,7 @@ def test_without_the_packages_the_remedy_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "say what to do with the cache"),
+        ((), "no cache compression is given"),
         (("--bits", "hqq5"), "unknown cache 'hqq5'"),
         (("--press", "knorm"), "write NAME:RATIO"),
     ],

@@ -264,7 +264,7 @@ def test_a_divergence_that_is_not_finite_is_refused(prompts):
     model = tiny_model()
     texts = write(model, prompts[:1], 3)
     broken = [Text(texts[0].tokens, texts[0].states * math.nan)]
-    with pytest.raises(RapError, match="not finite: check the checkpoint"):
+    with pytest.raises(RapError, match="not finite; check the checkpoint"):
         compare_answers(model, model, prompts[:1], broken, texts, num_tokens=3, ends=NONE)
 
 

@@ -228,7 +228,7 @@ def test_the_shortest_document_has_no_other_text(text):
             rng = evaluation_rng(2)
             made.append(ruler.ruler_document(ENCODE, text, rng, "single-needle", length))
         except RapError as error:
-            assert "ask for longer documents" in str(error)  # noqa: PT017 - either way is right
+            assert "use longer documents" in str(error)  # noqa: PT017 - either way is right
     assert len(made[0].ids) == 200 - len(made)
     assert words_of(made[0]).startswith(" The special number of")
     assert words_of(made[1])[0].islower()

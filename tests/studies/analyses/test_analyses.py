@@ -263,7 +263,7 @@ def test_all_leaves_out_what_a_model_cannot_be_asked(tmp_path, monkeypatch):
     assert (alone.code, "is not made for norms" in alone.err) == (2, True)
     monkeypatch.setattr(analyze, "ANALYSES", {"orphans": both["orphans"]})
     none = run("analyze", "all", "bundled", "-o", tmp_path, *small)
-    assert (none.code, "no analysis can be made of this model" in none.err) == (2, True)
+    assert (none.code, "no analysis supports this model" in none.err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,11 @@ def _refuse(model: PreTrainedModel, module: Any, press: Press) -> None:
     own = module if isinstance(module, RapAttention) else None
     if own is not None and (own.reconstruction or own.places_by_slot):
         raise RapError(
-            "tokens cannot be evicted here: this method's attention tells positions by places in"
-            " the cache, which eviction changes; use one that keeps whole pairs, such as rap"
+            "tokens cannot be evicted: this method takes positions from places in the cache, which"
+            " eviction changes; use a method that keeps RoPE pairs, such as rap"
         )
     if sliding_window(attention_spec(model.config), module) is not None:
-        raise RapError("a sliding window evicts tokens by itself: presses need full attention")
+        raise RapError("a sliding window already evicts tokens; use presses with full attention")
     if own is None:
         return
     if press.name == "think":

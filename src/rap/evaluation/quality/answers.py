@@ -228,5 +228,5 @@ def _along(heads: tuple[Head, Head], states: tuple[Tensor, Tensor], step: int) -
     ]
     kl_T = torch.cat(kl)
     if not torch.isfinite(kl_T).all():
-        raise RapError("the divergence along a text is not finite: check the checkpoint")
+        raise RapError("the KL along an answer is not finite; check the checkpoint")
     return kl_T

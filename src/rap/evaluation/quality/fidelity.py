@@ -147,7 +147,7 @@ class DenseStates:
                 bar.advance(self.window)
         if not torch.isfinite(kl_WT).all():
             bad = int((~torch.isfinite(kl_WT)).any(1).nonzero()[0])
-            raise RapError(f"the divergence is not finite in window {bad}: check the checkpoint")
+            raise RapError(f"the KL is not finite in window {bad}; check the checkpoint")
         ours, theirs = (
             part.perplexity(self.window, self.num_left_out, self.bos) for part in losses
         )
@@ -198,8 +198,8 @@ def check_vocabularies(ours: int, theirs: int) -> None:
     """RapError unless both models have as many tokens."""
     if ours != theirs:
         raise RapError(
-            f"the models have vocabularies of {ours} and {theirs}: give the dense model that "
-            "this one was cut from"
+            f"the models have vocabularies of {ours} and {theirs}; give the dense model of this "
+            "pruned model"
         )
 
 

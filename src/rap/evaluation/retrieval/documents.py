@@ -138,7 +138,7 @@ def evaluation_rng(seed: int, *key: int) -> np.random.Generator:
 def check_documents(num_documents: int) -> None:
     """RapError for a number of documents that is too small for an evaluation."""
     if num_documents < 1:
-        raise RapError(f"cannot judge by {num_documents} documents: ask for at least one")
+        raise RapError(f"cannot evaluate on {num_documents} documents; use at least one")
 
 
 def check_grid(num_documents: int, lengths: Iterable[int] = (), facts: Iterable[int] = ()) -> None:
@@ -197,8 +197,8 @@ def recall_document(
     room = distance - len(question[0])
     if room < 0:
         raise RapError(
-            f"a fact cannot stand {distance} tokens before its answer, the question has "
-            f"{len(question[0])}: give a distance of that many or more"
+            f"a fact cannot be {distance} tokens before its answer, since the question has "
+            f"{len(question[0])}; use a distance of that many or more"
         )
     between, before = [], []
     for other in others:

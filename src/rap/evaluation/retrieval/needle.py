@@ -66,8 +66,8 @@ def needle_document(
     room = length - asked - sum(len(ids) for ids, _ in stated)
     if room < 1:
         raise RapError(
-            f"a document of {length} tokens has no room for text beside {num_facts} facts and a "
-            f"question, which take {length - room}: ask for longer documents or fewer facts"
+            f"a document of {length} tokens has no room for more than {num_facts} facts and a "
+            f"question ({length - room} tokens); use longer documents or fewer facts"
         )
     if len(text) < room:
         raise RapError(f"the text has {len(text)} tokens, {room} are needed: give a longer text")

@@ -76,7 +76,7 @@ class FactoredPlan(PairPlan):
         """
         roles, shape, normed = dense.roles(), dense.shape, dense.layer.norm is not None
         if normed and not self.queries:
-            raise PlanError("normalised queries and keys are combined behind their norm alone")
+            raise PlanError("normalized queries and keys can be combined only after their norm")
         stays = {"q"} if self.queries else set()
         stays |= {"k"} if normed else set()
         stays |= {"o", "gate"} if self.outputs else set()

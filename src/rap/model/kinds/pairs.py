@@ -309,7 +309,9 @@ def cut(
     """
     exact = norm is not None and norm_mode == "exact"
     if norm is not None and layer.mixes_keys:
-        raise PlanError("keys of a layer with QK-norm cannot be folded: prune whole pairs")
+        raise PlanError(
+            "keys of a layer with QK-norm cannot be folded; prune RoPE pairs (keys=pairs)"
+        )
     if "+" in role or "=" in role:
         parts = split_roles(role, tensor, shape, per_head=per_head)
         how: dict[str, Any] = {"norm": norm, "norm_mode": norm_mode, "value_norm": value_norm}

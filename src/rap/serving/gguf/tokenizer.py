@@ -53,8 +53,8 @@ def check_pre(pre: str | None) -> None:
     near = get_close_matches(pre.lower(), names)
     hint = f"near it: {', '.join(near)}" if near else "its names are such as llama-bpe or qwen2"
     raise RapError(
-        f"llama.cpp has no pre-tokenizer {pre!r} ({hint}); choose another, or copy a tokenizer with "
-        "--tokenizer-from FILE.gguf"
+        f"llama.cpp has no pre-tokenizer {pre!r} ({hint}); choose another, or copy a tokenizer "
+        "with --tokenizer-from FILE.gguf"
     )
 
 

@@ -270,8 +270,8 @@ def check_stored(
     """
     if tuple(loaded.shape) != shape:
         raise CheckpointError(
-            f"{name} has shape {tuple(loaded.shape)}, config.json says {shape}: the checkpoint is "
-            "damaged"
+            f"{name} has shape {tuple(loaded.shape)}, but {shape} by config.json; the checkpoint "
+            "is damaged"
         )
     if bound is None or not loaded.numel():
         return

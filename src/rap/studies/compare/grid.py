@@ -149,8 +149,8 @@ class Grid:
         for name in self.recovery:
             if not any(self.applies(name, recovery) for recovery in self.recoveries):
                 raise RapError(
-                    f"cannot set {name} of {', '.join(self.recoveries)}: fit.NAME=VALUE is of a "
-                    f"fit, NAME=VALUE of a recovery that distils ({', '.join(PRESETS)})"
+                    f"cannot set {name} of {', '.join(self.recoveries)}: fit.NAME=VALUE applies "
+                    f"to fit, NAME=VALUE to one of {', '.join(PRESETS)}"
                 )
 
     @staticmethod
