@@ -130,7 +130,7 @@ def spread(windows_NT: Tensor, count: int) -> Tensor:
     """`count` of the windows at even distances, the first among them; RapError for too few."""
     if not 1 <= count <= len(windows_NT):
         raise RapError(
-            f"{count} windows were asked for, and the text has {len(windows_NT)}: ask for 1 or"
+            f"{count} windows were asked for, and the text has {len(windows_NT)}: use 1 or"
             " more, or give a longer text"
         )
     return windows_NT[torch.arange(count) * len(windows_NT) // count]

@@ -39,7 +39,9 @@ def test_what_others_wrote_is_never_replaced(tmp_path, content, force):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text(text)
     first = sorted(content)[0].split("/")[0]
-    with pytest.raises(CheckpointError, match=rf"in the way \({first}.*name another output, or em"):
+    with pytest.raises(
+        CheckpointError, match=rf"in the way \({first}.*choose another output, or em"
+    ):
         _write(output, force=force)
     assert all((output / name).read_text() == text for name, text in content.items())
     assert _names(tmp_path) == ["out"]
@@ -132,5 +134,5 @@ def test_an_output_that_no_command_could_name_is_refused(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     result = run("compress", "bundled", "-o", name)
     assert error_violations(result) == []
-    assert "wherever a model is asked for: name another directory" in result.err
+    assert "wherever a model is asked for: choose another directory" in result.err
     assert not list(tmp_path.iterdir())

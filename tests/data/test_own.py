@@ -130,7 +130,9 @@ def test_without_a_model_the_source_says_what_to_give(tokenizer: Any, mine: Path
         load_windows(f"general:{mine}", tokenizer)
     with pytest.raises(CalibrationError, match=r"repeated:own\.jsonl instead"):
         read_text("repeated:own")
-    with pytest.raises(CalibrationError, match="is 3 texts, and one is read here: give one of"):
+    with pytest.raises(
+        CalibrationError, match="has 3 sources, but only one is supported; give one of"
+    ):
         read_text(f"general:{mine}")
 
 

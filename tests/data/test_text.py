@@ -79,8 +79,8 @@ def test_the_bundled_text_gives_the_papers_number_of_windows(tokenizer):
         (" \n\t ", {}, "text is empty"),
         ("abc", {"num_windows": 1, "window": 4}, "has 3 tokens, one window needs 4"),
         ("a" * 10, {"num_windows": 3, "window": 4}, "10 tokens, enough for 2 windows of 4, not 3"),
-        ("a" * 10, {"num_windows": 0, "window": 4}, "cannot cut 0 windows of 4"),
-        ("a" * 10, {"num_windows": 1, "window": 1}, "cannot cut 1 windows of 1"),
+        ("a" * 10, {"num_windows": 0, "window": 4}, "cannot take 0 windows of 4"),
+        ("a" * 10, {"num_windows": 1, "window": 1}, "cannot take 1 windows of 1"),
     ],
 )
 def test_texts_that_are_too_short_are_refused_with_their_length(text, asked, message):
@@ -98,7 +98,9 @@ def test_sources_of_a_list_give_equal_shares(tokenizer, tmp_path):
     # In turns, so that the first windows alone are of both.
     assert torch.equal(windows[::2], bundled)
     assert torch.equal(windows[1::2], load_windows(path, tokenizer, num_windows=3, window=16))
-    with pytest.raises(CalibrationError, match="1 windows cannot be shared by 2 texts: take 2"):
+    with pytest.raises(
+        CalibrationError, match="1 windows cannot be shared by 2 sources; use --windows 2"
+    ):
         load_windows(f"bundled,{path}", tokenizer, num_windows=1, window=16)
 
 

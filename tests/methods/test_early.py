@@ -32,7 +32,7 @@ def family(name: str, **fields: Any) -> Any:
         ("heads", "helium", "makes its heads of the hidden size"),
         ("heads", "stablelm", "makes its heads of the hidden size"),
         ("rap", "stablelm:norms", "plan with qk_norm='exact'"),
-        ("rap:context=100", "qwen3", "this model's cannot be: leave both out"),
+        ("rap:context=100", "qwen3", "this model's cannot be: remove both"),
         ("rap:profile=stock", "smollm3", "frequenc"),
         ("elitekv", "smollm3", "does not rotate its keys"),
     ],
@@ -58,7 +58,7 @@ def test_what_a_config_rules_out_is_refused_first(monkeypatch, tokenizer, method
     [
         ("svdllm:multiple=0", "multiple 0 makes no ranks"),
         ("svdllm2:multiple=-2", "multiple -2 makes no ranks"),
-        ("rap:score=magnitude", "read no score: leave it out"),
+        ("rap:score=magnitude", "read no score: remove it"),
         ("rap:paper:norm_rows=3", "norm_rows is of qk_norm 'rows' alone"),
     ],
 )

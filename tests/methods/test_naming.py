@@ -73,7 +73,7 @@ def test_the_retain_ratio_and_shared_settings_come_beside_the_text() -> None:
     assert parse_method("rap:paper", 0.6, {"budget": "uniform"}, seed=3) == Rap.paper(
         retain=0.6, budget="uniform", seed=3
     )
-    with pytest.raises(RapError, match="align is set by 'rap:align=4' and once more beside it"):
+    with pytest.raises(RapError, match="align is set by 'rap:align=4' and a second time"):
         parse_method("rap:align=4", 0.6, {"align": 4})
     with pytest.raises(RapError, match="has no setting 'rank'"):
         parse_method("rap", 0.6, {"rank": 4})

@@ -85,7 +85,7 @@ def test_what_folding_is_told_is_refused_where_nothing_is_folded(asked: dict) ->
     method = rap.Rap(retain=0.5, **asked)
     model = tiny_model("qwen3", dtype=torch.float64)
     statistics = rap.calibrate(model, random_tokens(2, 16), method.needs_for(model))
-    with pytest.raises(rap.RapError, match="leave both out"):
+    with pytest.raises(rap.RapError, match="remove both"):
         method.plan(model, statistics)
 
 

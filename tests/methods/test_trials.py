@@ -111,7 +111,7 @@ def test_a_trial_that_fails_leaves_the_model_whole(calibrated: tuple) -> None:
     broken = found[0].tensors()
     broken["q_proj.weight"] = broken["q_proj.weight"] * torch.nan
     for measure in (trials.perplexity, trials.change):
-        with pytest.raises(CalibrationError, match="trial cut of layers 0, 2 gives nan"):
+        with pytest.raises(CalibrationError, match="trial pruning of layers 0, 2 gives nan"):
             measure({0: replace(found[0], weights=broken), 2: found[2]})
         assert [*model.modules()] == modules
     with pytest.raises(RuntimeError, match="size mismatch"):

@@ -264,7 +264,7 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
         ("--method", "palu"): "method palu needs the statistics fisher",
         ("--budget", "search"): "budget 'search' evaluates the whole model",
         ("--recover", "fast"): "--stream takes none or fit",
-        ("--dtype", "float32"): "leave --dtype and --device-map out",
+        ("--dtype", "float32"): "remove --dtype and --device-map",
         ("--statistics", tmp_path / "nowhere"): "nowhere",
         ("--device", "nowhere"): "no device 'nowhere'",
     }.items():

@@ -138,7 +138,7 @@ def test_verify_refuses_what_it_would_not_read_before_it_loads(pruned, monkeypat
         monkeypatch.setattr(command_line, name, load)
     result = run("verify", "small.gguf", "--reference", pruned)
     assert error_violations(result) == []
-    assert "not read by transformers: leave it out, or add --engine llamacpp" in result.err
+    assert "not read by transformers: remove it, or add --engine llamacpp" in result.err
     for engine in ("transformers", "llamacpp"):
         for tolerance in ("nan", "-0.1"):
             result = run("verify", pruned, "--engine", engine, "--tolerance", tolerance)
@@ -150,10 +150,10 @@ def test_verify_refuses_what_it_would_not_read_before_it_loads(pruned, monkeypat
 def test_verify_refuses_options_that_an_engine_does_not_read(pruned, engine):
     result = run("verify", pruned, "--engine", engine, "--tensor-parallel-size", "2")
     assert error_violations(result) == []
-    assert f"{engine} works on one device: leave --tensor-parallel-size out" in result.err
+    assert f"{engine} works on one device: remove --tensor-parallel-size" in result.err
     result = run("verify", "small.gguf", "--engine", "llamacpp", "--dtype", "bfloat16")
     assert error_violations(result) == []
-    assert "compared as it is stored: leave --dtype out" in result.err
+    assert "compared as it is stored: remove --dtype" in result.err
     assert "greater than or equal to 1" in run("verify", pruned, "--tensor-parallel-size", "0").err
 
 

@@ -112,8 +112,7 @@ class DenseContext:
                 raise RapError("a live model has no tokenizer; pass tokenizer=... as well")
             if device != AUTO or device_map is not None:
                 raise RapError(
-                    "a model in memory runs where it is; move it, and leave out device and "
-                    "device_map"
+                    "a model in memory runs where it is; move it, and remove device and device_map"
                 )
             model, name = source, str(source.name_or_path or "a live model")
         if progress:

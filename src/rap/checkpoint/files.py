@@ -69,7 +69,7 @@ def check_output(output: str | Path, *, force: bool) -> None:
         return
     if (path / ".git").exists():
         raise CheckpointError(
-            f"{output} is a git repository, which would be replaced with its history: name another "
+            f"{output} is a git repository, which would be replaced with its history: choose another "
             "output, and copy its files there"
         )
     if not _is_checkpoint(path):
@@ -77,11 +77,11 @@ def check_output(output: str | Path, *, force: bool) -> None:
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
         raise CheckpointError(
             f"{output} has files in the way ({shown}) and is no checkpoint, which --force would "
-            "replace: name another output, or empty it yourself"
+            "replace: choose another output, or empty it yourself"
         )
     if not force:
         raise CheckpointError(
-            f"{output} exists: pass --force to replace it, or name another output"
+            f"{output} exists: pass --force to replace it, or choose another output"
         )
 
 
@@ -102,7 +102,7 @@ def check_output_file(output: str | Path, *, force: bool) -> None:
         raise CheckpointError(f"{output} is a directory: name a file")
     if path.exists() and not force:
         raise CheckpointError(
-            f"{output} exists: pass --force to replace it, or name another output"
+            f"{output} exists: pass --force to replace it, or choose another output"
         )
 
 
@@ -245,7 +245,7 @@ def _check_parents(path: Path) -> None:
         raise CheckpointError(f"{above} is a file: {path} cannot be made inside it")
     if above is not None and not os.access(above, os.W_OK | os.X_OK):
         raise CheckpointError(
-            f"{above} may not be written to, where {path.name} would appear: name another output"
+            f"{above} may not be written to, where {path.name} would appear: choose another output"
         )
 
 

@@ -41,7 +41,7 @@ def check_apart(output: str | Path, *sources: object) -> None:
     if str(output) in (BUNDLED, *FETCHED) or is_gguf(output):
         other = "a .gguf file" if is_gguf(output) else "a model of this package"
         raise CheckpointError(
-            f"{output} names {other} wherever a model is asked for: name another directory"
+            f"{output} names {other} wherever a model is asked for: choose another directory"
         )
     for source in sources:
         if not isinstance(source, (str, Path)):
@@ -49,7 +49,7 @@ def check_apart(output: str | Path, *sources: object) -> None:
         given = Path(source) if Path(source).exists() else Path(resolve_source(source))
         if given.exists() and given.resolve().is_relative_to(path.resolve()):
             raise CheckpointError(
-                f"{source} would be replaced by what is made of it: name another output"
+                f"{source} would be replaced by what is made of it: choose another output"
             )
 
 

@@ -172,14 +172,14 @@ def _models(
     config = load_config(source)
     if not str(config.model_type).startswith(PREFIX):
         if dense is not None:
-            raise RapError(f"{source} is not pruned: leave --dense out, and give --retain")
+            raise RapError(f"{source} is not pruned: remove --dense, and give --retain")
         if retain is None:
             raise RapError(f"{source} is not pruned: give --retain for a pruned stand-in")
         whole = load(source, dtype=dtype, **placed)
         small = random_model(uniform_config(config, retain), dtype=whole.dtype, device=device)
         return {"dense": whole, "pruned": small}
     if retain is not None:
-        raise RapError(f"{source} is pruned already: leave --retain out")
+        raise RapError(f"{source} is pruned already: remove --retain")
     small = load(source, dtype=dtype, **placed)
     if dense is not None:
         whole = load(dense, dtype=small.dtype, **placed)

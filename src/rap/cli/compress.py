@@ -204,7 +204,7 @@ def _check_placing(read: ReadingOptions, streamed: StreamingOptions) -> None:
             "--device-map out"
         )
     if not streamed.stream and streamed.statistics is not None:
-        raise RapError("--statistics requires --stream; add it, or leave --statistics out")
+        raise RapError("--statistics requires --stream; add it, or remove --statistics")
 
 
 def _say_report(
@@ -333,7 +333,7 @@ def apply_command(
     check_output(output, force=force)
     check_apart(output, model)
     if stream and (dtype != "auto" or device_map is not None):
-        raise RapError("--stream keeps the stored data types; leave --dtype and --device-map out")
+        raise RapError("--stream keeps the stored data types; remove --dtype and --device-map")
     placed = placement(device, device_map)
     decision = Plan.load(plan)
     source = resolve_source(model)

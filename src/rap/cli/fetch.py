@@ -40,7 +40,7 @@ def fetch_command(
     if name not in NAMES:
         raise RapError(f"cannot fetch {name!r}: use one of {', '.join(NAMES)}")
     if name == WIKITEXT and wheel:
-        raise RapError(f"{name} is in no wheel: leave --wheel out")
+        raise RapError(f"{name} is in no wheel: remove --wheel")
     if name == WIKITEXT:
         folder = fetch_dataset(name, force=force, say=console.print)
     else:

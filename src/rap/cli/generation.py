@@ -72,7 +72,7 @@ class Continuations:
             given = [flag for flag, value in idle.items() if value is not None]
             given += ["--bos"] if bos != "auto" else []
             if given:
-                raise RapError(f"with --chat the template makes the prompts: leave out {given[0]}")
+                raise RapError(f"with --chat the template makes the prompts: remove {given[0]}")
         elif self.temperature:
             raise RapError("stretches of a text are continued greedily: --temperature needs --chat")
         if not self.temperature and self.top_p != 1:
@@ -150,7 +150,7 @@ def _answered(
     found = chat_tokens(read_prompts(str(asked.chat)), opened.tokenizer)
     prompts = found[: asked.prompts]
     if asked.prompts is not None and len(found) < asked.prompts:
-        raise RapError(f"{asked.chat} has {len(found)} prompts, not {asked.prompts}: ask for fewer")
+        raise RapError(f"{asked.chat} has {len(found)} prompts, not {asked.prompts}: use fewer")
     ends = end_tokens(dense)
     sampling = Sampling(asked.temperature, asked.top_p, seed) if asked.temperature else None
     total = 2 * len(prompts) * asked.tokens

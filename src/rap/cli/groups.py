@@ -121,13 +121,11 @@ class PruningOptions:
             if setting not in known:
                 raise RapError(
                     f"--target {target} needs a method with {NEEDS[setting]}, which {name!r} has "
-                    "not: leave --target out, or take another method"
+                    "not: remove --target, or take another method"
                 )
         for name in wanted:
             if name in given:
-                raise RapError(
-                    f"--target {target} decides {name}: leave --{name} out, or the target"
-                )
+                raise RapError(f"--target {target} decides {name}: remove --{name}, or the target")
         if wanted.get("profile") == "stock" and self.retain < 1:
             if "merge" in wanted:
                 heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

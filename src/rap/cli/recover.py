@@ -246,7 +246,7 @@ def _placement(device: str, device_map: str | None) -> dict[str, Any]:
     """
     if processes().num_processes > 1 and device_map is None:
         if device != AUTO:
-            raise RapError(f"each process chooses its device; leave --device {device} out")
+            raise RapError(f"each process chooses its device; remove --device {device}")
         device = str(processes().device)
     return placement(device, device_map)
 

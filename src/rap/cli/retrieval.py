@@ -111,7 +111,7 @@ class Asked:
         for name in given.keys() - SETTINGS[kind].keys():
             flag = f"--{name.replace('_', '-')}"
             its = " or ".join(SAID[task] for task in SETTINGS if name in SETTINGS[task])
-            raise RapError(f"{flag} is of {its} alone: leave it out, or ask for that")
+            raise RapError(f"{flag} is of {its} alone: remove it, or use that")
         asked = SETTINGS[kind] | given
         figure = asked.get("figure")
         if figure is not None and figure.suffix not in FIGURES:

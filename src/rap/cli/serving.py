@@ -55,9 +55,9 @@ def verify_command(
     if reference is not None:
         _check_reference(model, engine)
     if tensor_parallel_size > 1 and engine != "vllm":
-        raise RapError(f"{engine} works on one device: leave --tensor-parallel-size out")
+        raise RapError(f"{engine} works on one device: remove --tensor-parallel-size")
     if is_gguf(model) and engine == "llamacpp" and dtype is not None:
-        raise RapError("a .gguf file is compared as it is stored: leave --dtype out")
+        raise RapError("a .gguf file is compared as it is stored: remove --dtype")
     dtype = dtype or "float32"
     placed = working_device(device)
     if engine == "llamacpp":
@@ -121,9 +121,7 @@ def _check_reference(model: str, engine: str) -> None:
     if not is_gguf(model):
         raise RapError("--reference is for a .gguf file: a checkpoint is its own reference")
     if engine != "llamacpp":
-        raise RapError(
-            f"--reference is not read by {engine}: leave it out, or add --engine llamacpp"
-        )
+        raise RapError(f"--reference is not read by {engine}: remove it, or add --engine llamacpp")
 
 
 def _in_llamacpp(

@@ -30,7 +30,7 @@ def check_digests(folder: str | Path, *texts: str | Path) -> None:
     for name, digest in _digests(texts).items():
         if noted.get(name, digest) != digest:
             raise CalibrationError(
-                f"{name} has changed since {folder} was measured on it: name another output, or "
+                f"{name} has changed since {folder} was measured on it: choose another output, or "
                 "give the text another name"
             )
 
@@ -74,7 +74,7 @@ def settle_tokenizer(folder: str | Path, fingerprint: str, tokenizer: Any) -> No
     path, given = Path(folder) / TOKENIZERS, fingerprint_tokenizer(tokenizer)
     if _of_models(path).get(fingerprint, given) != given:
         raise CalibrationError(
-            f"{folder} was measured on this model with another tokenizer: name another output"
+            f"{folder} was measured on this model with another tokenizer: choose another output"
         )
     _note_model(path, fingerprint, given)
 

@@ -43,7 +43,7 @@ class Corpus:
 
     def __post_init__(self) -> None:
         for name in ("documents", "tokens", "batch_size"):
-            self._check(name, getattr(self, name) >= 1, "ask for 1 or more")
+            self._check(name, getattr(self, name) >= 1, "use 1 or more")
         self._check("temperature", self.temperature > 0, "give a number above 0")
         self._check("top_p", 0 < self.top_p <= 1, "give a share above 0 and up to 1")
 
@@ -95,7 +95,7 @@ def check_length(config: PreTrainedConfig, asked: Corpus) -> None:
     if longest is not None and asked.tokens > longest:
         raise RapError(
             f"documents of {asked.tokens} tokens are longer than the {longest} that the model was "
-            f"made for: ask for at most {longest} tokens"
+            f"made for: use at most {longest} tokens"
         )
 
 

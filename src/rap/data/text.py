@@ -249,7 +249,7 @@ def _from_whole(
     if whole < num_windows:
         raise CalibrationError(
             f"the calibration text has {len(ids)} tokens, enough for {whole} windows of {window}, "
-            f"not {num_windows}: give more text, or ask for fewer or shorter windows"
+            f"not {num_windows}: give more text, or use fewer or shorter windows"
         )
     rows = torch.tensor(ids[: whole * window]).view(whole, window)
     return rows[_sample(whole, num_windows, seed)]

@@ -146,7 +146,7 @@ class PairPruning(Method):
             raise RapError(f"norm_rows {self.norm_rows} keeps nothing for the norm: give 1 or more")
         if self.norm_rows != NORM_ROWS and self.qk_norm != "rows":
             raise RapError(
-                f"norm_rows is of qk_norm 'rows' alone, and this is {self.qk_norm!r}: leave it out"
+                f"norm_rows is of qk_norm 'rows' alone, and this is {self.qk_norm!r}: remove it"
             )
 
     def needs_for(self, model: PreTrainedModel) -> frozenset[str]:

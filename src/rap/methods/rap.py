@@ -94,7 +94,7 @@ class Rap(PairPruning):
         if self.score not in SCORES:
             raise RapError(f"unknown score {self.score!r}: use one of {', '.join(sorted(SCORES))}")
         if self.score not in ("fisher", self._ranking):
-            raise RapError("folded keys, subspaces and these widths read no score: leave it out")
+            raise RapError("folded keys, subspaces and these widths read no score: remove it")
         if self.budget in ("error", "search") and not self._spends_by_error():
             raise RapError(
                 f"budget {self.budget!r} gives K and V one width (key_share 0.5), or lets them "
@@ -404,7 +404,7 @@ class Rap(PairPruning):
             raise RapError(f"profile 'stock' {only}: use keys 'pairs'")
         if True not in mixed and self._says_how_to_fold:
             raise RapError(
-                "context and reach are of folded keys, and this model's cannot be: leave both out"
+                "context and reach are of folded keys, and this model's cannot be: remove both"
             )
         return True in mixed
 

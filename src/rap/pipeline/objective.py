@@ -27,7 +27,7 @@ from ..runtime.memory import describe_memory, free_memory
 
 # The best that needs no gradient of the loss, where nothing sets the metric.
 WITHOUT_GRADIENTS = {"metric": "output"}
-_REMEDY = "leave metric and score out, say metric=output, or give --statistics"
+_REMEDY = "remove metric and score, set metric=output, or give --statistics"
 MARGIN = 1.25  # an estimate that is too small ends a run
 
 

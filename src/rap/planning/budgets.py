@@ -76,7 +76,7 @@ def allocate(
     budget = retain * whole
     if spent - budget > unit * max(costs, default=1) / 2:
         raise RapError(
-            f"retain {retain} is below the floor of {start} in every layer: ask for at least "
+            f"retain {retain} is below the floor of {start} in every layer: use at least "
             f"{math.ceil(1000 * spent / whole) / 1000}, or for a smaller alignment"
         )
 
@@ -115,7 +115,7 @@ def uniform(retain: float, sizes: Sequence[int], unit: int = 1) -> list[int]:
     for size, amount in zip(sizes, kept, strict=True):
         if amount == 0:
             raise RapError(
-                f"retain {retain} of {size} rounds to nothing in steps of {unit}: ask for more, or "
+                f"retain {retain} of {size} rounds to nothing in steps of {unit}: use more, or "
                 "for a smaller alignment"
             )
     return kept
@@ -217,7 +217,7 @@ def _shared(
                 raise
             raise RapError(
                 f"key_share {share} of retain {retain} leaves keys or values {part:.3g} of their "
-                "channels, less than can be kept: ask for a larger retain, or a key_share nearer "
+                "channels, less than can be kept: use a larger retain, or a key_share nearer "
                 "to 0.5"
             ) from error
 

@@ -81,7 +81,7 @@ def above_floor(
     asked = retain * whole - floor
     if asked < -unit * min(heads) / 2:
         raise RapError(
-            f"retain {retain} is below one step of {unit} in every layer: ask for at least "
+            f"retain {retain} is below one step of {unit} in every layer: use at least "
             f"{math.ceil(1000 * floor / whole) / 1000}, or for a smaller alignment"
         )
     if retain * whole - most > unit * min(heads) / 2:

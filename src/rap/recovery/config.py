@@ -80,7 +80,7 @@ class RecoveryConfig:
             self._check(name, getattr(self, name) >= 1, "give 1 or more")
         for name in ("num_windows", "steps", "evaluate_every", "top_k"):
             value = getattr(self, name)
-            self._check(name, value is None or value >= 1, "give 1 or more, or leave it out")
+            self._check(name, value is None or value >= 1, "give 1 or more, or remove it")
         self._check("window", self.window >= 2, "a window predicts from its second token on")
         for name in ("learning_rate", "temperature", "alpha", "clip"):
             self._check(name, getattr(self, name) > 0, "give a positive number")

@@ -86,7 +86,7 @@ def check_read(config: RecoveryConfig) -> None:
     """Raise RapError for a setting that training projections does not read."""
     for name in UNREAD:
         if getattr(config, name) != getattr(SETTINGS, name):
-            raise RapError(f"recovery 'projections' does not read {name}: leave it out")
+            raise RapError(f"recovery 'projections' does not read {name}: remove it")
 
 
 class Bases(nn.Module):

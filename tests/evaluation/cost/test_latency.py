@@ -271,7 +271,7 @@ def test_bench_times_prompts_too(checkpoints):
     ("arguments", "said"),
     [
         (("dense",), "give --retain"),
-        (("dense", "--retain", 0.5, "--dense", "x"), "leave --dense out"),
+        (("dense", "--retain", 0.5, "--dense", "x"), "remove --dense"),
         (("small", "--retain", 0.5), "pruned already"),
         (("small", "--rounds", 0), "at least 1"),
         (("small", "--dtype", "bf17"), "unknown dtype"),

@@ -332,14 +332,14 @@ def test_the_command_answers_and_writes(chatty, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--chat", "bundled", "--text", "bundled"), "leave out --text"),
-        (("--chat", "bundled", "--prompt-tokens", 9), "leave out --prompt-tokens"),
-        (("--chat", "bundled", "--bos", "never"), "leave out --bos"),
+        (("--chat", "bundled", "--text", "bundled"), "remove --text"),
+        (("--chat", "bundled", "--prompt-tokens", 9), "remove --prompt-tokens"),
+        (("--chat", "bundled", "--bos", "never"), "remove --bos"),
         (("--temperature", 0.5), "--temperature needs --chat"),
         (("--chat", "bundled", "--top-p", 0.5), "give a --temperature too"),
         (("--chat", "bundled", "--temperature", -1), "not above 0"),
         (("--chat", "bundled", "--tokens", 0), "at least 1"),
-        (("--chat", "bundled", "--prompts", 51), "50 prompts, not 51: ask for fewer"),
+        (("--chat", "bundled", "--prompts", 51), "50 prompts, not 51: use fewer"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(chatty, options, message):

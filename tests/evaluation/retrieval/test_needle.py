@@ -180,7 +180,7 @@ def test_a_table_of_needles_has_a_row_a_depth():
     ("options", "message"),
     [
         ({"depths": (1.5,)}, "depth 1.5 is outside"),
-        ({"lengths": (40,)}, "no room for text beside 1 facts.*longer documents or fewer"),
+        ({"lengths": (40,)}, "no room for more than 1 facts.*longer documents or fewer"),
         ({"num_facts": 99}, "1 to"),
         ({"num_documents": 0}, "at least one"),
         ({"lengths": (5000,)}, "the text has 2000 tokens.*longer text"),

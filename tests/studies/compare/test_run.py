@@ -199,7 +199,9 @@ def test_a_config_that_changed_is_not_taken_for_what_was_measured(tiny, tmp_path
     known = rap.compare(model, **asked)
     assert rap.compare(model, **asked)["cells"] == known["cells"]
     model.config.rope_parameters["rope_theta"] *= 2
-    with pytest.raises(RapError, match=r"another config \(rope_parameters\): name another output"):
+    with pytest.raises(
+        RapError, match=r"another config \(rope_parameters\): choose another output"
+    ):
         rap.compare(model, **asked)
     assert json.loads((tmp_path / "grid" / "compare.json").read_text())["cells"] == known["cells"]
 
@@ -215,7 +217,7 @@ def test_a_tokenizer_that_changed_is_not_taken_for_what_was_measured(tiny, tmp_p
     assert rap.compare(model, **asked)["cells"] == known["cells"]
     changed = assets.reference_tokenizer()
     changed.backend_tokenizer.normalizer = Lowercase()
-    with pytest.raises(RapError, match="with another tokenizer: name another output"):
+    with pytest.raises(RapError, match="with another tokenizer: choose another output"):
         rap.compare(model, **asked | {"tokenizer": changed})
     assert json.loads((tmp_path / "grid" / "compare.json").read_text())["cells"] == known["cells"]
     noted.unlink()  # as a folder of an earlier release
@@ -536,7 +538,10 @@ def test_what_is_given_wins_over_the_demo(tmp_path, monkeypatch, arguments, reta
         ("--recover fast --set steps=abc", "recovery steps cannot be 'abc': give a whole number"),
         ("--recover fit --set fit.steps=abc", "steps 'abc' is not possible: give a whole number"),
         ("--recover fit --set fit.foo=3", "fit has no setting foo; it has: batch"),
-        ("--recover none,fit --set steps=3", "cannot set steps of none, fit: fit.NAME=VALUE is of"),
+        (
+            "--recover none,fit --set steps=3",
+            "cannot set steps of none, fit: fit.NAME=VALUE applies to",
+        ),
         ("--recover fast --set fit.steps=3", "cannot set fit.steps of fast"),
         ("--set steps=3", "cannot set steps of none"),
         ("--calibration nofile.txt", "there is no file nofile.txt"),

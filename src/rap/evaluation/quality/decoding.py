@@ -48,9 +48,7 @@ class Sampling:
     def __post_init__(self) -> None:
         """RapError for a temperature that is not above 0, or a `top_p` outside (0, 1]."""
         if not self.temperature > 0:
-            raise RapError(
-                f"temperature {self.temperature} is not above 0: leave it out for greedy"
-            )
+            raise RapError(f"temperature {self.temperature} is not above 0: remove it for greedy")
         if not 0 < self.top_p <= 1:
             raise RapError(f"top_p {self.top_p} is not above 0 and at most 1: 1 keeps all tokens")
 

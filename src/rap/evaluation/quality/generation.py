@@ -147,12 +147,12 @@ def _prompts(
     """Stretches of the text that do not overlap, [W, P] with BOS, in the order of the text."""
     size = prompt_tokens - (bos is not None)
     if size < 1:
-        raise RapError(f"a prompt of {prompt_tokens} tokens is BOS alone: ask for 2 or more")
+        raise RapError(f"a prompt of {prompt_tokens} tokens is BOS alone: use 2 or more")
     found = len(text_N) // size
     if found < num_prompts:
         raise RapError(
             f"the text has {len(text_N)} tokens, enough for {found} prompts of {prompt_tokens}, "
-            f"not {num_prompts}: give a longer text, or ask for fewer or shorter prompts"
+            f"not {num_prompts}: give a longer text, or use fewer or shorter prompts"
         )
     drawn = evaluation_rng(seed, prompt_tokens).choice(found, num_prompts, replace=False)
     return with_bos(text_N[: found * size].view(found, size)[np.sort(drawn)], bos)

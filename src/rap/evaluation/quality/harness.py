@@ -117,7 +117,7 @@ def run_tasks(
 def check_questions(limit: int | None, batch_size: int) -> None:
     """RapError for a limit or a batch without a question."""
     if limit is not None and limit < 1:
-        raise RapError(f"limit {limit} leaves nothing to read: give 1 or more, or leave it out")
+        raise RapError(f"limit {limit} leaves nothing to read: give 1 or more, or remove it")
     if batch_size < 1:
         raise RapError(f"batch_size must be at least 1, not {batch_size}")
 

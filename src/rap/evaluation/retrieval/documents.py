@@ -149,14 +149,14 @@ def check_grid(num_documents: int, lengths: Iterable[int] = (), facts: Iterable[
     check_documents(num_documents)
     for length in lengths:
         if length < 1:
-            raise RapError(f"there is nothing in {length} tokens: ask for at least one")
+            raise RapError(f"there is nothing in {length} tokens: use at least one")
     for count in facts:
         _check_facts(count, len(NAMES))
 
 
 def _check_facts(count: int, num_names: int) -> None:
     if not 1 <= count <= num_names:
-        raise RapError(f"there cannot be {count} facts: ask for 1 to {num_names}")
+        raise RapError(f"there cannot be {count} facts: use 1 to {num_names}")
 
 
 def draw_facts(writer: FactWriter, rng: np.random.Generator, count: int) -> list[tuple[str, int]]:

@@ -220,7 +220,7 @@ def ruler_document(
     if room < 0:
         raise RapError(
             f"a document of {length} tokens has no room for the task {task}, which takes "
-            f"{length - room}: ask for longer documents"
+            f"{length - room}: use longer documents"
         )
     if len(text) < room:
         raise RapError(f"the text has {len(text)} tokens, {room} are needed: give a longer text")

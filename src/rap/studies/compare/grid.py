@@ -132,9 +132,7 @@ class Grid:
         check_bos(self.bos)
         for name in ("methods", "retains", "recoveries"):
             if not getattr(self, name):
-                raise RapError(
-                    f"a comparison needs {name}: name at least one, or leave the list out"
-                )
+                raise RapError(f"a comparison needs {name}: name at least one, or remove the list")
         for name in self.recoveries:
             check_recovery(name)
             self._recovery(name)
