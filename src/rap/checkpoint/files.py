@@ -69,8 +69,8 @@ def check_output(output: str | Path, *, force: bool) -> None:
         return
     if (path / ".git").exists():
         raise CheckpointError(
-            f"{output} is a git repository, which would be replaced with its history: choose another "
-            "output, and copy its files there"
+            f"{output} is a git repository, which would be replaced with its history: choose "
+            "another output, and copy its files there"
         )
     if not _is_checkpoint(path):
         names = sorted(entry.name for entry in path.iterdir())
