@@ -17,6 +17,7 @@ import matplotlib
 import themed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, Formatter, PercentFormatter
 
 from rap.studies.report.report import caption, markdown_table
@@ -46,6 +47,7 @@ HEADER = (
     "KL, nats/token",
     "zero-shot mean",
 )
+STYLES = {"none": "--", "fit": "-"}  # lines of the figure, by recovery
 
 
 @dataclass(frozen=True)
@@ -175,21 +177,32 @@ def table(measured: Measured) -> str:
 def draw(measured: Measured, path: Path) -> None:
     """The figure of README.md: perplexity against cache, on a logarithmic axis."""
     with matplotlib.rc_context(themed.SETTINGS):
-        figure = Figure(figsize=(8.6, 3.8), layout="constrained")
+        figure = Figure(figsize=(6.4, 5.4), layout="constrained")
         axes = figure.subplots()
         for row in measured.rows():
             color, label = (
                 themed.COLORS[row.color],
-                re.sub(r"[*`]|, plain checkpoint", "", row.name),
+                re.sub(r"[*`]| \([^)]*\)", "", row.name),
             )
-            for recover, style, after in (("none", "--", "no recovery"), ("fit", "-", "recovered")):
+            for recover, style in STYLES.items():
                 points = list(measured.curve(row.method, recover))
                 if points:
                     look: dict[str, Any] = {"color": color, "marker": "o", "linestyle": style}
-                    axes.plot(*zip(*points, strict=True), label=f"{label}, {after}", **look)
+                    axes.plot(*zip(*points, strict=True), label=label, **look)
         shown = PercentFormatter(1.0, decimals=0)
         over_share(axes, "increase in perplexity", [0.03, 0.1, 0.3, 1, 10], shown)
+        _legend(figure, axes)
         themed.save(figure, path)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """A method per color and a recovery per line style, below the axes: they keep their width."""
+    axes.get_legend().remove()
+    lines = {line.get_label(): line for line in axes.lines}
+    handles = [Line2D([], [], color=line.get_color(), marker="o") for line in lines.values()]
+    handles += [Line2D([], [], color=themed.COLORS["soft"], linestyle=x) for x in STYLES.values()]
+    names = [*map(str, lines), "no recovery", "recovered"]
+    figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=2, fontsize=11)
 
 
 def over_share(axes: Axes, what: str, ticks: list[float], shown: Formatter) -> None:
