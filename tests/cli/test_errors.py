@@ -180,7 +180,7 @@ CASES = [
     (("apply", "bundled", "empty", "-o", "x"), "cannot read a plan from empty/plan.rap: there is"),
     ((*STREAM, "empty"), "calibration statistics from empty: it is a directory, name the file"),
     ((*STREAM, "file"), "calibration statistics from file: it is of another kind, or damaged"),
-    (("sample", "bundled", "-o", "x.jsonl", "--tokens", 2049), "ask for at most 2048 tokens"),
+    (("sample", "bundled", "-o", "x.jsonl", "--tokens", 2049), "use at most 2048 tokens"),
     (("export", "gguf", "bundled", "-o", "x.txt"), "x.txt must end in .gguf"),
     (("apply", "bundled", "file", "-o", "x"), "cannot read a plan from file"),
     (("apply", "bundled", "cut.rap", "-o", "x"), "cannot read a plan from cut.rap"),
@@ -246,7 +246,7 @@ CASES = [
         for how in ((), ("--dry-run",))
         for who, message in (
             (("recover", "bundled", *TAUGHT[2:]), "bundled is not a pruned checkpoint"),
-            (TAUGHT, "bundled is not of the kind that the checkpoint was cut from"),
+            (TAUGHT, "bundled is not the dense model of this pruned checkpoint"),
             ((*TAUGHT, "--teacher-dtype", "no"), "unknown dtype 'no': use auto, float32, bfloat16"),
             ((*TAUGHT, "--text", "nowhere.txt"), "there is no file nowhere.txt"),
             ((*TAUGHT, "--preset", "fit", "--set", "steps=abc"), "give a whole number"),

@@ -157,7 +157,9 @@ def test_a_refit_of_several_texts_reads_all_of_them(models, tokenizer, monkeypat
 
 def test_a_fit_to_windows_that_began_otherwise_is_not_gone_on_from(models, tokenizer):
     fitted = {"bos": 7, "fit": {"config": {}}, "perplexity_before": 2.0, "perplexity_fitted": 1.0}
-    with pytest.raises(RapError, match=r"BOS \(token 7\), and these are without BOS: give bos as"):
+    with pytest.raises(
+        RapError, match=r"BOS \(token 7\), but these are without BOS; keep the same bos"
+    ):
         recover_stage(*models[::-1], tokenizer, "fit+fast", fitted=fitted, bos="never")
 
 
