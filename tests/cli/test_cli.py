@@ -321,9 +321,9 @@ def test_compress_says_how_near_the_cut_is(compressed):
     assert not {"kl", "top1"} & report["dense"].keys()
     shown = {name: (dense, cut) for name, dense, cut in comparison(report)}
     kl = interval_text(small["kl"], ".3g")
-    assert shown["KL from dense, nats a token"] == ("0", kl)
+    assert shown["KL from dense, nats/token"] == ("0", kl)
     assert shown["same most likely token as dense"][1].startswith(f"{small['top1']['value']:.1%}")
-    assert f"| KL from dense, nats a token | 0 | {kl} |" in (folder / "README.md").read_text()
+    assert f"| KL from dense, nats/token | 0 | {kl} |" in (folder / "README.md").read_text()
     # Cards of checkpoints that were measured before, or recovered since, have no such row.
     older = {**report, "pruned": {k: v for k, v in small.items() if k not in ("kl", "top1")}}
     assert len(comparison(older)) == len(shown) - 2
@@ -352,7 +352,7 @@ def test_evaluate_fidelity_compares_a_checkpoint_with_its_dense_model(compressed
         "129-200",
     ):
         assert row in printed.out, row
-    assert re.search(r"nats a token +\S +[\d.e-]+ \([\d.e-]+ to [\d.e-]+\)", printed.out)
+    assert re.search(r"nats/token +\S +[\d.e-]+ \([\d.e-]+ to [\d.e-]+\)", printed.out)
 
 
 _KILLED = """

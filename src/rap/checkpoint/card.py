@@ -56,7 +56,7 @@ _IMPORTS = {
 # What tells how near a cut is to its dense model: the row, the dense model's own figure, a format.
 NEARNESS = {
     "perplexity_ratio": ("perplexity, multiple of dense", "1", ".3f"),
-    "kl": ("KL from dense, nats a token", "0", ".3g"),
+    "kl": ("KL from dense, nats/token", "0", ".3g"),
     "top1": ("same most likely token as dense", "100%", ".1%"),
 }
 _ENDS = ("value", "low", "high")

@@ -29,7 +29,7 @@ def _container_room() -> int:
 def describe_memory(
     estimate: dict[str, int],
     what: str = "calibration needs about",
-    beside: str = "beside the weights",
+    beside: str = "in addition to the weights",
 ) -> str:
     """The estimate as one line for people."""
     parts = ", ".join(

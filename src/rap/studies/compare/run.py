@@ -265,7 +265,7 @@ class Bench:
 
 def _told(result: dict[str, Any]) -> str:
     near = f", KL {result['kl']['value']:.3g}" if "kl" in result else ""
-    cached = f"{result['kv_bytes_per_token']:,} bytes a token"
+    cached = f"{result['kv_bytes_per_token']:,} bytes/token"
     return f"perplexity {result['perplexity']:.2f}{near}, {cached}"
 
 
