@@ -235,7 +235,7 @@ def test_what_it_will_hold_is_told_before(pair: tuple[Any, Any], capfd: Any) -> 
     blocks = estimate_fit(small, dense, WINDOWS, replace(CONFIG, scope="block"))
     assert blocks["layers"] == 4 * (layers + 3 * 3 * 32 * 64)
     fit_layers(small, dense, WINDOWS, replace(CONFIG, steps=1), progress=True)
-    assert "the fit needs about 0." in capfd.readouterr().err
+    assert "layer-wise distillation needs about 0." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("scope", layer_fit.SCOPES)

@@ -73,7 +73,7 @@ def fit_layers(
     if progress:
         estimate = estimate_fit(small.model, dense.model, windows, config)
         estimate |= {"total": sum(estimate.values())}
-        said = describe_memory(estimate, "the fit needs about")
+        said = describe_memory(estimate, "layer-wise distillation needs about")
         Console(stderr=True).print(said, soft_wrap=True)
     if work is not None:
         with processes().main_process_first():
