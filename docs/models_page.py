@@ -20,10 +20,9 @@ TESTED = "5.19.0, and those of the first release in 5.16.1"
 _HEADER = f"""# Models
 
 This page lists the model families that `rap` supports, with the features and engines of each. The
-table is generated from `model.families` by `python docs/models_page.py`, and
-a test keeps it up to date. Every family is tested against its original attention in transformers
-{TESTED}. The tests compare
-attention, logits, cached decoding, left-padded generation, saving and loading.
+table is generated from `model.families` by `python docs/models_page.py`, and a test keeps it up to
+date. Every family is tested against its original attention in transformers {TESTED}.
+The tests compare attention, logits, cached decoding, left-padded generation, saving and loading.
 
 ## Columns
 

@@ -89,7 +89,7 @@ class DenseContext:
         kept_in: Path | None = None,
         progress: bool = False,
     ) -> "DenseContext":
-        """Load what `source.resolve_source` knows, or take a live model with its tokenizer.
+        """Load what `source.resolve_source` resolves, or take a live model with its tokenizer.
 
         Raises a RapError, before weights are read, for a model that is pruned already or of no
         known family, a live model without a tokenizer, or a source that cannot be read; and for a

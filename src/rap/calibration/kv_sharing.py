@@ -30,7 +30,7 @@ Shapes = Sequence[AttentionShape | None]
 
 
 def has_part(statistic: type[Statistic], layer: ObservedLayer) -> bool:
-    """Whether a statistic says anything of the layer."""
+    """Whether a statistic has an entry for the layer."""
     names = {*statistic.names, *statistic.norm_names}
     return layer.shape.source is None or bool(names & {*BY_HEAD, *SUMMED})
 

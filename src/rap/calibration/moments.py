@@ -248,7 +248,7 @@ class NormedGradient(GradientStatistic):
         return getattr(layer.module, layer.norm.names[1])
 
     def taken(self, layer: ObservedLayer, role: str, gradient: Tensor) -> Tensor:
-        """[B, T, G D], however the family lays out what it normalises."""
+        """[B, T, G D], in any layout of the family's norm."""
         assert layer.norm is not None
         if layer.norm.layout == "BHTD":
             gradient = gradient.transpose(1, 2)

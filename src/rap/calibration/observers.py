@@ -93,7 +93,7 @@ class ForwardStatistic(Statistic):
         """Take in the input and output, [B, T, ...], of one projection."""
 
     def watch(self, step: CalibrationStep) -> list[RemovableHandle]:
-        """Hooks of its own beside those that hand it projections; it says what they do."""
+        """Separate hooks, in addition to those that receive projections; subclasses define them."""
         return []
 
 

@@ -90,7 +90,7 @@ RESUMES = ("recover", "compare", "sample")
 
 
 def stopped(arguments: list[str]) -> str:
-    """What to say of a command line that Ctrl-C ended: what is left of it, and how to go on."""
+    """The message of a command line that Ctrl-C ended: the files left, and how to resume."""
     command = next((word for word in arguments if not word.startswith("-")), "")
     recovers = any(word.partition("=")[0] == "--recover" for word in arguments)
     keeps = command == "compress" and (recovers or "--stream" in arguments)

@@ -27,7 +27,7 @@ from .options import console, print_json, print_table
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What a demo cuts and how it is judged; sizes in windows and tokens.
+    """What a demo prunes and how it is evaluated; sizes in windows and tokens.
 
     `align` None leaves widths to the method. A `chat` model is asked the prompt by its template;
     `answers` are the ratios at which models speak. `recovery` names what the last one goes through.
@@ -138,7 +138,7 @@ def demo_command(
 
 
 def run_demo(show: DemoSettings, seed: int = 0, device: str = AUTO) -> dict[str, Any]:
-    """The demo's figures: dense, per retain ratio the paper's cut and the default, recovered."""
+    """The demo's numbers: dense, and per retain ratio RAP as published and default, recovered."""
     torch.manual_seed(seed)
     reading = CalibrationText("bundled", *show.calibration, seed)
     context = DenseContext.open(

@@ -169,7 +169,7 @@ def fidelity_command(
 
 def _table(title: str, measured: Fidelity, text: str) -> dict[str, Any]:
     rows = [
-        ["KL(dense || pruned), nats a token", interval_text(vars(measured.kl), ".4g")],
+        ["KL(dense || pruned), nats/token", interval_text(vars(measured.kl), ".4g")],
         ["99th percentile over tokens", f"{measured.kl_p99:.4g}"],
         ["same most likely token", interval_text(vars(measured.top1), ".2%")],
         ["perplexity", f"{measured.perplexity.value:.4f}"],

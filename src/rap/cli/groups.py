@@ -76,7 +76,7 @@ def _spelled(parameter: inspect.Parameter) -> list[inspect.Parameter]:
 
 @dataclass(frozen=True, kw_only=True)
 class PruningOptions:
-    """How much is cut and by what: a method's text, and shorthands for the settings used most."""
+    """How much is pruned and by what: a method's text, and shorthands for common settings."""
 
     retain: options.Retain = 0.7
     method: options.MethodName = "rap"

@@ -228,7 +228,7 @@ DATA = ("paper", "shared")
 
 
 def own_entries(context: typer.Context, entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries that concern this command: those outside sections, then those of its own.
+    """The entries that concern this command: those outside sections, then its section.
 
     A section is a mapping under the name of a command or a group of commands, whose section may
     have sections of its commands; `recover: fast` is an option all the same.

@@ -50,7 +50,7 @@ Changes = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What recovers: a preset with changed settings, and the texts that it reads."""
+    """What recovers: a preset with changed settings, and its training data."""
 
     recipe: Recipe = "fit"
     text: Texts = None
@@ -80,7 +80,7 @@ def configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | F
     if recipe != "closed-form":
         return preset(last, **{"seed": seed, **values})
     if values:
-        raise RapError(f"closed-form has no setting {', '.join(values)}: leave it out")
+        raise RapError(f"closed-form has no setting {', '.join(values)}: remove it")
     return None
 
 

@@ -36,7 +36,7 @@ def check_digests(folder: str | Path, *texts: str | Path) -> None:
 
 
 def note_digests(folder: str | Path, *texts: str | Path) -> None:
-    """Keep the digests of all local files among the texts, beside those that are kept already."""
+    """Keep the digests of all local files among the sources, in addition to those kept already."""
     noted = _noted(Path(folder))
     known = noted | _digests(texts)
     if known != noted:

@@ -1,4 +1,4 @@
-"""What stands before the name of a calibration source: its parts, and passages that come again.
+"""Prefixes of calibration sources: their training and held-out parts, and repeated passages.
 
 `held-out:SOURCE` is the tail of a text, `train:SOURCE` what comes before it; they share nothing.
 They part a source that has no held-out split of its own.
@@ -59,7 +59,7 @@ LONGEST_WORD = 64
 
 
 def repeat_passages(text: str, seed: int = 0) -> str:
-    """All words of `text` in passages, each group of which is followed by itself in another order.
+    """All words of `text` in passages; each group is repeated in another order.
 
     Twice as long as the text. The same text and seed give the same passages.
     """

@@ -16,7 +16,7 @@ class Magnitude(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Control):
-    """Whole pairs and value channels at random, the same for the same `seed`."""
+    """RoPE pairs and value channels at random, the same for the same `seed`."""
 
     name: ClassVar[str] = "random"
     summary: ClassVar[str] = "whole pairs and value channels, by chance"

@@ -170,7 +170,7 @@ def behind_norms(statistics: Statistics, dense: DenseLayers) -> Statistics:
 
 
 def factored(plan: PairPlan, index: int, dense: DenseLayers, queries: Queries) -> PairPlan:
-    """The plan of a layer with maps where it needs them, or `queries` wants them."""
+    """The plan of a layer with maps where it needs them, or `queries` requires them."""
     shape = dense.shapes[index]
     assert shape is not None
     size, dim = shape.hidden_size, shape.head_dim

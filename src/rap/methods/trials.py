@@ -1,4 +1,4 @@
-"""Trying cuts before one is planned, and budget `search`, which divides widths by what they lose.
+"""Trial pruning of candidates, and budget `search`, which allocates widths by their loss.
 
 Layers stand in for dense ones, on kept windows, for methods that divide their budget by what a cut
 does to the model itself. Only the attention that is tried takes memory beside the model, which is
@@ -172,7 +172,7 @@ TRIED_WINDOWS = 2
 
 @dataclass(frozen=True)
 class Widths:
-    """What layers keep, as numbers that can be moved: one a layer, or one for K and one for V.
+    """What layers keep, as movable numbers: one per layer, or one for K and one for V.
 
     `places` are the layers in the order of `widths`, each as often as it has numbers; `offered`
     are the widths that each may have, `heads` the heads that each counts for.
@@ -209,7 +209,7 @@ class Search:
         self.kept = home() / "searches" / f"{digest}.json"
 
     def widths(self, start: Widths, planned: Planned) -> dict[int, tuple[int, ...]]:
-        """The numbers of every layer. `planned` cuts the layers that it is given numbers of."""
+        """The numbers of every layer. `planned` prunes the layers that it is given numbers of."""
 
         @lru_cache(maxsize=4 * len(start.places))
         def cut(index: int, numbers: tuple[int, ...]) -> dict[int, LayerPlan]:

@@ -82,7 +82,7 @@ def measure_against(
 def measure_pruned(
     context: DenseContext, small: LayerSource, plan: Plan, text: str | None, tokens: Tensor | None
 ) -> dict[str, dict[str, Any]]:
-    """As `measure_against` of one pruned model, for the dense one of the context.
+    """As `measure_against` of one pruned model, for the dense model of the context.
 
     Sizes of weights in files are by the plan and their shapes alone.
     """
@@ -203,7 +203,7 @@ def save(
 
 
 def describe(context: DenseContext, method: Method, plan: Plan) -> dict[str, Any]:
-    """What was cut and how, as JSON-able data."""
+    """What was pruned and how, as JSON-able data."""
     names = named_sources(context.reading.text)
     _, drawn = with_samples(names, context.model, context.tokenizer)
     return {

@@ -193,7 +193,7 @@ def opened(
 
 
 def planned(context: DenseContext, method: Method) -> Plan:
-    """The plan; where there is none, statistics are not kept for a run that goes on."""
+    """The plan; without one, no statistics are kept for a run that resumes."""
     try:
         plan: Plan = context.plan(method)
         return plan

@@ -70,7 +70,9 @@ def refit_outputs(
     """
     num_fit = min(round(len(windows) * (1 - held_out)), len(windows) - 1)
     if num_fit < 1:
-        raise RapError(f"{len(windows)} windows cannot be split to fit and judge: give at least 2")
+        raise RapError(
+            f"{len(windows)} windows cannot be split into training and held-out; use at least 2"
+        )
     mine, theirs = (
         LayerwiseRunner(LoadedLayers(model), windows, batch_size) for model in (small, dense)
     )

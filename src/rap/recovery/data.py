@@ -38,7 +38,7 @@ class TextSettings(Protocol):
 
 
 class WindowDataset(Dataset):
-    """Token windows [N, T] as the trainer wants them; every token is predicted, none is padding."""
+    """Token windows [N, T] for the trainer; every token is predicted, none is padding."""
 
     def __init__(self, windows_NT: Tensor):
         self.windows_NT = windows_NT

@@ -150,7 +150,7 @@ def matching_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 
 @contextmanager
 def attention_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """A list that receives what each attention layer adds to the residual stream, in order."""
+    """A list that receives what each attention layer adds to the hidden states, in order."""
     modules = [layer.module for layer in attention_layers(model) if layer.module is not None]
     with last_outputs(modules) as outputs:
         yield outputs

@@ -35,7 +35,7 @@ class _Reached(Exception):
 
 
 class LayerwiseRunner:
-    """The residual stream of a model's decoder, [N, T, E] in float32, at the input of one layer.
+    """The hidden states of a model's decoder, [N, T, E] in float32, at the input of one layer.
 
     `hidden` starts with what the first layer reads. Layers work in float32, whatever the model is
     stored in, where their source puts them; the stream itself is in host memory, or, where it is

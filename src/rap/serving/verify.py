@@ -1,4 +1,4 @@
-"""Does an engine compute what the checkpoint says? Tokens, log-probabilities and cache capacity.
+"""Does an engine compute the checkpoint? Tokens, log-probabilities and cache capacity.
 
 The reference reads the engine's own tokens in one pass without a cache, so a greedy token that
 differs is counted once and does not spoil the ones behind it.

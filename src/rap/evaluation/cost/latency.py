@@ -1,4 +1,4 @@
-"""Time of a decode step and of prefill, dense and pruned in turns, and the bytes a step reads.
+"""Time of a decode step and of prefill, dense and pruned interleaved, and bytes read per step.
 
 A step is one token for each sequence of a batch, the logits included. The cache is filled with
 random states: what prefill would have written costs the same to read. Prefill is the time to read a
@@ -301,7 +301,7 @@ def measure_point(
     variants: Sequence[Variant],
     clock: Callable[[], float] = time.perf_counter,
 ) -> LatencyPoint:
-    """Time a decode step of every model in every variant, in turns.
+    """Time a decode step of every model in every variant, interleaved.
 
     Where memory does not hold all caches at once, one after the other. The models keep the
     attention implementation that they came with.

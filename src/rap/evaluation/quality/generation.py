@@ -172,12 +172,12 @@ def read_prompts(source: str) -> list[str]:
 
 
 def chat_tokens(prompts: list[str], tokenizer: Any) -> list[Tensor]:
-    """Each prompt as what a user says first, up to where the model answers: tokens [P].
+    """Each prompt as the first message of a user, up to where the model answers: tokens [P].
 
     Special tokens are those of the template, BOS too. Raises RapError without one.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise RapError("the tokenizer has no chat template: leave --chat out, or take a chat model")
+        raise RapError("the tokenizer has no chat template: remove --chat, or take a chat model")
     return [
         torch.tensor(
             tokenizer.apply_chat_template(

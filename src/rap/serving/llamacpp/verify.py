@@ -75,7 +75,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """The engine's answers, its version, and what its log says about the cache."""
+    """The engine's answers, its version, and the lines of its log about the cache."""
 
     version: str
     cache_bytes: float

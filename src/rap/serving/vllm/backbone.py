@@ -247,7 +247,7 @@ class WholeLayers:
         if quantized and first is not None:
             raise UnsupportedModelError(
                 f"layer {first} was left dense, and vLLM cannot divide quantized ones of "
-                f"{self.spec.model_type}: serve with --tensor-parallel-size 1, or cut every layer"
+                f"{self.spec.model_type}: use --tensor-parallel-size 1, or prune every layer"
             )
         self.planned, self.mode = planned, norm_mode(config)
         # Named while the modules are dense: they are replaced below.

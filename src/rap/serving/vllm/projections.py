@@ -285,7 +285,7 @@ def check_stored(
 
 
 def over_ranks(mean: Tensor) -> Tensor:
-    """The mean of every rank's mean, which stand for as many channels each."""
+    """The mean of every rank's mean, each of the same number of channels."""
     return tensor_model_parallel_all_reduce(mean) / get_tensor_model_parallel_world_size()
 
 

@@ -30,7 +30,7 @@ Data = dict[str, Any]
 
 @dataclass(eq=False)
 class Study:
-    """A dense model in its context, and held-out tokens [N] to judge on.
+    """A dense model in its context, and held-out tokens [N] for evaluation.
 
     Perplexity is over the first `num_windows` windows of `window` tokens (None: 2,048, or the
     context length if that is less).

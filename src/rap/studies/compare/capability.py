@@ -120,7 +120,7 @@ def matched(
     quality: dict[str, CellFormat],
     recovered: dict[str, str],
 ) -> Table:
-    """`rap` beside every method that reconstructs, at the ratio where its parameters come nearest.
+    """`rap` and every reconstructing method, at the ratio with the nearest parameters.
 
     `quality` maps what is shown of a cell to how; `recovered` the recoveries to their names. No
     rows if the comparison lacks the reference, or a method that reconstructs.

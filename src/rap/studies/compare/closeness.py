@@ -1,4 +1,4 @@
-"""How near each cut stays to the dense model, and how sure that is: a table a retain ratio.
+"""KL of each pruned model to the dense model, with intervals: a table per retain ratio.
 
 And how it does on texts of other kinds than the first, a table a retain ratio too.
 """
@@ -114,7 +114,7 @@ def _note(dense: Record) -> str:
 def other_texts(
     name: str, retain: float, dense: Record, cut: Sequence[Record], recovered: dict[str, str]
 ) -> Table:
-    """A row a cell of one retain ratio, the dense one first; no rows if one text was measured.
+    """A row per cell of one retain ratio, the dense model first; no rows for one dataset.
 
     `recovered` maps the recoveries to what they are called.
     """

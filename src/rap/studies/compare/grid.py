@@ -49,7 +49,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The folder's name: readable first, then what tells configurations apart."""
+        """The folder's name: readable first, then a hash that distinguishes configurations."""
         return self._named(self.config)
 
     @property
@@ -64,7 +64,7 @@ class Cell:
         return f"{words}-{self.retain:g}-{self.recover}-{digest}"
 
     def fitted(self) -> "Cell":
-        """The cell whose model this one distils, if its recovery begins with a fit."""
+        """The cell whose model this one distils, if its recovery begins layer by layer."""
         config = {**self.config, "recover": "fit", "recovery": None}
         return replace(self, recover="fit", config=config)
 

@@ -1,4 +1,4 @@
-"""Running a comparison: what is finished is kept, what fails is recorded, the rest goes on.
+"""Running a comparison: finished runs are kept, failures are recorded, the rest continues.
 
 `cell_command` writes the command line that repeats a grid, or one cell of it: flags for all that is
 no default. Models that are kept as checkpoints, for measures and recoveries to come, are in
@@ -290,7 +290,7 @@ def cell_command(
     device: str = AUTO,
     device_map: str | None = None,
 ) -> str:
-    """`rap compare` for one cell alone (the dense one is measured with any)."""
+    """`rap compare` for one cell alone (the dense model is measured with any)."""
     method = grid.methods[0] if cell.spec == DENSE else cell.spec
     parts = ["rap", "compare", model, "--methods", method, "--retain", _number(cell.retain)]
     if cell.recover != "none":

@@ -46,7 +46,7 @@ class Style:
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """A share of dense, a value, and what is said of the point where it is pointed at."""
+    """A share of dense, a value, and the tooltip of the point."""
 
     share: float
     value: float
