@@ -21,8 +21,9 @@ _HEADER = f"""# Models
 
 This page lists the model families that `rap` supports, with the features and engines of each. The
 table is generated from `model.families` by `python docs/models_page.py`, and a test keeps it up to
-date. Every family is tested against its original attention in transformers {TESTED}.
-The tests compare attention, logits, cached decoding, left-padded generation, saving and loading.
+date. Every family is tested against its original attention in transformers
+{TESTED}. The tests compare attention, logits, cached
+decoding, left-padded generation, saving and loading.
 
 ## Columns
 
