@@ -119,8 +119,10 @@ class RapModelMixin(_Model):
         Loaded as remote code, without the package, there is none.
         """
         chosen: str = super().get_correct_attn_implementation(requested_attention, is_init_check)
-        own = ATTENTION if ATTENTION in ALL_ATTENTION_FUNCTIONS.valid_keys() else chosen
-        return own if requested_attention is None and chosen == "sdpa" else chosen
+        able = ATTENTION in ALL_ATTENTION_FUNCTIONS.valid_keys()
+        # SDPA leaves out caps of scores and sinks, which "rap" does not: such families stay as is.
+        able &= not attention_spec(self.config).arguments
+        return ATTENTION if able and requested_attention is None and chosen == "sdpa" else chosen
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise UnsupportedModelError: its paged cache has one head size for all layers."""

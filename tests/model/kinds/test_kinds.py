@@ -25,8 +25,8 @@ def _build(folder, layer: dict):
 
 
 def test_the_package_registers_its_kinds(tmp_path):
-    added = ["elite", "factored", "heads", "indexed", "latent", "pairs", "projected", "reindexed"]
-    assert sorted(KINDS) == added
+    added = ["elite", "factored", "heads", "indexed", "latent", "mla", "pairs", "projected"]
+    assert sorted(KINDS) == [*added, "reindexed"]
     assert all(isinstance(kind, Kind) for kind in KINDS.values())
     latent = KINDS["latent"].attention
     assert type(_build(tmp_path, LATENT).model.layers[1].self_attn).__bases__[0] is latent
