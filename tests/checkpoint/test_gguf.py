@@ -82,7 +82,7 @@ def test_bad_files_end_in_one_line(tmp_path, content, message):
 
 def test_a_file_that_is_no_model_says_what_one_is(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"weights.bin is a file: a model is the directory"):
+    with pytest.raises(CheckpointError, match=r"weights.bin is a file; give its directory"):
         resolve_source(tmp_path / "weights.bin")
 
 

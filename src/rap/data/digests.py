@@ -59,8 +59,8 @@ def settle_config(folder: str | Path, fingerprint: str, config: Any) -> None:
     changed = sorted(n for n in {*before, *given} if before.get(n) != given.get(n))
     if changed:
         raise CalibrationError(
-            f"{folder} was measured on this model with another config ({', '.join(changed)}): name "
-            "another output"
+            f"{folder} was measured on this model with another config ({', '.join(changed)}): "
+            "choose another output"
         )
     _note_model(path, fingerprint, given)
 
