@@ -290,7 +290,7 @@ def test_the_command_refuses_an_unknown_task():
     [
         ("--depth 0.5", "--depth is of --task needle alone"),
         ("--task recall --length 64", "--length is of the default tasks or --task needle alone"),
-        ("--task needle --task two-hop", "--task needle has a grid of its own"),
+        ("--task needle --task two-hop", "--task needle has a separate grid"),
         ("--task needle --facts 1 --facts 4", "one number of --facts"),
         ("--task odd", "two-hop, needle, recall"),
     ],
