@@ -200,8 +200,8 @@ def _check_placing(read: ReadingOptions, streamed: StreamingOptions) -> None:
     """Raise RapError for options that the other way of working has no use for."""
     if streamed.stream and (read.dtype != "auto" or read.device_map is not None):
         raise RapError(
-            "--stream keeps the stored data types and runs on --device; remove --dtype "
-            "and --device-map"
+            "--stream keeps the stored data types and runs on --device; remove --dtype and "
+            "--device-map"
         )
     if not streamed.stream and streamed.statistics is not None:
         raise RapError("--statistics requires --stream; add it, or remove --statistics")
