@@ -4,9 +4,8 @@ Everything in it is read from `model.families` and `serving.refusals`, so that a
 documentation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from textwrap import fill
 
 from rap.checkpoint.gguf_header import ARCHITECTURES
 from rap.model.families import FAMILIES, WRAPPERS
@@ -132,7 +131,7 @@ def models_page() -> str:
     """The text of docs/models.md."""
     rows = [_row(spec) for _, spec in sorted(FAMILIES.items())]
     footer = _FOOTER.format(
-        wrappers=fill(f"Supported: {', '.join(WRAPPERS)}.", 100),
+        wrappers=_listed("supported", WRAPPERS),
         refused=_reasons(REASONS),
         read=_read_files(),
         unread=_reasons({name: row.unread for name, row in ARCHITECTURES.items() if row.unread}),
@@ -144,7 +143,12 @@ def models_page() -> str:
 def _read_files() -> str:
     """The architectures of GGUF files that can be a source."""
     names = [f"`{name}`" for name, row in sorted(ARCHITECTURES.items()) if not row.unread]
-    return fill(f"Supported architectures: {', '.join(names[:-1])} and {names[-1]}.", 100)
+    return _listed("supported architectures", names)
+
+
+def _listed(header: str, names: Iterable[str]) -> str:
+    """Names as a table of one column: many of them hold numbers, which sentences may not."""
+    return "\n".join([f"| {header} |", "| --- |", f"| {', '.join(names)} |"])
 
 
 def _reasons(reasons: Mapping[str, str]) -> str:

@@ -85,7 +85,7 @@ EXIT_CODES = {
     2: "invalid input; the message is on standard error",
     STOPPED: "stopped with Ctrl-C",
 }
-# What is done once and kept: the same command goes on where a stopped one stood.
+# Finished parts are kept: the same command resumes.
 RESUMES = ("recover", "compare", "sample")
 
 

@@ -22,6 +22,7 @@ from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.base import LayerPlan, WeightsPlan
 from ..model.kinds.mla import MlaEntry
 from ..model.rope import AttentionShape
+from ..planning.subspace import whitened_factors
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, as_stored, linear
 from .trials import Trials
@@ -125,18 +126,20 @@ class TransMla(Replacing):
 
     def _layer(self, layer: DenseLayer, fold: int, *, whole: bool = False) -> WeightsPlan:
         shape, slots = layer.shape, self._slots(layer.shape)
-        heads, dim = shape.num_kv_heads, shape.head_dim
         moment, key = layer.statistics["input_moment"].double(), layer.weight("k")
         frequency_M, turn = _components(key @ moment @ key.mT, shape, slots, fold)
-        joint = _joint(turn[2 * slots :] @ key, layer.weight("v"), moment)
-        up, down = joint.truncated(self._rank(layer, whole=whole))
+        rotated, still = turn[: 2 * slots], turn[2 * slots :]
+        value = layer.weight("v")
+        balance = _balance(still @ key, value, moment)
+        # A PCA of what is projected: the best factors of the weight under the inputs' moment.
+        joint = torch.cat([still @ key / balance, value])
+        up, down = whitened_factors(joint, moment, self._rank(layer, whole=whole))
         # W_k is turn^T turn W_k: what does not rotate of it comes from the latent.
-        key_up, value_up = turn[2 * slots :].mT @ up[: -heads * dim], up[-heads * dim :]
+        key_up, value_up = still.mT @ up[: len(still)] * balance, up[len(still) :]
         tensors: dict[str, Tensor] = {
-            "frequency_index": frequency_M.to(torch.int32).expand(heads, -1).clone()
+            "frequency_index": frequency_M.to(torch.int32).expand(shape.num_kv_heads, -1).clone()
         }
         bias = layer.bias("k")
-        rotated = turn[: 2 * slots]
         tensors |= _queries(layer, rotated)
         tensors |= layer.linear("k", rotated @ key, None if bias is None else rotated @ bias)
         tensors |= layer.linear("v", down) | layer.dense("o")
@@ -152,28 +155,10 @@ def _least(shape: AttentionShape, slots: int) -> int:
     return max(1, shape.geometry.num_pairs // max(1, slots))
 
 
-@dataclass(frozen=True, eq=False)
-class _Joint:
-    """Principal components of what does not rotate of keys, over `balance`, and of values."""
-
-    components: Tensor
-    stacked: Tensor
-    balance_rows: Tensor
-
-    def truncated(self, rank: int) -> tuple[Tensor, Tensor]:
-        """The upper factor of keys and values, and the lower one, of so many components."""
-        kept = self.components[:, :rank]
-        return self.balance_rows[:, None] * kept, kept.mT @ self.stacked
-
-
-def _joint(key: Tensor, value: Tensor, moment: Tensor) -> _Joint:
-    """The joint PCA: keys are scaled to the mean length of a channel of the values."""
-    lengths = [((w @ moment) * w).sum(1).clamp(min=0).sqrt().mean() for w in (key, value)]
-    balance = lengths[0] / lengths[1] if len(key) and min(lengths) > 0 else torch.ones(())
-    stacked = torch.cat([key / balance, value])
-    vectors = torch.linalg.eigh(stacked @ moment @ stacked.mT).eigenvectors.flip(-1)
-    ones = torch.ones(len(value), dtype=key.dtype)
-    return _Joint(vectors, stacked, torch.cat([balance * torch.ones_like(key[:, 0]), ones]))
+def _balance(key: Tensor, value: Tensor, moment: Tensor) -> float:
+    """The mean length of a channel of the keys over that of the values, 1 if either has none."""
+    lengths = [float(((w @ moment) * w).sum(1).clamp(min=0).sqrt().mean()) for w in (key, value)]
+    return lengths[0] / lengths[1] if len(key) and min(lengths) > 0 else 1.0
 
 
 def _components(
