@@ -38,17 +38,12 @@ from rap.model.kinds.mla import MlaEntry
 from rap.model.layers import attention_layers
 from rap.planning.folding import fold_head, usual_reach
 from rap.planning.merging import merged_keys, refine_slots
+from rap.planning.subspace import hermitian_root
 
 RETAINS = (0.5, 0.35, 0.25)
 TURNED = {"1 radian over 1,024 tokens": 1 / 1024, "1 radian over 8,192 tokens": 1 / 8192}
 MERGED = "rap:merge=all"
 SLOTS = (16, 24)
-
-
-def root(moment: Tensor) -> Tensor:
-    """The symmetric square root."""
-    values, vectors = torch.linalg.eigh(moment)
-    return (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
 
 
 def real(moment: Tensor) -> Tensor:
@@ -68,7 +63,7 @@ def parts(layer: Any, found: Any, slow: Tensor) -> tuple[Tensor, Tensor, Tensor,
     """Slow rows of W_k, W_v, the roots of what reads them, and that of the inputs' moment."""
     shape, module = layer.shape, layer.module
     heads, dim, pairs = shape.num_kv_heads, shape.head_dim, shape.geometry.num_pairs
-    inputs = root(found["input_moment"].double())
+    inputs = hermitian_root(found["input_moment"].double())
     rows = torch.cat([slow, slow + pairs])
     keys = module.k_proj.weight.detach().double().unflatten(0, (heads, dim))[:, rows].flatten(0, 1)
     values = module.v_proj.weight.detach().double()
@@ -76,8 +71,8 @@ def parts(layer: Any, found: Any, slow: Tensor) -> tuple[Tensor, Tensor, Tensor,
     gradient = found["value_gradient"].double().unflatten(0, (heads, -1)).sum(1)
     averaged = torch.diagonal(found["averaged_moment"].double(), dim1=-2, dim2=-1).sum(-1).mean()
     energy = (values @ inputs).square().sum()
-    reader = torch.block_diag(*map(root, gradient)) * (averaged / energy).sqrt()
-    return keys, values, torch.block_diag(*map(root, blocks)), reader, inputs
+    reader = torch.block_diag(*map(hermitian_root, gradient)) * (averaged / energy).sqrt()
+    return keys, values, torch.block_diag(*map(hermitian_root, blocks)), reader, inputs
 
 
 def layer_losses(layer: Any, found: Any, slow: Tensor) -> tuple[Tensor, Tensor, Tensor]:
