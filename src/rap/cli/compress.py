@@ -23,7 +23,8 @@ from ..data.text import check_sources
 from ..methods import Method, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
-from ..pipeline import compress, forward_only, save
+from ..pipeline import AUTO as DEFAULT
+from ..pipeline import PRETRAINED, Defaults, compress, forward_only, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.stages import RECOVERIES, check_recovery
 from ..serving.capacity import EngineCapacity, held_by_engines
@@ -34,7 +35,7 @@ from ..surgery.weights import check_config
 from ..surgery.write import apply_streamed
 from . import dry_run as dry
 from . import options
-from .groups import PruningOptions, ReadingOptions, StreamingOptions, grouped
+from .groups import CompletedOptions, PruningOptions, StreamingOptions, grouped
 from .options import console, print_json, print_table
 
 BUNDLED_PRE = "smollm"  # the bundled tokenizer splits text alike, in llama.cpp's words
@@ -50,7 +51,7 @@ class CompressionRun:
 
     model: str
     output: Path
-    read: ReadingOptions
+    read: CompletedOptions
     recover: str = "none"
     evaluate: str = HELD_OUT
     target: str | None = None
@@ -67,7 +68,8 @@ class CompressionRun:
     def _evaluate(self) -> list[str]:
         """The measurement of the report again."""
         asked = HELD_OUT if self.evaluate == "none" else self.evaluate
-        dataset = split(self.read.calibration, asked)[1]
+        data = "bundled" if self.read.calibration == DEFAULT else self.read.calibration
+        dataset = split(data, asked)[1]
         command = ["rap", "evaluate", "fidelity", str(self.output), "--dense", self.model]
         command += ["--text", str(dataset), "--max-windows", str(EVALUATION_WINDOWS)]
         command += [] if self.window is None else ["--window", str(self.window)]
@@ -77,7 +79,9 @@ class CompressionRun:
         """Recovery on the data of calibration, with the same part of it held out."""
         preset = "fit" if self.recover in ("none", "closed-form") else "full"
         command = ["rap", "recover", str(self.output), "--teacher", self.model]
-        command += ["--preset", preset, "--text", self.read.calibration]
+        command += ["--preset", preset]
+        text = self.read.calibration
+        command += [] if text == DEFAULT else ["--text", text]
         command += [] if self.evaluate == HELD_OUT else ["--evaluate", self.evaluate]
         command += [] if self.read.seed == 0 else ["--seed", str(self.read.seed)]
         command += [] if self.read.dtype == "auto" else ["--teacher-dtype", self.read.dtype]
@@ -107,7 +111,7 @@ class CompressionRun:
 
     def _shared(self) -> list[str]:
         """What both read alike, where it is not the default."""
-        default = ReadingOptions()
+        default = CompletedOptions()
         flags = {"--bos": "bos", "--device": "device", "--device-map": "device_map"}
         changed = {
             flag: getattr(self.read, name)
@@ -123,7 +127,14 @@ def say_next(steps: Sequence[str]) -> None:
         console.print(step)
 
 
-Recover = Annotated[str, typer.Option("--recover", help=f"One of: {', '.join(RECOVERIES)}.")]
+Recover = Annotated[
+    str,
+    typer.Option(
+        "--recover",
+        help=f"One of: {', '.join(RECOVERIES)}. auto: fit, and none for test models below "
+        f"{PRETRAINED:,} parameters.",
+    ),
+]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -138,9 +149,9 @@ def compress_command(
     model: options.Model,
     output: options.Output,
     cut: PruningOptions,
-    read: ReadingOptions,
+    read: CompletedOptions,
     streamed: StreamingOptions,
-    recover: Recover = "none",
+    recover: Recover = DEFAULT,
     evaluate: options.Evaluate = HELD_OUT,
     dry_run: options.DryRun = False,
     force: options.Force = False,
@@ -152,12 +163,15 @@ def compress_command(
     if dry_run and streamed.stream:
         raise RapError("--stream prints its memory at start-up; remove --dry-run")
     shown = None if evaluate == "none" else evaluate
-    about: dict[str, Any] = {"recover": recover, "evaluate": evaluate, "target": cut.target}
+    about: dict[str, Any] = {"evaluate": evaluate, "target": cut.target}
     made = CompressionRun(model=model, output=output, read=read, **about)
     source = resolve_source(model)
     method = cut.build(source, read.seed)
     instead = forward_only(lambda **more: cut.build(source, read.seed, **more))
     if dry_run:
+        defaults = Defaults.of(model)
+        recover = defaults.recovery(recover)
+        read = replace(read, calibration=defaults.calibration(read.calibration, read.windows))
         check_recovery(recover, method.name)
         check_output(output, force=force)
         check_apart(output, model)
@@ -193,10 +207,11 @@ def compress_command(
         export_stock(written, output, force=force)
         shutil.rmtree(written)
         config = load_config(output)
+    made = replace(made, recover=result.report["recovery"].get("name", "none"))
     _say_report(result.report, made, cut, config, as_json)
 
 
-def _check_placing(read: ReadingOptions, streamed: StreamingOptions) -> None:
+def _check_placing(read: CompletedOptions, streamed: StreamingOptions) -> None:
     """Raise RapError for options that the other way of working has no use for."""
     if streamed.stream and (read.dtype != "auto" or read.device_map is not None):
         raise RapError(
@@ -213,7 +228,8 @@ def _say_report(
     if as_json:
         return print_json(report)
     table = comparison(report)
-    print_table(f"{made.model} at retain {cut.retain}", ["", "dense", "pruned"], table)
+    after = "pruned" if made.recover == "none" else "recovered"
+    print_table(f"{made.model} at retain {cut.retain}", ["", "dense", after], table)
     rows = held_by_engines(config) if is_pruned(config) else []
     _say_held(rows)
     if cut.target in ("llamacpp", "mlx") and {*dense_head_dims(text_config(config))} == {64}:
@@ -236,7 +252,7 @@ def _tell(
     model: str,
     output: Path,
     method: Method,
-    read: ReadingOptions,
+    read: CompletedOptions,
     recover: str,
     evaluate: str,
     as_json: bool,
@@ -280,7 +296,7 @@ def plan_command(
     model: options.Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Plan file to write.")],
     cut: PruningOptions,
-    read: ReadingOptions,
+    read: CompletedOptions,
     force: options.Force = False,
     as_json: options.Json = False,
     config: options.ConfigFile = None,
@@ -289,7 +305,8 @@ def plan_command(
     check_output_file(output, force=force)
     chosen = cut.build(resolve_source(model), read.seed)
     # Without the held-out tail, as `rap compress` calibrates.
-    data, _ = split(read.calibration, None)
+    asked = Defaults.of(model).calibration(read.calibration, read.windows)
+    data, _ = split(asked, None)
     context = DenseContext.open(
         model,
         dtype=read.dtype,

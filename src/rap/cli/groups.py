@@ -19,6 +19,7 @@ from ..methods.naming import read_method
 from ..methods.settings import read_value
 from ..model.errors import RapError
 from ..model.layers import text_config
+from ..pipeline import AUTO as DEFAULT
 from ..planning.budgets import nearest_width
 from ..planning.shared import STOCK_TARGETS, target_settings
 from ..serving.targets import check_target
@@ -169,6 +170,13 @@ class ReadingOptions(LoadingOptions, WindowOptions):
     def text(self) -> CalibrationText:
         """What is read to calibrate."""
         return CalibrationText(self.calibration, self.windows, self.window, self.seed, self.bos)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedOptions(ReadingOptions):
+    """The same, with sources that are completed for general use (`pipeline.defaults`)."""
+
+    calibration: options.Completed = DEFAULT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ from ..methods import METHODS
 from ..methods.base import traits
 from ..methods.settings import read_settings
 from ..model.errors import RapError
-from ..pipeline import measure, measure_against, save
+from ..pipeline import AUTO as DEFAULT
+from ..pipeline import Defaults, measure, measure_against, save
 from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.layer_fit import FitConfig, fit_config
@@ -56,15 +57,15 @@ class Training:
     text: Texts = None
     changes: Changes = None
 
-    @property
-    def texts(self) -> list[str]:
-        """What is read where nothing was given, too."""
-        return self.text or ["bundled"]
+    def split(self, evaluate: str, teacher: str) -> tuple[list[str], str | None]:
+        """What is trained on, and the evaluation dataset (None for 'none'), which it leaves out.
 
-    def split(self, evaluate: str) -> tuple[list[str], str | None]:
-        """What is trained on, and the evaluation dataset (None for 'none'), which it leaves out."""
-        shown = split(",".join(self.texts), None if evaluate == "none" else evaluate)[1]
-        return [split(text, shown)[0] for text in self.texts], shown
+        As for `rap compress`, a single source is completed, which the teacher's samples may be of.
+        """
+        asked = self.text or [DEFAULT]
+        texts = [Defaults.of(teacher).calibration(asked[0])] if len(asked) == 1 else asked
+        shown = split(",".join(texts), None if evaluate == "none" else evaluate)[1]
+        return [split(text, shown)[0] for text in texts], shown
 
 
 def configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | FitConfig | None:
@@ -125,7 +126,7 @@ def recover_command(
     check_output(output, force=force)
     check_apart(output, teacher)
     chosen = configured(train.recipe, train.changes or [], seed)
-    texts, shown = train.split(evaluate)
+    texts, shown = train.split(evaluate, teacher)
     check_sources(*texts, shown)
     placement(loaded.device, loaded.device_map)
     if dry_run:

@@ -32,6 +32,7 @@ from .splits import (
 )
 
 GENERAL = "general:"  # before a source: that one, it repeated, and the model's own samples
+ONLY = "only:"  # before a source: nothing is added to it
 POSSIBLE = (
     "'bundled', 'wikitext2', 'paper', 'c4', 'own', a .txt or .jsonl file, or the name of a dataset"
 )
@@ -83,10 +84,11 @@ def load_windows(
 def named_sources(source: str | Path) -> list[str]:
     """The sources of a mixture, a comma list of sources of `read_text`, or `own`.
 
-    `general:NAME` is three of them: NAME, `repeated:NAME` and `own`, which is there only once. A
-    file whose name has a comma is one source. Raises CalibrationError for a text itself.
+    `general:NAME` is three of them: NAME, `repeated:NAME` and `own`, which is there only once;
+    `only:` before all says that nothing else is read (`completed_source`). A file whose name has a
+    comma is one source. Raises CalibrationError for a text itself.
     """
-    given = str(source)
+    given = str(source).removeprefix(ONLY)
     try:
         single = Path(without_prefixes(given.removeprefix(GENERAL))).is_file()
     except OSError as error:  # too long for a name
@@ -98,6 +100,22 @@ def named_sources(source: str | Path) -> list[str]:
         parts = [once, f"{REPEATED}{once}", OWN] if name.startswith(GENERAL) and once else [name]
         found += [part for part in parts if part != OWN or OWN not in found]
     return found
+
+
+def completed_source(asked: str, *, own: bool = True, most: int | None = None) -> str:
+    """What a model for general use is calibrated on, given what was asked for, as a comma list.
+
+    One source is joined by itself repeated and, with `own`, by samples that the model writes:
+    ordinary text rarely asks for what stands far back, and text of one kind keeps that kind alone.
+    A mixture is left as it is written, and so are `only:NAME`, `own`, the paper's protocol, and all
+    of it where that makes more than `most` sources.
+    """
+    names = named_sources(asked)
+    exact = asked.startswith(ONLY) or without_prefixes(asked) in (OWN, "paper")
+    if exact or len(names) != 1 or names[0].startswith(REPEATED):
+        return asked
+    parts = [names[0], f"{REPEATED}{names[0]}", *([OWN] if own else [])]
+    return asked if most is not None and len(parts) > most else ",".join(parts)
 
 
 def check_sources(*texts: str | Path | None) -> None:

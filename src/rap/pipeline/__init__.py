@@ -5,13 +5,17 @@ Out: a smaller checkpoint, and a report of what was pruned and what it costs.
 """
 
 from ..data.protocol import EVALUATION_WINDOWS
+from .defaults import AUTO, PRETRAINED, Defaults
 from .objective import forward_only
 from .report import measure, measure_against, save
 from .run import Compression, compress
 
 __all__ = [
+    "AUTO",
     "EVALUATION_WINDOWS",
+    "PRETRAINED",
     "Compression",
+    "Defaults",
     "compress",
     "forward_only",
     "measure",

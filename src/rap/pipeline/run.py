@@ -25,6 +25,8 @@ from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
 from ..recovery.stages import check_recovery, recover_stage, work_folder
 from ..surgery.apply import prune
+from .defaults import AUTO as DEFAULT
+from .defaults import Defaults
 from .objective import Objective, announce, choose, forward_only
 from .report import describe, held_out, made_with, measure_pruned, write
 
@@ -46,7 +48,7 @@ def compress(
     method: Method | str = "rap",
     instead: Method | None = None,
     tokenizer: Any = None,
-    calibration: str | Path = "bundled",
+    calibration: str | Path = DEFAULT,
     num_windows: int = CALIBRATION_WINDOWS,
     window: int = CALIBRATION_WINDOW,
     evaluate: str | Path | None = HELD_OUT,
@@ -55,7 +57,7 @@ def compress(
     device_map: str | None = None,
     stream: bool = False,
     statistics: str | Path | None = None,
-    recover: str = "none",
+    recover: str = DEFAULT,
     fit: FitConfig | None = None,
     bos: Bos = "auto",
     seed: int = 0,
@@ -71,12 +73,15 @@ def compress(
     is a dataset of `load_windows`, of which `num_windows` samples of `window` tokens are drawn by
     `seed`, begun as `bos` says; `evaluate` names the evaluation dataset (by default a held-out
     split, `held_out.split`; None: no figures). `recover` is one of `recovery.stages.RECOVERIES`,
-    with the settings `fit` of layer-wise distillation. With `stream` layers are read from files,
+    with the settings `fit` of layer-wise distillation. Both are by default what `Defaults` says:
+    a single source is completed, and a pretrained model recovered layer by layer. With `stream` layers are read from files,
     one in memory at a time, and work in float32 on `device`: gradients come from a file of
     `statistics`, or the whole model if it fits, else `instead` prunes, by metric `output`. A killed
     run resumes, when repeated. RapError for input that cannot work, before the work it would waste.
     """
-    calibration, evaluate = split(calibration, evaluate)
+    defaults = Defaults.of(source, tokenizer, in_memory=not stream)
+    recover = defaults.recovery(recover)
+    calibration, evaluate = split(defaults.calibration(calibration, num_windows), evaluate)
     method, instead = chosen(method, instead, float(retain), seed)
     check(source, output, method, calibration, evaluate, recover, stream=stream, force=force)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)

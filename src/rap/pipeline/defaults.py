@@ -1,0 +1,72 @@
+"""What a compression reads and recovers with, where nothing else is asked for.
+
+A model that people use is calibrated on more than one kind of text and recovered: what is measured
+best is what happens (docs/how-to/calibration-data.md). A model too small to be one is for tests,
+where seconds count: it reads what it is given, and is left as it was pruned.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.load import load_config, load_tokenizer, without_tensors
+from ..data.sampling import first_token
+from ..data.text import completed_source
+from ..model.errors import RapError
+
+AUTO = "auto"
+PRETRAINED = 20_000_000  # parameters; the bundled test model has 4.6 million
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The choices for one dense model: `pretrained` ones are recovered, `writes` that it can.
+
+    A model writes samples where it is in memory and its tokenizer has a token to begin with.
+    """
+
+    pretrained: bool
+    writes: bool
+
+    @classmethod
+    def of(cls, source: Any, tokenizer: Any = None, *, in_memory: bool = True) -> "Defaults":
+        """Those of a live model with its `tokenizer`, or of a checkpoint by name.
+
+        What is no model is left to whoever opens it, who says why.
+        """
+        pretrained = _parameters(source) >= PRETRAINED
+        return cls(pretrained, pretrained and in_memory and _begins(source, tokenizer))
+
+    def calibration(self, asked: str | Path, num_windows: int | None = None) -> str:
+        """The sources to read: `text.completed_source` of what was asked for, or of `bundled`.
+
+        As asked where the model is not pretrained, or there would be more sources than windows.
+        """
+        named = "bundled" if asked == AUTO else str(asked)
+        if not self.pretrained:
+            return named
+        return completed_source(named, own=self.writes, most=num_windows)
+
+    def recovery(self, asked: str) -> str:
+        """A name of `recovery.stages.RECOVERIES`."""
+        if asked != AUTO:
+            return asked
+        return "fit" if self.pretrained else "none"
+
+
+def _parameters(source: Any) -> int:
+    try:
+        named = isinstance(source, (str, Path))
+        model = without_tensors(load_config(source)) if named else source
+    except RapError:
+        return 0
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _begins(source: Any, tokenizer: Any) -> bool:
+    """Whether the model's documents can begin."""
+    try:
+        first_token(load_tokenizer(source) if tokenizer is None else tokenizer)
+    except RapError:
+        return False
+    return True
