@@ -12,6 +12,8 @@ import json
 import sysconfig
 from pathlib import Path
 
+import torch
+
 from rap.checkpoint.files import whole_file
 from rap.checkpoint.load import load_dense, load_tokenizer
 from rap.checkpoint.source import resolve_source
@@ -43,10 +45,8 @@ def write_chats(name: str) -> None:
         batch_size=BATCH,
     )
     with whole_file(CHAT) as partial:
-        lines = [
-            json.dumps({"text": tokenizer.decode([*prompt.flatten().tolist(), *text.tokens.tolist()])})
-            for prompt, text in zip(asked, texts, strict=True)
-        ]
+        chats = (torch.cat([a, b.tokens]) for a, b in zip(asked, texts, strict=True))
+        lines = [json.dumps({"text": tokenizer.decode(chat)}) for chat in chats]
         partial.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 

@@ -46,7 +46,14 @@ def pruned(dense, tokenizer, tmp_path_factory):
     """Cut by the default method on a little text, in memory and on disk."""
     folder = tmp_path_factory.mktemp("real") / "gemma3-70"
     made = rap.compress(
-        dense, RETAIN, folder, tokenizer=tokenizer, num_windows=2, window=256, evaluate=None
+        dense,
+        RETAIN,
+        folder,
+        tokenizer=tokenizer,
+        num_windows=2,
+        window=256,
+        evaluate=None,
+        recover="none",
     )
     return made, folder
 

@@ -46,6 +46,8 @@ def pruned(dense, tmp_path_factory):
         num_windows=8,
         window=512,
         evaluate=None,
+        calibration="only:bundled",
+        recover="none",
     )
     return made, folder
 

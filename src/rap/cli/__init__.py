@@ -92,7 +92,9 @@ RESUMES = ("recover", "compare", "sample")
 def stopped(arguments: list[str]) -> str:
     """The message of a command line that Ctrl-C ended: the files left, and how to resume."""
     command = next((word for word in arguments if not word.startswith("-")), "")
-    recovers = any(word.partition("=")[0] == "--recover" for word in arguments)
+    asked = any(word.partition("=")[0] == "--recover" for word in arguments)
+    # By default a pretrained model is recovered, and the bundled one is not.
+    recovers = "none" not in arguments if asked else "bundled" not in arguments
     keeps = command == "compress" and (recovers or "--stream" in arguments)
     if command in RESUMES or keeps:
         after = "repeat the command to go on from what is finished"

@@ -162,26 +162,22 @@ def compress_command(
     _check_placing(read, streamed)
     if dry_run and streamed.stream:
         raise RapError("--stream prints its memory at start-up; remove --dry-run")
-    shown = None if evaluate == "none" else evaluate
-    about: dict[str, Any] = {"evaluate": evaluate, "target": cut.target}
-    made = CompressionRun(model=model, output=output, read=read, **about)
     source = resolve_source(model)
     method = cut.build(source, read.seed)
     instead = forward_only(lambda **more: cut.build(source, read.seed, **more))
+    defaults = Defaults.of(model, in_memory=not streamed.stream)
+    recovers = defaults.recovery(recover)
+    plain = cut.target == "plain"
+    written = output.with_name(f".{output.name}.pruned") if plain else output
+    if dry_run or plain:
+        check_output(output, force=force)
+        check_apart(output, model)
     if dry_run:
-        defaults = Defaults.of(model)
-        recover = defaults.recovery(recover)
+        check_recovery(recovers, method.name)
         read = replace(read, calibration=defaults.calibration(read.calibration, read.windows))
-        check_recovery(recover, method.name)
-        check_output(output, force=force)
-        check_apart(output, model)
-        return _tell(model, output, method, read, recover, evaluate, as_json)
-    # A plain checkpoint is exported from the pruned one, which nobody asked for.
-    plain, written = cut.target == "plain", output
-    if plain:
-        check_output(output, force=force)
-        check_apart(output, model)
-        written = output.with_name(f".{output.name}.pruned")
+        return _tell(model, output, method, read, recovers, evaluate, as_json)
+    if recover == DEFAULT and recovers != "none":
+        console.print("recovery: layer-wise distillation; --recover none is a quick look without")
     result = compress(
         model,
         output=written,
@@ -190,25 +186,31 @@ def compress_command(
         calibration=read.calibration,
         num_windows=read.windows,
         window=read.window,
-        evaluate=shown,
+        evaluate=None if evaluate == "none" else evaluate,
         dtype=read.dtype,
         device=read.device,
         device_map=read.device_map,
         stream=streamed.stream,
         statistics=streamed.statistics,
-        recover=recover,
+        recover=recovers,
         bos=read.bos,
         seed=read.seed,
         force=force or plain,
         progress=True,
     )
-    config = load_config(written) if result.model is None else result.model.config
     if plain:
-        export_stock(written, output, force=force)
-        shutil.rmtree(written)
-        config = load_config(output)
-    made = replace(made, recover=result.report["recovery"].get("name", "none"))
+        _export_plain(written, output, force)
+    loaded = not plain and result.model is not None
+    config = result.model.config if loaded else load_config(output)
+    about: dict[str, Any] = {"evaluate": evaluate, "target": cut.target, "recover": recovers}
+    made = CompressionRun(model=model, output=output, read=read, **about)
     _say_report(result.report, made, cut, config, as_json)
+
+
+def _export_plain(written: Path, output: Path, force: bool) -> None:
+    """The plain checkpoint of the pruned one, which nobody asked for and which is removed."""
+    export_stock(written, output, force=force)
+    shutil.rmtree(written)
 
 
 def _check_placing(read: CompletedOptions, streamed: StreamingOptions) -> None:

@@ -73,11 +73,11 @@ def compress(
     is a dataset of `load_windows`, of which `num_windows` samples of `window` tokens are drawn by
     `seed`, begun as `bos` says; `evaluate` names the evaluation dataset (by default a held-out
     split, `held_out.split`; None: no figures). `recover` is one of `recovery.stages.RECOVERIES`,
-    with the settings `fit` of layer-wise distillation. Both are by default what `Defaults` says:
-    a single source is completed, and a pretrained model recovered layer by layer. With `stream` layers are read from files,
-    one in memory at a time, and work in float32 on `device`: gradients come from a file of
-    `statistics`, or the whole model if it fits, else `instead` prunes, by metric `output`. A killed
-    run resumes, when repeated. RapError for input that cannot work, before the work it would waste.
+    with the settings `fit` of layer-wise distillation. Both are by default as `Defaults` says: a
+    single source is completed, and a pretrained model recovered. With `stream` layers are read
+    from files, one in memory at a time, and work in float32 on `device`: gradients come from a file
+    of `statistics`, or the whole model if it fits, else `instead` prunes, by metric `output`. A
+    killed run resumes, when repeated. RapError for input that cannot work, before wasted work.
     """
     defaults = Defaults.of(source, tokenizer, in_memory=not stream)
     recover = defaults.recovery(recover)

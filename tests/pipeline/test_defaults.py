@@ -1,0 +1,109 @@
+"""What is read and recovered with by default: more for a model that people use, as given else."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, LlamaConfig
+
+import rap
+from cases.command import run
+from cases.fits import ShortFit
+from cases.models import tiny_model
+from rap.checkpoint.files import read_json
+from rap.cli.groups import CompletedOptions, ReadingOptions
+from rap.data import own
+from rap.data.sampling import Corpus
+from rap.data.text import named_sources
+from rap.model.errors import RapError
+from rap.pipeline import defaults
+from rap.pipeline.defaults import AUTO, Defaults
+from rap.recovery import stages
+
+WRITES, SILENT, TEST_MODEL = Defaults(True, True), Defaults(True, False), Defaults(False, False)
+
+
+@pytest.fixture
+def people_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every model counts as pretrained; it writes few samples and is fitted for a moment."""
+    monkeypatch.setattr(defaults, "PRETRAINED", 1)
+    monkeypatch.setenv("RAP_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(own, "SAMPLES", Corpus(documents=6, tokens=256, batch_size=6))
+    monkeypatch.setattr(stages, "FitConfig", ShortFit)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sources"),
+    [
+        (AUTO, ["bundled", "repeated:bundled", "own"]),
+        ("mine.txt", ["mine.txt", "repeated:mine.txt", "own"]),
+        ("wikitext2", ["wikitext2", "repeated:wikitext2", "own"]),
+        ("only:mine.txt", ["mine.txt"]),
+        ("mine.txt,other.txt", ["mine.txt", "other.txt"]),
+        ("repeated:mine.txt", ["repeated:mine.txt"]),
+        ("general:mine.txt", ["mine.txt", "repeated:mine.txt", "own"]),
+        ("own", ["own"]),
+        ("paper", ["paper"]),
+    ],
+)
+def test_one_source_is_completed_and_what_is_said_exactly_is_not(
+    asked: str, sources: list[str]
+) -> None:
+    assert named_sources(WRITES.calibration(asked)) == sources
+
+
+def test_a_model_that_cannot_write_is_given_no_samples() -> None:
+    assert named_sources(SILENT.calibration("mine.txt")) == ["mine.txt", "repeated:mine.txt"]
+
+
+def test_fewer_windows_than_sources_are_of_the_given_one() -> None:
+    assert WRITES.calibration("mine.txt", 2) == "mine.txt"
+    assert len(named_sources(WRITES.calibration("mine.txt", 3))) == 3
+
+
+@pytest.mark.parametrize("asked", [AUTO, "bundled"])
+def test_a_test_model_reads_what_it_is_given_and_is_left_as_pruned(asked: str) -> None:
+    assert TEST_MODEL.calibration(asked) == "bundled"
+    assert (TEST_MODEL.recovery(AUTO), TEST_MODEL.recovery("fit")) == ("none", "fit")
+    assert (WRITES.recovery(AUTO), WRITES.recovery("none")) == ("fit", "none")
+
+
+def test_pretrained_is_by_parameters_and_reads_no_weights(tmp_path: Path) -> None:
+    size = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    LlamaConfig(num_hidden_layers=4, vocab_size=32_000, **size).save_pretrained(tmp_path)
+    assert Defaults.of(tmp_path) == SILENT  # no tokenizer, so nothing to begin a document with
+    AutoTokenizer.from_pretrained(rap.assets.reference_path()).save_pretrained(tmp_path)
+    assert Defaults.of(tmp_path) == WRITES
+    assert Defaults.of(tmp_path, in_memory=False) == SILENT  # --stream
+    assert Defaults.of("bundled") == Defaults.of(tiny_model()) == TEST_MODEL
+
+
+def test_what_is_no_model_is_left_to_who_opens_it(tmp_path: Path) -> None:
+    with pytest.raises(RapError, match=r"config\.json is missing"):
+        rap.compress(tmp_path, output=tmp_path / "out")
+
+
+@pytest.mark.usefixtures("people_use")
+def test_a_compression_does_by_default_what_the_defaults_say(tmp_path: Path) -> None:
+    done = run("compress", "bundled", "--windows", 3, "--window", 64, "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    report = read_json(tmp_path / "out/rap_report.json", "")
+    assert report["recovery"]["name"] == "fit"
+    assert report["recovery"]["texts"] == ["bundled,repeated:bundled,own"]
+    assert report["own_samples"]["documents"] == 6
+    assert "recovered" in done.out + done.err
+    assert "--preset full" in done.err  # the fit is done
+
+
+@pytest.mark.usefixtures("people_use")
+def test_a_quick_look_and_one_text_alone_can_be_asked_for(tmp_path: Path) -> None:
+    words = ("--calibration", "only:bundled", "--recover", "none", "-o", tmp_path / "out")
+    done = run("compress", "bundled", "--windows", 3, "--window", 64, *words)
+    assert done.code == 0, done.err
+    report = read_json(tmp_path / "out/rap_report.json", "")
+    assert (report["recovery"], "own_samples" in report) == ({}, False)
+    assert "--text only:bundled" in done.err
+
+
+def test_a_comparison_reads_what_it_is_told_and_nothing_else() -> None:
+    assert named_sources("only:mine.txt") == ["mine.txt"]
+    assert (ReadingOptions().calibration, CompletedOptions().calibration) == ("bundled", AUTO)
