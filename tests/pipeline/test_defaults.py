@@ -107,3 +107,12 @@ def test_a_quick_look_and_one_text_alone_can_be_asked_for(tmp_path: Path) -> Non
 def test_a_comparison_reads_what_it_is_told_and_nothing_else() -> None:
     assert named_sources("only:mine.txt") == ["mine.txt"]
     assert (ReadingOptions().calibration, CompletedOptions().calibration) == ("bundled", AUTO)
+
+
+@pytest.mark.usefixtures("people_use")
+def test_a_dry_run_counts_the_samples_and_the_recovery(tmp_path: Path) -> None:
+    said = run("compress", "bundled", "-o", tmp_path / "out", "--dry-run", "--json").json
+    assert [step["step"] for step in said["steps"]] == ["sample", "calibrate", "fit", "evaluate"]
+    alone = ("--calibration", "only:bundled", "--recover", "none")
+    less = run("compress", "bundled", *alone, "-o", tmp_path / "out", "--dry-run", "--json").json
+    assert [step["step"] for step in less["steps"]] == ["calibrate", "evaluate"]

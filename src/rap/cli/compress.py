@@ -19,7 +19,7 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import BUNDLED, check_apart, resolve_source
 from ..data.held_out import HELD_OUT, split
 from ..data.protocol import EVALUATION_WINDOW, EVALUATION_WINDOWS
-from ..data.text import check_sources
+from ..data.text import check_sources, named_sources
 from ..methods import Method, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
@@ -272,7 +272,12 @@ def _tell(
     # The cut model is not there yet: the dense one's sizes are the most that it can have.
     recovers, held = dry.recovery_step(recover, dense, dense, None)
     report = dry.described(
-        [calibrate, *recovers, dry.evaluation_step(text, dense, dense)],
+        [
+            *dry.sampling_steps(dense, named_sources(data)),
+            calibrate,
+            *recovers,
+            dry.evaluation_step(text, dense, dense),
+        ],
         {"weights": dry.weight_bytes(config, dense, read.dtype, device), **memory, **held},
         device,
         model=model,

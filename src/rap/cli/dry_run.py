@@ -20,6 +20,7 @@ from ..calibration.registry import STATISTICS, WINDOWS
 from ..checkpoint.device import working_device
 from ..checkpoint.load import check_dtype, without_tensors
 from ..checkpoint.provenance import device_name
+from ..data.own import SAMPLES, reads_samples
 from ..data.protocol import EVALUATION_WINDOWS
 from ..evaluation.quality.perplexity import evaluation_window
 from ..model.layers import attention_spec, text_config, text_decoder
@@ -72,6 +73,15 @@ def multiplied(model: Any) -> int:
     head = model.get_output_embeddings()
     looked_up = head is None or head.weight is not table
     return parameters(model) - (table.numel() if looked_up else 0)
+
+
+def sampling_steps(model: Any, sources: Collection[str]) -> list[Step]:
+    """What a model writes for the source `own`, if that is one of them and nothing is kept yet."""
+    if not reads_samples(sources):
+        return []
+    what = f"{SAMPLES.documents} documents of {SAMPLES.tokens} tokens, once for a model"
+    tokens = SAMPLES.documents * SAMPLES.tokens
+    return [_step("sample", what, tokens, tokens * FORWARD * multiplied(model))]
 
 
 def calibration_step(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def with_samples(
     And for a report `own_samples`, what they were drawn with; nothing where no source is `own`.
     Raises CalibrationError as `refuse_samples` if `model` is None.
     """
-    if not any(_is_own(name) for name in names):
+    if not reads_samples(names):
         return list(names), {}
     if model is None:
         refuse_samples(names)
@@ -82,9 +82,14 @@ def with_samples(
     return named, {"own_samples": record["samples"]}
 
 
+def reads_samples(names: Iterable[str]) -> bool:
+    """Whether any of the sources is what the model writes."""
+    return any(_is_own(name) for name in names)
+
+
 def refuse_samples(names: Sequence[str], why: str = "that is not loaded here") -> None:
     """Raise CalibrationError if a source is `own`: there is no model in memory that could write."""
-    if any(_is_own(name) for name in names):
+    if reads_samples(names):
         given = ",".join(
             f"{name.removesuffix(OWN)}own.jsonl" if _is_own(name) else name for name in names
         )
