@@ -102,7 +102,11 @@ Model = Annotated[
 ]
 MethodName = Annotated[
     str,
-    typer.Option("--method", help=f"{GRAMMAR}; names: {', '.join(METHODS)}."),
+    typer.Option(
+        "--method",
+        help=f"{GRAMMAR}; names: {', '.join(METHODS)}. rap merges KV heads where possible; "
+        "rap:merge=1 keeps them separate, so that parameters and FLOPs shrink too.",
+    ),
 ]
 Retain = Annotated[float, typer.Option("--retain", help="Fraction of the KV cache to keep.")]
 Score = Annotated[
@@ -148,7 +152,9 @@ Target = Annotated[
     str | None,
     typer.Option(
         "--target",
-        help=f"Engine whose head dimensions to use, without padding: {', '.join(TARGETS)}.",
+        help=f"Engine whose head dimensions to use, without padding: {', '.join(TARGETS)}. "
+        "plain merges KV heads into a checkpoint for any engine; llamacpp, mlx and stock keep "
+        "them separate.",
     ),
 ]
 Calibration = Annotated[
