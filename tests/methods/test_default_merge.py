@@ -94,6 +94,8 @@ def test_statistics_for_any_model_are_enough(reference_model: Any) -> None:
         {"key_share": "pooled"},
         {"profile": "stock"},
         {"queries": "factored"},
+        {"qk_norm": "exact"},
+        {"qk_norm": "rows", "norm_rows": 2},
     ],
 )
 def test_settings_of_separate_heads_keep_them_separate(settings: dict[str, Any]) -> None:

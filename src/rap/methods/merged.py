@@ -226,11 +226,12 @@ def default_merge(method: Any) -> Merge:
     """`auto`, or 1 for a Rap with a setting that merged heads exclude or are not chosen with.
 
     The latter are profile `stock`, which `--target plain` alone merges; queries `factored`, which
-    keep W_q and W_o from the growth that `auto` goes by; and budget `search`, which plans a layer
-    for every width that it tries.
+    keep W_q and W_o from the growth that `auto` goes by; a `qk_norm` other than the default, which
+    says how rows behind a norm are cut; and budget `search`, which plans a layer for every width
+    that it tries.
     """
     separate = method.profile == "stock" or method.queries == "factored"
-    separate = separate or method.budget == "search"
+    separate = separate or method.qk_norm != "constant" or method.budget == "search"
     return 1 if separate or _excluded(method) else "auto"
 
 
