@@ -88,6 +88,15 @@ def test_what_reads_a_text_that_is_not_there_is_left_out(again, tmp_path):
     assert "no own.jsonl" in again.missing("rap compare --calibration bundled,own.jsonl", tmp_path)
 
 
+def test_heads_that_were_separate_are_separate_again(tmp_path, again):
+    command = "rap compare --methods rap,rap:paper --retain 0.5 -o experiments/old"
+    cells = [{"method": name, "settings": {"name": "rap"}} for name in ("rap", "rap:paper")]
+    found = again._complete({"command": command, "cells": cells})
+    assert found == command.replace("rap,rap:paper", "rap:merge=1,rap:paper")
+    cells[0]["settings"]["merge"] = "auto"
+    assert again._complete({"command": command, "cells": cells}) == command
+
+
 KEEPER = """import pathlib
 cell = pathlib.Path("experiments/keeper/models/rap-0.7-fit-1")
 cell.mkdir(parents=True)

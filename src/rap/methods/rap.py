@@ -79,7 +79,7 @@ class Rap(PairPruning):
     name: ClassVar[str] = "rap"
     summary: ClassVar[str] = (
         "whole RoPE pairs of keys and queries (RoPE-Aligned Pruning) or slots folded of several, "
-        "and channels or directions of values"
+        "and channels or directions of values, of each KV head or of heads merged into one"
     )
 
     budget: Budget = "auto"
