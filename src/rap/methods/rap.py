@@ -1,4 +1,7 @@
-"""RoPE-Aligned Pruning: whole RoPE pairs of K (or folded slots), channels or a subspace of V."""
+"""RoPE-Aligned Pruning: whole RoPE pairs of K (or folded slots), channels or a subspace of V.
+
+Of every KV head, or of heads merged into one (merged.py), which is the default where it can be.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
