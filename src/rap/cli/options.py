@@ -104,8 +104,8 @@ MethodName = Annotated[
     str,
     typer.Option(
         "--method",
-        help=f"{GRAMMAR}; names: {', '.join(METHODS)}. rap merges KV heads where possible; "
-        "rap:merge=1 keeps them separate, so that parameters and FLOPs shrink too.",
+        help=f"{GRAMMAR}; names: {', '.join(METHODS)}. `rap` merges KV heads; with `rap:merge=1` "
+        "attention parameters and FLOPs shrink too.",
     ),
 ]
 Retain = Annotated[float, typer.Option("--retain", help="Fraction of the KV cache to keep.")]
@@ -153,8 +153,7 @@ Target = Annotated[
     typer.Option(
         "--target",
         help=f"Engine whose head dimensions to use, without padding: {', '.join(TARGETS)}. "
-        "plain merges KV heads into a checkpoint for any engine; llamacpp, mlx and stock keep "
-        "them separate.",
+        "`plain` merges KV heads; `llamacpp`, `mlx` and `stock` do not.",
     ),
 ]
 Calibration = Annotated[

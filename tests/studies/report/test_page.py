@@ -269,7 +269,7 @@ def test_report_command(folder, tmp_path):
         result = run("report", folder, "-o", tmp_path / "out" / name)
         assert result.code == 0, result.err
     page = (tmp_path / "out" / "page.md").read_text(encoding="utf-8")
-    assert "| rap | 0.5 | none | rap_________ | `rap compare bundled --methods rap" in page
+    assert "| rap:merge=1 | 0.5 | none | rap_________ | `rap compare bundled --methods rap:" in page
     assert (tmp_path / "out" / "page.html").read_text(encoding="utf-8") == html_report([folder])
     for arguments, reason in (
         ((folder, "-o", tmp_path / "page.txt"), "a report ends in .md or .html"),
