@@ -20,7 +20,7 @@ from rap.evaluation.cost.footprint import footprint
 from rap.evaluation.cost.latency import WARM_UP, fill_cache, interleaved, synchronize
 from rap.evaluation.cost.random_models import random_model
 from rap.evaluation.quality.perplexity import in_precision
-from rap.methods import METHODS
+from rap.methods import METHODS, parse_method
 from rap.model.errors import RapError
 from rap.model.kernels.growing_cache import GrowingCache
 from rap.model.layers import attention_layers, rotary_module
@@ -39,8 +39,8 @@ def cut_models(arguments: Any) -> tuple[dict[str, Any], dict[str, str]]:
     # Widths do not depend on the text, so little of it will do.
     windows = torch.randint(config.vocab_size, (2, 64))
     models, refused = {"dense": dense}, {}
-    for name, kind in METHODS.items():
-        method = kind(retain=arguments.retain)
+    for name in METHODS:
+        method = parse_method(name, arguments.retain, merge=1)
         try:
             statistics_of_text = calibrate(dense, windows, method.needs_for(dense))
             models[name] = method.apply(dense, method.plan(dense, statistics_of_text))

@@ -93,7 +93,7 @@ def pruning(dense: str, retain: float) -> Any:
 
     config = text_config(load_config(resolve_source(dense)))
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return parse_method("rap", retain, target_settings("cpu", dim, "error"))
+    return parse_method("rap:merge=1", retain, target_settings("cpu", dim, "error"))
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:

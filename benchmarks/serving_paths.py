@@ -60,7 +60,8 @@ def make_models(arguments: argparse.Namespace, folder: Path) -> list[dict[str, A
     (folder / "dense").symlink_to(Path(resolve_source(arguments.model)).resolve())
     command = (
         *(sys.executable, "-m", "rap", "compress", arguments.model, "-o", str(folder / "pruned")),
-        *("--retain", str(arguments.retain), "--target", "cpu", "--calibration", "bundled"),
+        *("--retain", str(arguments.retain), "--target", "cpu", "--method", "rap:merge=1"),
+        *("--calibration", "bundled"),
         *("--windows", "4", "--window", "256", "--evaluate", "none"),
     )
     subprocess.run(command, check=True)
@@ -86,7 +87,9 @@ def prune_random(arguments: argparse.Namespace, folder: Path) -> list[dict[str, 
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder / "dense")
-    method = Rap(retain=arguments.width / HEAD_DIM, budget="uniform", align=arguments.width)
+    method = Rap(
+        retain=arguments.width / HEAD_DIM, align=arguments.width, merge=1, budget="uniform"
+    )
     windows = torch.randint(VOCABULARY, (2, 64))
     plan = method.plan(model, calibrate(model, windows, method.needs_for(model)))
     small = method.apply(model, plan)

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, Formatter, PercentFormatter
 
+from rap.methods.naming import result_today, shown_today
 from rap.studies.report.report import caption, markdown_table
 
 REPOSITORY = Path(__file__).parents[1]
@@ -47,6 +48,8 @@ HEADER = (
     "KL, nats/token",
     "zero-shot mean",
 )
+# Earlier results call it `rap`: heads were not merged unless that was asked for.
+SEPARATE = "rap:merge=1"
 STYLES = {"none": "--", "fit": "-"}  # lines of the figure, by recovery
 
 
@@ -62,7 +65,8 @@ class Row:
 ROWS = (
     Row("RAP as published (`rap:paper`)", "rap:paper", "two"),
     Row("PaLU (`palu`)", "palu", "soft"),
-    Row("**`rap`**", "rap", "one"),
+    Row("**`rap`**, separate heads (`rap:merge=1`)", SEPARATE, "one"),
+    Row("**`rap`**", "rap", "five"),
 )
 
 
@@ -76,15 +80,16 @@ class Measured:
         self.merged = [one for one in merged if "cells" in one]
         for one in (*compared, *self.merged):
             for cell in one["cells"]:
-                if one in compared or "merge=" in cell["method"]:
+                if one in compared or is_merged(cell["method"]):
                     self.cells[cell["method"], cell["retain"], cell["recover"]] = cell
         self.dense = self.cells["dense", 1.0, "none"]
         self.protocol = caption(compared[0], {"title": "", "header": []})
         rows = _read(experiments / SCORED)["rows"]
+        rows = [row | {"name": shown_today(row["name"])} for row in rows]
         rows += [row for one in merged for row in one.get("rows", []) if "mean_stderr" in row]
         self.scores = {row["name"]: (row["mean"], row["mean_stderr"]) for row in rows}
         self.whole = {
-            file.stem: found["value"]
+            stem_today(file.stem) if folder == WHOLE else file.stem: found["value"]
             for folder in (WHOLE, *MERGED)
             for file in sorted((experiments / folder).glob("*.json"))
             if "value" in (found := _read(file))
@@ -92,7 +97,8 @@ class Measured:
 
     def rows(self) -> list[Row]:
         """The rows of every ratio: those of ROWS, and merged heads where there are results."""
-        methods = sorted({method for method, _, _ in self.cells if "merge=" in method})
+        methods = {method for method, _, _ in self.cells if is_merged(method)}
+        methods = sorted(methods - {row.method for row in ROWS})
         return [*ROWS, *(_merged_row(method, len(methods) > 1) for method in methods)]
 
     def score(self, method: str, retain: float, recover: str) -> str:
@@ -128,6 +134,16 @@ class Measured:
         return found
 
 
+def is_merged(method: str) -> bool:
+    """Whether a method of the results merges heads, as their names are today."""
+    return method == "rap" or ("merge=" in method and "merge=1" not in method.split(":"))
+
+
+def stem_today(stem: str) -> str:
+    """The name of an earlier result of a single model, after the method as it is called today."""
+    return re.sub(r"^rap(?=-0\.)", re.sub(r"[:=]", "-", SEPARATE), stem)
+
+
 def _merged_row(method: str, several: bool) -> Row:
     plain = "profile=stock" in method
     name = "**`rap`, merged heads**" + (", plain checkpoint" if plain else "")
@@ -135,7 +151,7 @@ def _merged_row(method: str, several: bool) -> Row:
 
 
 def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return result_today(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _line(name: str, measured: Measured, key: tuple[str, float, str]) -> list[str]:

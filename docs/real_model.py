@@ -15,12 +15,23 @@ from typing import Any
 
 import matplotlib
 import themed
-from first_page import EXPERIMENTS, MERGED, REPOSITORY, WHOLE, Measured, over_share
+from first_page import (
+    EXPERIMENTS,
+    MERGED,
+    REPOSITORY,
+    SEPARATE,
+    WHOLE,
+    Measured,
+    is_merged,
+    over_share,
+    stem_today,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from rap.data.bos import describe_bos
+from rap.methods.naming import result_today
 from rap.studies.report.report import markdown_table
 
 METHODS, BEYOND = "docs/measurements/methods.md", "docs/measurements/beyond-perplexity.md"
@@ -34,9 +45,10 @@ RECALLED = ("smollm2-recall", "smollm2-recall-fit", "smollm2-texts", "smollm2-te
 RULED = {"4k": "smollm2-ruler", "8k": "smollm2-ruler-8k"}
 TASKS = ("single-needle", "multi-key", "multi-value")
 # The methods that are read most, each in a color; all others are grey.
-COLORS = {"rap": "one", "rap:paper": "two", "palu": "ink", "a3": "three"}
+COLORS = {SEPARATE: "one", "rap:paper": "two", "palu": "ink", "a3": "three"}
 COLORS |= {"svdllm": "four", "elitekv:plus": "five"}
 GREY = "line"
+OURS = ("rap", "rap:merge=all")  # the default, as it is and as SmolLM2 was measured with it
 MERGED_COLORS = ("six", "seven")
 METHODS_HEAD = """# All methods on SmolLM2
 
@@ -118,7 +130,7 @@ class Evidence:
     def _cells(self, folder: str) -> Iterator[tuple[Key, dict[str, Any]]]:
         file = self.experiments / folder / "compare.json"
         if file.is_file():
-            for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+            for cell in result_today(json.loads(file.read_text(encoding="utf-8")))["cells"]:
                 yield Key(cell["method"], cell["retain"], cell["recover"]), cell
 
     def _measured(self, folders: tuple[str, ...], what: str) -> dict[Key, dict[str, Any]]:
@@ -130,7 +142,8 @@ class Evidence:
         """Results of single models, which their files are named by."""
         names = {re.sub(r"[:=]", "-", key.method): key.method for key in self.cells}
         for file in sorted((self.experiments / folder).glob("*.json")):
-            found = re.fullmatch(r"(.+?)(?:-(0\.\d+))?(?:-(fit|distilled))?", file.stem)
+            stem = file.stem if folder in MERGED else stem_today(file.stem)
+            found = re.fullmatch(r"(.+?)(?:-(0\.\d+))?(?:-(fit|distilled))?", stem)
             if found is None or found[1] not in names:
                 continue
             recover = {"distilled": "fit+full"}.get(found[3], found[3] or "none")
@@ -169,7 +182,7 @@ def main_table(evidence: Evidence, retain: float) -> str:
         times = evidence.timed.get(Key(keys[0].method, retain), cell)
         rows.append(
             [
-                f"**{keys[0].method}**" if keys[0].method == "rap" else keys[0].method,
+                f"**{keys[0].method}**" if keys[0].method in OURS else keys[0].method,
                 "yes" if cell["reconstructs"] else "no",
                 *(_share(cell, dense, n) for n in ("kv_bytes_per_token", "attention_parameters")),
                 f"{cell['attention_flops']['value'] / dense['attention_flops']['value']:.0%}",
@@ -239,7 +252,7 @@ def draw(evidence: Evidence, path: Path) -> None:
         figure = Figure(figsize=(8.2, 4.8), layout="constrained")
         axes = figure.subplots()
         methods = dict.fromkeys(key.method for key in evidence.cells if key != DENSE)
-        merged = (method for method in methods if "merge=" in method)
+        merged = (method for method in methods if is_merged(method))
         colors = dict(zip(merged, MERGED_COLORS, strict=False)) | COLORS
         for method in [*(m for m in methods if m not in colors), *colors]:
             _curves(axes, evidence, method, colors.get(method, GREY))

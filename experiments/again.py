@@ -25,31 +25,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rap.methods.naming import result_today
+
 ROOT = Path(__file__).resolve().parents[1]
 TREE, RECORD = ROOT / "runs" / "evidence", ROOT / "runs" / "evidence.json"
 TEXTS = ("wikitext2-test.txt", "wikitext2-valid-tokenized.txt", "own.jsonl", "code.txt", "tasks")
 # Models that commands read, and what an experiment keeps them as: OUT/models/CELL.
 MODELS = {
-    "cut/rap-0.7": "smollm2-far/models/rap-0.7-none-*",
+    "cut/rap-0.7": "smollm2-far/models/rap-merge=1-0.7-none-*",
     "cut/rap-paper-0.7": "smollm2-texts/models/rap-paper-0.7-none-*",
     "cut/palu-0.7": "smollm2-texts/models/palu-0.7-none-*",
-    "cut/repeated-0.7": "smollm2-far-repeated/models/rap-0.7-none-*",
-    "fitted/0.7": "smollm2-distil/models/rap-0.7-fit-*",
-    "fitted/rap-0.7": "smollm2-distil/models/rap-0.7-fit-*",
-    "fitted/rap-0.5": "smollm2-distil/models/rap-0.5-fit-*",
-    "fitted/repeated-0.7": "smollm2-fit-repeated/models/rap-0.7-fit-*",
-    "fitted/repeated-reach-0.7": "smollm2-fit-repeated-reach/models/rap-reach=1024-0.7-fit-*",
-    "fitted/mixed-0.7": "smollm2-fit-mixed/models/rap-0.7-fit-*",
+    "cut/repeated-0.7": "smollm2-far-repeated/models/rap-merge=1-0.7-none-*",
+    "fitted/0.7": "smollm2-distil/models/rap-merge=1-0.7-fit-*",
+    "fitted/rap-0.7": "smollm2-distil/models/rap-merge=1-0.7-fit-*",
+    "fitted/rap-0.5": "smollm2-distil/models/rap-merge=1-0.5-fit-*",
+    "fitted/repeated-0.7": "smollm2-fit-repeated/models/rap-merge=1-0.7-fit-*",
+    "fitted/repeated-reach-0.7": (
+        "smollm2-fit-repeated-reach/models/rap-reach=1024-merge=1-0.7-fit-*"
+    ),
+    "fitted/mixed-0.7": "smollm2-fit-mixed/models/rap-merge=1-0.7-fit-*",
     "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",
     "fitted/palu-0.5": "smollm2-fit-methods/models/palu-0.5-fit-*",
     "fitted/rap-paper-0.7": "smollm2-fit-others/models/rap-paper-0.7-fit-*",
     "fitted/rap-paper-0.5": "smollm2-fit-others/models/rap-paper-0.5-fit-*",
-    "fitted/shrinkage-0.7": "smollm2-fit-shrinkage/models/rap-shrinkage=1-0.7-fit-*",
-    "fitted/shrinkage-0.5": "smollm2-fit-shrinkage/models/rap-shrinkage=1-0.5-fit-*",
-    "fitted/general-0.7": "smollm2-fit-general/models/rap-shrinkage=1-reach=1024-0.7-fit-*",
+    "fitted/shrinkage-0.7": "smollm2-fit-shrinkage/models/rap-shrinkage=1-merge=1-0.7-fit-*",
+    "fitted/shrinkage-0.5": "smollm2-fit-shrinkage/models/rap-shrinkage=1-merge=1-0.5-fit-*",
+    "fitted/general-0.7": "smollm2-fit-general/models/rap-shrinkage=1-reach=1024-merge=1-0.7-fit-*",
     "fitted/stock-0.5": "smollm2-fit-stock/models/rap-profile=stock-0.5-fit-*",
-    "distilled/rap-0.7": "smollm2-distil/models/rap-0.7-fit+full-*",
-    "distilled/rap-0.5": "smollm2-distil/models/rap-0.5-fit+full-*",
+    "distilled/rap-0.7": "smollm2-distil/models/rap-merge=1-0.7-fit+full-*",
+    "distilled/rap-0.5": "smollm2-distil/models/rap-merge=1-0.5-fit+full-*",
     "distilled/rap-paper-0.7": "smollm2-distil-others/models/rap-paper-0.7-fit+full-*",
     "distilled/rap-paper-0.5": "smollm2-distil-others/models/rap-paper-0.5-fit+full-*",
     "distilled/palu-0.7": "smollm2-distil-others/models/palu-0.7-fit+full-*",
@@ -93,9 +97,10 @@ def commands(names: list[str]) -> list[tuple[str, str]]:
 
 
 def _complete(result: dict[str, Any]) -> str:
-    """The command of a result, with the sizes that it left to the defaults of its time."""
+    """The command of a result, with what it left to the defaults of its time: sizes, and heads."""
     # As it was called when the results were written.
-    command = str(result["command"]).replace("rap evaluate ruler ", "rap evaluate retrieval ")
+    command = str(result_today(result)["command"])
+    command = command.replace("rap evaluate ruler ", "rap evaluate retrieval ")
     settings = (result.get("provenance") or {}).get("settings") or {}
     words = shlex.split(command)
     if words[:2] not in (["rap", "compare"], ["rap", "analyze"]) or "window" not in settings:
@@ -255,7 +260,7 @@ def _forget(name: str, command: str) -> None:
     """Remove what a command would take as measured: its results, and cells of a comparison."""
     folder = TREE / "experiments" / name
     for file in folder.glob("*.json"):
-        if json.loads(file.read_text()).get("command") == command:
+        if _complete(json.loads(file.read_text())) == command:
             file.unlink()
     for cells in folder.glob("cells"):
         shutil.rmtree(cells)

@@ -88,6 +88,15 @@ def test_what_reads_a_text_that_is_not_there_is_left_out(again, tmp_path):
     assert "no own.jsonl" in again.missing("rap compare --calibration bundled,own.jsonl", tmp_path)
 
 
+def test_heads_that_were_separate_are_separate_again(tmp_path, again):
+    command = "rap compare --methods rap,rap:paper --retain 0.5 -o experiments/old"
+    cells = [{"method": name, "settings": {"name": "rap"}} for name in ("rap", "rap:paper")]
+    found = again._complete({"command": command, "cells": cells})
+    assert found == command.replace("rap,rap:paper", "rap:merge=1,rap:paper")
+    cells[0]["settings"]["merge"] = "auto"
+    assert again._complete({"command": command, "cells": cells}) == command
+
+
 KEEPER = """import pathlib
 cell = pathlib.Path("experiments/keeper/models/rap-0.7-fit-1")
 cell.mkdir(parents=True)
@@ -154,7 +163,8 @@ def test_every_model_that_an_experiment_reads_has_its_keeper():
     for kept in module.MODELS.values():
         experiment, _, cells = kept.partition("/models/")
         assert "--keep" in makers[experiment]
-        assert len(list((REPOSITORY / "experiments" / experiment / "cells").glob(cells))) == 1
+        then = cells.replace("-merge=1", "")  # what heads that are not merged were recorded as
+        assert len(list((REPOSITORY / "experiments" / experiment / "cells").glob(then))) == 1
 
 
 def test_an_unknown_experiment_and_a_tree_of_another_commit_are_one_line(again):

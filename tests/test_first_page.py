@@ -48,10 +48,12 @@ def test_the_committed_table_is_built_from_the_committed_results(page):
 
 def test_a_row_says_what_its_cell_does(page):
     measured = page.Measured()
-    measured.cells["rap", 0.7, "fit"] |= {"kv_bytes_per_token": 11_520, "perplexity": 38.26}
-    measured.scores["rap 0.7 fit"] = (0.25, 0.0125)
+    measured.cells["rap:merge=1", 0.7, "fit"] |= {"kv_bytes_per_token": 11_520, "perplexity": 38.26}
+    measured.scores["rap:merge=1 0.7 fit"] = (0.25, 0.0125)
     (row,) = [
-        line for line in page.table(measured).splitlines() if line.startswith("| **`rap`** | 5")
+        line
+        for line in page.table(measured).splitlines()
+        if line.startswith("| **`rap`**, separate heads (`rap:merge=1`) | 5")
     ]
     dense = measured.dense["perplexity"]
     assert f"| 5,760 (25%) | none | 38.26 ({38.26 / dense - 1:+.0%}) |" in row
@@ -82,6 +84,21 @@ def test_other_results_of_merged_heads_are_found_beside_their_comparison(page, e
     assert (found.full(*key), found.score(*key)) == ("24.50", "40.0% +- 1.0%")
 
 
+def test_the_default_has_a_row_of_its_own_once_it_is_measured(page, experiments):
+    """A run that is spelled `rap` is of separate heads, unless its record says that it merges."""
+    assert "| **`rap`** |" not in page.table(page.Measured(experiments))
+    file = experiments / page.MERGED[0] / "compare.json"
+    result = json.loads(file.read_text("utf-8"))
+    for cell in result["cells"]:
+        if "merge=" in cell["method"]:
+            cell |= {"method": "rap", "settings": {**cell["settings"], "merge": "auto"}}
+    file.write_text(json.dumps(result), encoding="utf-8")
+    table = page.table(page.Measured(experiments))
+    found = [line.split("|")[4].strip() for line in table.splitlines() if "| **`rap`** |" in line]
+    assert found == ["22.93 (+20%)"] * 2
+    assert table.count("`rap:merge=1`") == 2
+
+
 def test_a_column_that_is_mostly_open_is_left_out(page, experiments):
     for name in page.MERGED:
         shutil.rmtree(experiments / name, ignore_errors=True)  # whose rows have no such figures
@@ -100,7 +117,7 @@ def test_the_figure_can_be_drawn_again(page, tmp_path, experiments):
     page.draw(page.Measured(), tmp_path / "figure.svg")
     committed = (REPOSITORY / page.FIGURE).read_text(encoding="utf-8")
     drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
-    for label in ("RAP as published", "PaLU", "rap", "no recovery", "recovered"):
+    for label in ("RAP as published", "PaLU", "rap, separate heads", "no recovery", "recovered"):
         for text in (drawn, committed):
             assert text.count(f">{label}<") == 1, label
     for text in (drawn, committed):

@@ -155,9 +155,9 @@ def test_cells_of_the_ladder_are_of_their_settings(
     asked = json.loads(json.dumps(asked))
     assert script.finished(path, "f", asked) is not None
     assert script.finished(path, "another", asked) is None
-    monkeypatch.setitem(script.CUTS, "rap", rap.Rap(align=4))
+    monkeypatch.setitem(script.CUTS, "rap", rap.Rap(align=4, merge=1))
     assert script.finished(path, "f", script.settings("rap", 0.7, ("fit",))) is None
-    monkeypatch.setitem(script.CUTS, "rap", rap.Rap(align=2))
+    monkeypatch.setitem(script.CUTS, "rap", rap.Rap(align=2, merge=1))
     monkeypatch.setattr(script, "EVALUATION_WINDOWS", 4)
     assert script.finished(path, "f", script.settings("rap", 0.7, ("fit",))) is None
 

@@ -49,11 +49,11 @@ def test_methods_that_reconstruct_nothing_come_first_and_by_their_best(script):
     order = [keys[0].method for keys in evidence.at(0.7)]
     reconstructing = [evidence.cells[keys[0]]["reconstructs"] for keys in evidence.at(0.7)]
     assert reconstructing == sorted(reconstructing)
-    assert order[:2] == [name, "rap"]
+    assert order[:2] == [name, script.SEPARATE]
     # Its fit alone puts it there.
     evidence.cells.pop(script.Key(name, 0.7, "fit"))
     evidence.cells[merged] = evidence.cells[merged] | {"kl": {"value": 50.0}}
-    assert next(keys[0].method for keys in evidence.at(0.7)) == "rap"
+    assert next(keys[0].method for keys in evidence.at(0.7)) == script.SEPARATE
     (row,) = _rows(script.main_table(evidence, 0.7), name)
     assert row[6:] == ["21.40", "", "", "50.000", "", ""]
 
@@ -74,7 +74,7 @@ def test_what_single_files_say_is_found_by_their_names(script, tmp_path):
     file.write_text(json.dumps({"ruler": far}), encoding="utf-8")
     found = script.Evidence(experiments)
     assert found.whole[script.Key("rap:paper", 0.7)] == {"value": 77.0}
-    assert found.whole[script.Key("rap", 0.5, "fit+full")] == {"value": 77.0}
+    assert found.whole[script.Key(script.SEPARATE, 0.5, "fit+full")] == {"value": 77.0}
     assert not any(key.method == "unknown" for key in found.whole)
     table = script.beyond_table(found)
     (row,) = _rows(table, "rap:paper at 0.7")
@@ -90,7 +90,7 @@ def test_merged_heads_are_found_once_there_are_results(script, tmp_path):
         experiments,
         ignore=lambda folder, names: {"cells", *script.MERGED} & set(names),
     )
-    assert "merge" not in script.methods_page(script.Evidence(experiments))
+    assert "merge=a" not in script.methods_page(script.Evidence(experiments))
     result = json.loads((experiments / "smollm2-fit-block" / "compare.json").read_text("utf-8"))
     for cell in result["cells"]:
         if cell["method"] == "rap":
@@ -111,12 +111,12 @@ def test_times_of_prompts_are_shown_once_there_are_some(script):
     evidence = script.Evidence()
     evidence.timed = {}
     assert "prefill" not in script.methods_page(evidence)
-    cell = evidence.cells[script.Key("rap", 0.7)] | {
+    cell = evidence.cells[script.Key(script.SEPARATE, 0.7)] | {
         "prefill_tokens": 512,
         "prefill_seconds": 1.0,
         "dense_prefill_seconds": 2.0,
     }
-    evidence.timed = {script.Key("rap", 0.7): cell}
+    evidence.timed = {script.Key(script.SEPARATE, 0.7): cell}
     assert "prefill (512 tokens)" in script.methods_page(evidence)
-    (row,) = _rows(script.main_table(evidence, 0.7), "rap")
+    (row,) = _rows(script.main_table(evidence, 0.7), script.SEPARATE)
     assert row[6] == "50%"

@@ -19,20 +19,23 @@ from findings import (
     CONFIRMED,
     CONTRADICTED,
     PARTLY,
+    RAP,
     Answer,
     Finding,
 )
 
+from rap.methods.naming import shown_today
+
 RULED = {
     "dense": "dense",
-    "rap-0.7": "rap at 0.7",
+    "rap-0.7": f"{RAP} at 0.7",
     "rap-0.7-fit": "distilled",
     "rap-paper-0.7-fit": "RAP as published at 0.7, distilled",
     "palu-0.7-fit": "PaLU at 0.7, distilled",
 }
 FAR = {
     "dense": "dense",
-    "rap-0.7-fit": "rap at 0.7, distilled",
+    "rap-0.7-fit": f"{RAP} at 0.7, distilled",
     "rap-paper-0.7-fit": "RAP as published at 0.7, distilled",
     "general-0.7-fit": "rap:general at 0.7, distilled",
 }
@@ -45,25 +48,25 @@ BASELINES = (
         real=Answer(
             verdict=CONFIRMED,
             figures=lambda r: (
-                f"no recovery, {both(r, 'rap', 'palu', 'svdllm')}; KL at 0.5 "
+                f"no recovery, {both(r, RAP, 'palu', 'svdllm')}; KL at 0.5 "
                 + ", ".join(f"{m} {r.kl(m, 0.5):.3f}" for m in COSTLY)
-                + f". After layer-wise distillation rap has {r.ppl('rap', 0.7, 'fit'):.2f} at 0.7, "
+                + f". After layer-wise distillation {RAP} has {r.ppl(RAP, 0.7, 'fit'):.2f} at 0.7, "
                 "and "
-                f"{r.ppl('rap', 0.5, 'fit'):.2f} and KL {r.kl('rap', 0.5, 'fit'):.3f} at 0.5; palu "
+                f"{r.ppl(RAP, 0.5, 'fit'):.2f} and KL {r.kl(RAP, 0.5, 'fit'):.3f} at 0.5; palu "
                 f"{r.ppl('palu', 0.7, 'fit'):.2f} at 0.7, KL {r.kl('palu', 0.7, 'fit'):.3f} for "
-                f"{r.kl('rap', 0.7, 'fit'):.3f}. Distilled, "
-                f"{both(r, 'rap', 'palu', recover='fit+full')}. Over the whole test set at 0.7 rap "
-                f"distilled has {whole(r, 'rap-0.7-fit'):.2f} and palu no recovery "
+                f"{r.kl(RAP, 0.7, 'fit'):.3f}. Distilled, "
+                f"{both(r, RAP, 'palu', recover='fit+full')}. Over the whole test set at 0.7 "
+                f"{RAP} distilled has {whole(r, 'rap-0.7-fit'):.2f} and palu no recovery "
                 f"{whole(r, 'palu-0.7'):.2f}."
             ),
             holds=lambda r: (
-                all(r.ppl("palu", retain) < r.ppl("rap", retain) for retain in (0.9, 0.7, 0.5))
-                and r.ppl("rap", 0.5) > 1.5 * r.ppl("palu", 0.5)
-                and r.ppl("rap", 0.5, "fit") < r.ppl("palu", 0.5)
+                all(r.ppl("palu", retain) < r.ppl(RAP, retain) for retain in (0.9, 0.7, 0.5))
+                and r.ppl(RAP, 0.5) > 1.5 * r.ppl("palu", 0.5)
+                and r.ppl(RAP, 0.5, "fit") < r.ppl("palu", 0.5)
                 and abs(whole(r, "rap-0.7-fit") / whole(r, "palu-0.7") - 1) < 0.01
-                and r.ppl("palu", 0.7, "fit") < 0.95 * r.ppl("rap", 0.7, "fit")
-                and 1.05 < r.ppl("rap", 0.7, "fit+full") / r.ppl("palu", 0.7, "fit+full") < 1.09
-                and 1.15 < r.ppl("rap", 0.5, "fit+full") / r.ppl("palu", 0.5, "fit+full") < 1.25
+                and r.ppl("palu", 0.7, "fit") < 0.95 * r.ppl(RAP, 0.7, "fit")
+                and 1.05 < r.ppl(RAP, 0.7, "fit+full") / r.ppl("palu", 0.7, "fit+full") < 1.09
+                and 1.15 < r.ppl(RAP, 0.5, "fit+full") / r.ppl("palu", 0.5, "fit+full") < 1.25
             ),
             why="The lead grows as the cache shrinks, as in the paper (6% and 22% there). "
             "Without recovery it is far larger than the paper's after recovery, and about as"
@@ -77,7 +80,7 @@ BASELINES = (
                 f"no recovery, {both(r, *COSTLY)}. Recovered, {both(r, *COSTLY, recover='fast')}."
             ),
             holds=lambda r: all(
-                r.ppl("palu", retain, recover) < r.ppl("rap", retain, recover)
+                r.ppl("palu", retain, recover) < r.ppl(RAP, retain, recover)
                 for retain in (0.7, 0.5)
                 for recover in ("none", "fast")
             ),
@@ -117,7 +120,7 @@ BASELINES = (
         real=Answer(
             verdict=CONFIRMED,
             figures=costs,
-            holds=lambda r: only_rap_shrinks(r) and 0.97 < r.slower("rap") < 1.03,
+            holds=lambda r: only_rap_shrinks(r) and 0.97 < r.slower(RAP) < 1.03,
             why="W_k and W_v are a quarter of the attention parameters here, so that factors "
             "weigh more than on Llama-3-8B. A decode step takes as long as the dense model's"
             " on a CPU: at this size attention is a small part.",
@@ -143,15 +146,15 @@ BASELINES = (
                     f"{method} at {retain:g} "
                     f"{r.share(method, 'attention_parameters', retain):.1%}, "
                     f"{r.ppl(method, retain):.2f}"
-                    for method, retain in (("rap", 0.7), ("palu", 0.5), ("svdllm", 0.5))
+                    for method, retain in ((RAP, 0.7), ("palu", 0.5), ("svdllm", 0.5))
                 )
                 + "."
             ),
             holds=lambda r: all(
-                r.ppl(method, 0.5) > r.ppl("rap", 0.7)
-                and r.ppl(method, 0.5, "fit") < r.ppl("rap", 0.7, "fit")
+                r.ppl(method, 0.5) > r.ppl(RAP, 0.7)
+                and r.ppl(method, 0.5, "fit") < r.ppl(RAP, 0.7, "fit")
                 and r.share(method, "attention_parameters", 0.5)
-                > 1.2 * r.share("rap", "attention_parameters", 0.7)
+                > 1.2 * r.share(RAP, "attention_parameters", 0.7)
                 for method in ("palu", "svdllm")
             ),
             why="At half of the cache, both have more parameters than `rap` at 0.7. Without "
@@ -171,13 +174,13 @@ BASELINES = (
                 "Llama-3-8B."
             ),
             holds=lambda r: (
-                min(matched(r).values(), key=lambda found: found[1]) == matched(r)["rap at 0.7"]
+                min(matched(r).values(), key=lambda found: found[1]) == matched(r)[f"{RAP} at 0.7"]
                 and r.ppl("rap:paper") > sorted(ppl for _, ppl, _ in matched(r).values())[1]
                 and abs(needed(r) - 0.5) < 0.02
                 and max(share for share, _, _ in matched(r).values()) < 0.75
             ),
             why="`rap` leads in both. PaLU with one factorization per head is the paper's, as is"
-            " its ratio. But this is before recovery, and with the default `rap`: RAP as "
+            " its ratio. But this is before recovery, and with separate heads: RAP as "
             "published does not lead.",
         ),
     ),
@@ -189,33 +192,33 @@ BASELINES = (
             figures=lambda r: (
                 "asked for 0.7 or 0.5, heads caches "
                 f"{r.share('heads', 'kv_bytes_per_token'):.1%} (two of three) and has "
-                f"{r.ppl('heads'):.2f}; at 0.7 RAP as published has {r.ppl('rap:paper'):.2f}, rap "
-                f"{r.ppl('rap'):.2f}, which has {r.ppl('rap', 0.5):.2f} at 0.5."
+                f"{r.ppl('heads'):.2f}; at 0.7 RAP as published has {r.ppl('rap:paper'):.2f}, "
+                f"{RAP} {r.ppl(RAP):.2f}, which has {r.ppl(RAP, 0.5):.2f} at 0.5."
             ),
             holds=lambda r: (
-                1.5 * r.ppl("rap") < r.ppl("heads") < 0.5 * r.ppl("rap:paper")
+                1.5 * r.ppl(RAP) < r.ppl("heads") < 0.5 * r.ppl("rap:paper")
                 and r.share("heads", "kv_bytes_per_token", 0.5) > 0.6
-                and r.ppl("heads", 0.5) < r.ppl("rap", 0.5) < 1.05 * r.ppl("heads", 0.5)
+                and r.ppl("heads", 0.5) < r.ppl(RAP, 0.5) < 1.05 * r.ppl("heads", 0.5)
             ),
             why="Before recovery, whole heads are far better than the paper's pairs and "
-            "channels. With two thirds of the cache they are hardly better than the default "
-            "`rap` with half of it.",
+            "channels. With two thirds of the cache they are hardly better than "
+            "`rap:merge=1` with half of it.",
         ),
         bundled=Answer(
             verdict=PARTLY,
             figures=lambda r: (
                 f"at 0.5 no recovery heads {r.ppl('heads', 0.5):.2f}, RAP as published "
-                f"{r.ppl('rap:paper', 0.5):.2f}, rap {r.ppl('rap', 0.5):.2f}; recovered "
+                f"{r.ppl('rap:paper', 0.5):.2f}, {RAP} {r.ppl(RAP, 0.5):.2f}; recovered "
                 f"{r.ppl('heads', 0.5, 'fast'):.2f}, {r.ppl('rap:paper', 0.5, 'fast'):.2f}, "
-                f"{r.ppl('rap', 0.5, 'fast'):.2f}. Asked for 0.7, heads caches "
+                f"{r.ppl(RAP, 0.5, 'fast'):.2f}. Asked for 0.7, heads caches "
                 f"{r.share('heads', 'kv_bytes_per_token'):.0%}."
             ),
             holds=lambda r: (
-                r.ppl("rap", 0.5, "fast") < r.ppl("heads", 0.5, "fast")
+                r.ppl(RAP, 0.5, "fast") < r.ppl("heads", 0.5, "fast")
                 and r.share("heads", "kv_bytes_per_token") < 0.6
             ),
-            why="Heads match the paper's pairs and channels, as in the paper, and lose to the "
-            "default `rap`. With two KV heads there is one step, so 0.7 becomes 0.5.",
+            why="Heads match the paper's pairs and channels, as in the paper, and lose to "
+            "`rap:merge=1`. With two KV heads there is one step, so 0.7 becomes 0.5.",
         ),
     ),
     Finding(
@@ -225,14 +228,14 @@ BASELINES = (
         real=Answer(
             verdict=PARTLY,
             figures=lambda r: (
-                f"no recovery, {cut_only(r, 'elitekv', 'elitekv:plus', 'matryoshka', 'rap')}; "
-                f"distilled, {both(r, 'elitekv:plus', 'matryoshka', 'rap', recover='fit')}."
+                f"no recovery, {cut_only(r, 'elitekv', 'elitekv:plus', 'matryoshka', RAP)}; "
+                f"distilled, {both(r, 'elitekv:plus', 'matryoshka', RAP, recover='fit')}."
             ),
             holds=lambda r: (
-                min(r.ppl("elitekv"), r.ppl("matryoshka")) > 3 * r.ppl("rap")
-                and r.ppl("elitekv:plus") < 1.05 * r.ppl("rap")
-                and r.ppl("elitekv:plus", 0.7, "fit") < r.ppl("rap", 0.7, "fit")
-                and r.ppl("matryoshka", 0.7, "fit") > 1.3 * r.ppl("rap", 0.7, "fit")
+                min(r.ppl("elitekv"), r.ppl("matryoshka")) > 3 * r.ppl(RAP)
+                and r.ppl("elitekv:plus") < 1.05 * r.ppl(RAP)
+                and r.ppl("elitekv:plus", 0.7, "fit") < r.ppl(RAP, 0.7, "fit")
+                and r.ppl("matryoshka", 0.7, "fit") > 1.3 * r.ppl(RAP, 0.7, "fit")
             ),
             why="As published, both are broken before recovery, as in the paper. After "
             "layer-wise distillation, MatryoshkaKV has a third more perplexity than `rap` at"
@@ -262,11 +265,9 @@ BASELINES = (
         paper="at 0.5 PaLU keeps 48 to 50 LongBench points, RAP 29 to 33 (`app:limitations`).",
         real=Answer(
             verdict=CONFIRMED,
-            figures=lambda r: told_recalls(r, "rap", "palu", "svdllm", "rap:paper"),
+            figures=lambda r: told_recalls(r, RAP, "palu", "svdllm", "rap:paper"),
             holds=lambda r: (
-                all(
-                    sum(recalls(r, x)["palu"]) > sum(recalls(r, x)["rap"]) + 0.4 for x in (0.7, 0.5)
-                )
+                all(sum(recalls(r, x)["palu"]) > sum(recalls(r, x)[RAP]) + 0.4 for x in (0.7, 0.5))
                 and sum(recalls(r, 0.5)["rap:paper"]) == 0
             ),
             why="Without recovery, the gap begins at 0.7, and RAP as published recalls nothing "
@@ -280,7 +281,7 @@ BASELINES = (
                 + ", ".join(f"{m} {r.recall(m, 0.5, 'fast')}" for m in (*COSTLY, "rap:paper"))
                 + "."
             ),
-            holds=lambda r: r.recalled("rap", 0.5, "fast") > r.recalled("palu", 0.5, "fast"),
+            holds=lambda r: r.recalled(RAP, 0.5, "fast") > r.recalled("palu", 0.5, "fast"),
             why="RAP as published loses recall, and distillation does not recover it. Budgets by"
             " estimated loss and keys folded for the whole context keep it. PaLU's latent "
             "has a small average error, but loses numbers in long documents (see the needles"
@@ -315,7 +316,9 @@ BASELINES = (
             figures=lambda r: (
                 f"one of 4 numbers, no recovery, over all documents and in those of {LONG:,} "
                 "tokens: "
-                + ", ".join(f"{m} {r.found(m):.1%} and {r.found(m, LONG):.1%}" for m in NEEDLES)
+                + ", ".join(
+                    f"{shown_today(m)} {r.found(m):.1%} and {r.found(m, LONG):.1%}" for m in NEEDLES
+                )
                 + "."
             ),
             holds=lambda r: (
@@ -325,7 +328,7 @@ BASELINES = (
                 and r.found("rap:paper at 0.5") == 0
                 and adjacent(r) < 0.1
             ),
-            why="The task is saturated for the dense model and the default `rap`, not for the "
+            why="The task is saturated for the dense model and `rap:merge=1`, not for the "
             "others at 0.5. PaLU fails with document length, not with distance: at 2,048 "
             "tokens it loses even the number right before the question. The cause is "
             "unknown.",

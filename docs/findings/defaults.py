@@ -1,7 +1,7 @@
 """The defaults that the bundled model chose, and their effect on SmolLM2; see page.py."""
 
 from figures import by_budget, compared, cut_only
-from findings import Answer, Default
+from findings import RAP, Answer, Default
 
 POOLED = "rap:key_share=pooled"
 SEARCHED = "rap:budget=search"
@@ -10,17 +10,17 @@ STAYS, CHANGES, UNDECIDED = "Stays", "Changes", "Open"
 DEFAULTS = (
     Default(
         title="`--recover none` as the cost of a ratio",
-        bundled=lambda r: f"{r.loss('rap', 0.7):.1%} at 0.7 and {r.loss('rap', 0.5):.1%} at 0.5.",
+        bundled=lambda r: f"{r.loss(RAP, 0.7):.1%} at 0.7 and {r.loss(RAP, 0.5):.1%} at 0.5.",
         real=Answer(
             verdict=CHANGES,
             figures=lambda r: (
-                f"{r.loss('rap', 0.7):.0%} at 0.7 and {r.loss('rap', 0.5):.0%} at 0.5, "
-                f"{r.loss('rap', 0.7, 'fit'):.0%} and {r.loss('rap', 0.5, 'fit'):.0%} after "
+                f"{r.loss(RAP, 0.7):.0%} at 0.7 and {r.loss(RAP, 0.5):.0%} at 0.5, "
+                f"{r.loss(RAP, 0.7, 'fit'):.0%} and {r.loss(RAP, 0.5, 'fit'):.0%} after "
                 f"layer-wise distillation; PaLU, no recovery, {r.loss('palu', 0.7):.0%} and "
                 f"{r.loss('palu', 0.5):.0%}."
             ),
             holds=lambda r: (
-                r.loss("rap", 0.7) > 0.2 and r.loss("rap", 0.5, "fit") < 0.5 * r.loss("rap", 0.5)
+                r.loss(RAP, 0.7) > 0.2 and r.loss(RAP, 0.5, "fit") < 0.5 * r.loss(RAP, 0.5)
             ),
             why="Use `--recover fit` whenever you prune a pretrained model. It reads twice as "
             "many tokens of the same calibration data.",
@@ -28,17 +28,17 @@ DEFAULTS = (
     ),
     Default(
         title="`key_share=0.5`, equal dimensions for keys and values",
-        bundled=lambda r: f"{cut_only(r, 'rap', POOLED)}: a pool is better, and slower to decode.",
+        bundled=lambda r: f"{cut_only(r, RAP, POOLED)}: a pool is better, and slower to decode.",
         real=Answer(
             verdict=STAYS,
             figures=lambda r: (
-                f"{compared(r, 'rap', POOLED)}; a decode step takes {r.slower('rap'):.0%} and "
+                f"{compared(r, RAP, POOLED)}; a decode step takes {r.slower(RAP):.0%} and "
                 f"{r.slower(POOLED):.0%} of the dense model's."
             ),
             holds=lambda r: (
-                0.98 < r.ppl(POOLED) / r.ppl("rap") < 1
-                and r.ppl(POOLED, 0.5) > 1.02 * r.ppl("rap", 0.5)
-                and r.slower(POOLED) > 1.15 * r.slower("rap")
+                0.98 < r.ppl(POOLED) / r.ppl(RAP) < 1
+                and r.ppl(POOLED, 0.5) > 1.02 * r.ppl(RAP, 0.5)
+                and r.slower(POOLED) > 1.15 * r.slower(RAP)
             ),
             why="A pool gains 0.5% at 0.7. It loses more at 0.5, and a fifth of the speed.",
         ),
@@ -57,12 +57,15 @@ DEFAULTS = (
         real=Answer(
             verdict=STAYS,
             figures=lambda r: (
-                f"{compared(r, 'rap', 'rap:budget=uniform')}; searched from there "
+                f"{compared(r, RAP, 'rap:budget=uniform:merge=1')}; searched from there "
                 f"(`--budget search`) {r.ppl(SEARCHED, 0.5):.2f} at 0.5."
             ),
             holds=lambda r: (
-                all(r.loss("rap:budget=uniform", x) > 1.3 * r.loss("rap", x) for x in (0.7, 0.5))
-                and 0.94 < r.ppl(SEARCHED, 0.5) / r.ppl("rap", 0.5) < 0.97
+                all(
+                    r.loss("rap:budget=uniform:merge=1", x) > 1.3 * r.loss(RAP, x)
+                    for x in (0.7, 0.5)
+                )
+                and 0.94 < r.ppl(SEARCHED, 0.5) / r.ppl(RAP, 0.5) < 0.97
             ),
             why="Equal head dimensions lose four tenths more than budgets by estimated loss. A "
             "search gains a few percent more, for many times the cost of pruning.",
@@ -76,9 +79,9 @@ DEFAULTS = (
         ),
         real=Answer(
             verdict=STAYS,
-            figures=lambda r: f"{compared(r, 'rap', 'rap:context=512')}.",
+            figures=lambda r: f"{compared(r, RAP, 'rap:context=512:merge=1')}.",
             holds=lambda r: all(
-                r.ppl("rap:context=512", x) > 1.1 * r.ppl("rap", x) for x in (0.7, 0.5)
+                r.ppl("rap:context=512:merge=1", x) > 1.1 * r.ppl(RAP, x) for x in (0.7, 0.5)
             ),
             why="A shorter context is worse in perplexity too. Windows of 2,048 tokens use the "
             "slow pairs that it would fold.",
@@ -90,14 +93,14 @@ DEFAULTS = (
         real=Answer(
             verdict=STAYS,
             figures=lambda r: (
-                f"at 0.5 from {r.ppl('rap', 0.5):.2f} to {r.ppl('rap', 0.5, 'closed-form'):.2f}, "
-                f"KL from {r.kl('rap', 0.5):.3f} to {r.kl('rap', 0.5, 'closed-form'):.3f}; "
-                f"layer-wise distillation {r.ppl('rap', 0.5, 'fit'):.2f} and "
-                f"{r.kl('rap', 0.5, 'fit'):.3f}."
+                f"at 0.5 from {r.ppl(RAP, 0.5):.2f} to {r.ppl(RAP, 0.5, 'closed-form'):.2f}, "
+                f"KL from {r.kl(RAP, 0.5):.3f} to {r.kl(RAP, 0.5, 'closed-form'):.3f}; "
+                f"layer-wise distillation {r.ppl(RAP, 0.5, 'fit'):.2f} and "
+                f"{r.kl(RAP, 0.5, 'fit'):.3f}."
             ),
             holds=lambda r: (
-                r.ppl("rap", 0.5, "closed-form") > 0.95 * r.ppl("rap", 0.5)
-                and r.ppl("rap", 0.5, "fit") < 0.7 * r.ppl("rap", 0.5)
+                r.ppl(RAP, 0.5, "closed-form") > 0.95 * r.ppl(RAP, 0.5)
+                and r.ppl(RAP, 0.5, "fit") < 0.7 * r.ppl(RAP, 0.5)
             ),
             why="Refitting the outputs alone gains little: folding and low-rank values already "
             "choose them well.",

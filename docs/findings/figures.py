@@ -2,12 +2,13 @@
 
 import math
 
-from findings import Results
+from findings import RAP, Results
 
+from rap.methods.naming import named_today
 from rap.model.errors import RapError
 
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5)
-COSTLY = ("rap", "palu", "svdllm")
+COSTLY = (RAP, "palu", "svdllm")
 LONG = 2048  # tokens of the longest documents with needles
 
 
@@ -76,10 +77,10 @@ def costs(results: Results) -> str:
 def only_rap_shrinks(results: Results) -> bool:
     """Whether low rank has more parameters than its cache, rebuilds, and decodes slower."""
     return all(
-        results.share("rap", "attention_parameters") + 0.1
+        results.share(RAP, "attention_parameters") + 0.1
         < results.share(method, "attention_parameters")
         and results.cell(method)["reconstructs"]
-        and results.slower(method) > results.slower("rap")
+        and results.slower(method) > results.slower(RAP)
         for method in COSTLY[1:]
     )
 
@@ -128,7 +129,7 @@ def probe_dense(results: Results) -> float:
 
 
 def by_budget(results: Results, budget: str, retain: float) -> float:
-    """Perplexity of the default cut with widths by this budget, on the windows of analyses."""
+    """Perplexity of `rap:merge=1` with widths by this budget, on the windows of analyses."""
     rows = results.analysis("loss")["rows"]
     (row,) = (one for one in rows if (one["budget"], one["retain"]) == (budget, retain))
     return float(row["perplexity"])
@@ -199,7 +200,7 @@ def told_recalls(results: Results, *methods: str) -> str:
     ]
     return (
         f"recall of one of 4 numbers at 256 / 1,000 tokens, 12 documents, no recovery, at 0.9, "
-        f"0.7, 0.5: {each}; dense {shown(recalls(results, 0.5)['dense'])}. Distilled, rap has "
+        f"0.7, 0.5: {each}; dense {shown(recalls(results, 0.5)['dense'])}. Distilled, {RAP} has "
         f"{' and '.join(fitted)} at 0.7 and 0.5."
     )
 
@@ -251,7 +252,7 @@ def told_scores(results: Results) -> str:
 
 
 def matched(results: Results) -> dict[str, tuple[float, float, str]]:
-    """Parameters over dense, perplexity, and recall of what has the parameters of rap at 0.7."""
+    """Parameters over dense, perplexity, and recall of what has the parameters of `rap` at 0.7."""
     whole, *cells = results.file("matched/matched")["cells"]
     return {
         f"{cell['method']} at {cell['retain']:g}": (
@@ -284,7 +285,7 @@ def packed(results: Results, method: str, retain: float, recover: str = "none") 
     found = {
         row["weights"]: row["perplexity"]
         for row in rows
-        if (row["method"], row["retain"], row["recover"]) == (method, retain, recover)
+        if (named_today(row["method"]), row["retain"], row["recover"]) == (method, retain, recover)
         and row["bits"] is row["press"] is None
     }
     return math.log(found["nf4"] / found["float32"])

@@ -13,9 +13,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from rap.methods.naming import result_today
 from rap.model.errors import RapError
 
 CONFIRMED, CONTRADICTED, PARTLY = "Confirmed", "Contradicted", "Confirmed in part"
+RAP = "rap:merge=1"  # with separate heads: what was measured of `rap` before merged heads
 OPEN, UNMEASURED = "Open", "Not measured"
 
 
@@ -36,7 +38,8 @@ class Results:
         self.folder, self.analyses, self.timed = folder, analyses, timed
         self.cells: dict[tuple[str, float, str], dict[str, Any]] = {}
         for name in files:
-            for cell in json.loads((folder / name).read_text(encoding="utf-8"))["cells"]:
+            found = result_today(json.loads((folder / name).read_text(encoding="utf-8")))
+            for cell in found["cells"]:
                 self.cells.setdefault((cell["method"], cell["retain"], cell["recover"]), cell)
         self.dense = self.cells["dense", 1.0, "none"]
 
@@ -52,7 +55,7 @@ class Results:
         path = self.folder / f"{name}.json"
         if not path.is_file():
             raise RapError(f"there is no {path}: run the experiment that writes it")
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return result_today(json.loads(path.read_text(encoding="utf-8")))
 
     def analysis(self, name: str) -> dict[str, Any]:
         """The data that `rap analyze NAME` measured."""

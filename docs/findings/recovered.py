@@ -5,6 +5,7 @@ from findings import (
     CONFIRMED,
     CONTRADICTED,
     PARTLY,
+    RAP,
     Answer,
     Finding,
 )
@@ -18,15 +19,14 @@ RECOVERY = (
         real=Answer(
             verdict=CONFIRMED,
             figures=lambda r: (
-                f"from 0.9 to 0.5, the default rap {sweep(r, 'rap')}, which is "
-                f"{r.loss('rap', 0.9):.1%} above dense at 0.9, {r.loss('rap', 0.8):.0%} at 0.8 and "
-                f"{r.loss('rap', 0.7):.0%} at 0.7; the paper's {sweep(r, 'rap:paper')}."
+                f"from 0.9 to 0.5, {RAP} {sweep(r, RAP)}, which is "
+                f"{r.loss(RAP, 0.9):.1%} above dense at 0.9, {r.loss(RAP, 0.8):.0%} at 0.8 and "
+                f"{r.loss(RAP, 0.7):.0%} at 0.7; the paper's {sweep(r, 'rap:paper')}."
             ),
             holds=lambda r: (
-                r.loss("rap", 0.9) < 0.07 < 0.1 < r.loss("rap", 0.8)
-                and r.loss("rap:paper", 0.9) > 1
+                r.loss(RAP, 0.9) < 0.07 < 0.1 < r.loss(RAP, 0.8) and r.loss("rap:paper", 0.9) > 1
             ),
-            why="The default `rap` costs at 0.9 a little less than the paper's method costs "
+            why="`rap:merge=1` costs at 0.9 a little less than the paper's method costs "
             "Llama-3-8B (7%). The paper's own selection cannot remove even a tenth from a "
             "model this small.",
         ),
@@ -34,11 +34,11 @@ RECOVERY = (
             verdict=PARTLY,
             figures=lambda r: (
                 f"RAP as published costs {r.loss('rap:paper', 0.7):.0%} at 0.7 and "
-                f"{r.loss('rap:paper', 0.5):.0%} at 0.5; the default one {r.loss('rap', 0.7):.1%} "
-                f"and {r.loss('rap', 0.5):.1%}."
+                f"{r.loss('rap:paper', 0.5):.0%} at 0.5; {RAP} {r.loss(RAP, 0.7):.1%} "
+                f"and {r.loss(RAP, 0.5):.1%}."
             ),
-            holds=lambda r: r.loss("rap:paper", 0.7) > 0.1 > r.loss("rap", 0.7),
-            why="This is true of the paper's selection. The default `rap` costs at 0.5 what the "
+            holds=lambda r: r.loss("rap:paper", 0.7) > 0.1 > r.loss(RAP, 0.7),
+            why="This is true of the paper's selection. `rap:merge=1` costs at 0.5 what the "
             "paper's costs Llama-3-8B at 0.9.",
         ),
         follows="the bundled model is too optimistic. Use `--recover fit` below retain 0.9.",
@@ -53,13 +53,13 @@ RECOVERY = (
                 "attention's matrices, an hour of one core: "
                 + "; ".join(
                     f"at {x:g} "
-                    + " / ".join(f"{r.ppl('rap', x, step):.2f}" for step in STEPS)
+                    + " / ".join(f"{r.ppl(RAP, x, step):.2f}" for step in STEPS)
                     + " and KL "
-                    + " / ".join(f"{r.kl('rap', x, step):.3f}" for step in STEPS)
+                    + " / ".join(f"{r.kl(RAP, x, step):.3f}" for step in STEPS)
                     for x in (0.7, 0.5)
                 )
-                + f" (dense {r.dense['perplexity']:.2f}), {r.loss('rap', 0.7, 'fit+full'):.1%} and "
-                f"{r.loss('rap', 0.5, 'fit+full'):.0%} above dense. RAP as published, recovered in "
+                + f" (dense {r.dense['perplexity']:.2f}), {r.loss(RAP, 0.7, 'fit+full'):.1%} and "
+                f"{r.loss(RAP, 0.5, 'fit+full'):.0%} above dense. RAP as published, recovered in "
                 "the same way: "
                 + "; ".join(
                     f"at {x:g} "
@@ -70,11 +70,11 @@ RECOVERY = (
                 f"{r.loss('rap:paper', 0.5, 'fit+full'):.0%} above dense."
             ),
             holds=lambda r: (
-                0.08 < r.loss("rap", 0.7, "fit+full") < 0.11
+                0.08 < r.loss(RAP, 0.7, "fit+full") < 0.11
                 and all(
-                    r.loss("rap", x, "fit+full") < 0.8 * r.loss("rap", x, "fit")
-                    and r.loss("rap", x, "fit") < 0.5 * r.loss("rap", x)
-                    and r.loss("rap", x, "fit+full") < 0.85 * r.loss("rap:paper", x, "fit+full")
+                    r.loss(RAP, x, "fit+full") < 0.8 * r.loss(RAP, x, "fit")
+                    and r.loss(RAP, x, "fit") < 0.5 * r.loss(RAP, x)
+                    and r.loss(RAP, x, "fit+full") < 0.85 * r.loss("rap:paper", x, "fit+full")
                     for x in (0.7, 0.5)
                 )
             ),
@@ -127,14 +127,14 @@ RECOVERY = (
             verdict=CONTRADICTED,
             figures=lambda r: (
                 "what weights in nf4, a scale for 64 of them, add, in nats per token: dense "
-                f"{packed(r, 'dense', 1.0):.3f}; rap at 0.7 {packed(r, 'rap', 0.7):.3f} no "
-                f"recovery, {packed(r, 'rap', 0.7, 'fit'):.3f} distilled and "
-                f"{packed(r, 'rap', 0.7, 'fit+full'):.3f} distilled, at 0.5 "
-                f"{packed(r, 'rap', 0.5):.3f}, {packed(r, 'rap', 0.5, 'fit'):.3f} and "
-                f"{packed(r, 'rap', 0.5, 'fit+full'):.3f}."
+                f"{packed(r, 'dense', 1.0):.3f}; {RAP} at 0.7 {packed(r, RAP, 0.7):.3f} no "
+                f"recovery, {packed(r, RAP, 0.7, 'fit'):.3f} distilled and "
+                f"{packed(r, RAP, 0.7, 'fit+full'):.3f} distilled, at 0.5 "
+                f"{packed(r, RAP, 0.5):.3f}, {packed(r, RAP, 0.5, 'fit'):.3f} and "
+                f"{packed(r, RAP, 0.5, 'fit+full'):.3f}."
             ),
             holds=lambda r: all(
-                packed(r, "rap", retain, recover) < 1.15 * packed(r, "dense", 1.0)
+                packed(r, RAP, retain, recover) < 1.15 * packed(r, "dense", 1.0)
                 for retain in (0.7, 0.5)
                 for recover in ("none", "fit", "fit+full")
             ),
@@ -149,7 +149,7 @@ RECOVERY = (
                 f"{rounded(r, 'dense', 1.0):.3f}; RAP as published at 0.7 "
                 f"{rounded(r, 'paper', 0.7):.3f} before recovery and "
                 f"{rounded(r, 'paper', 0.7, 'fast'):.3f} after 40 steps of distillation, without a "
-                "refit; the default rap "
+                f"refit; {RAP} "
                 f"{rounded(r, 'default', 0.7):.3f} and {rounded(r, 'default', 0.7, 'fast'):.3f}, "
                 f"at 0.5 {rounded(r, 'default', 0.5):.3f} before."
             ),

@@ -19,7 +19,7 @@ from figures import (
     told_halves,
     told_scores,
 )
-from findings import CONFIRMED, CONTRADICTED, PARTLY, Answer, Finding
+from findings import CONFIRMED, CONTRADICTED, PARTLY, RAP, Answer, Finding
 
 UNITS = (
     Finding(
@@ -29,7 +29,7 @@ UNITS = (
         real=Answer(
             verdict=PARTLY,
             figures=lambda r: (
-                f"no recovery, {cut_only(r, 'kvpruner:paper', 'rap:paper', 'rap')}; from 0.9 to "
+                f"no recovery, {cut_only(r, 'kvpruner:paper', 'rap:paper', RAP)}; from 0.9 to "
                 f"0.5 rap:paper has {sweep(r, 'rap:paper')}, and with equal widths "
                 f"{both(r, 'rap:paper:budget=uniform')}."
             ),
@@ -54,7 +54,7 @@ UNITS = (
                 f"from 0.9 to 0.5, no recovery: rap:paper {sweep(r, 'rap:paper')}, kvpruner:paper "
                 f"{sweep(r, 'kvpruner:paper')}. Recovered: rap:paper "
                 f"{sweep(r, 'rap:paper', 'fast')}, kvpruner:paper "
-                f"{sweep(r, 'kvpruner:paper', 'fast')}, the default rap {sweep(r, 'rap', 'fast')}."
+                f"{sweep(r, 'kvpruner:paper', 'fast')}, {RAP} {sweep(r, RAP, 'fast')}."
             ),
             holds=lambda r: (
                 all(

@@ -52,7 +52,7 @@ def measure(source: str, reading: CalibrationText, text: str, held_out: int) -> 
     tokens = bench.held_out(text)
     sizes: dict[str, Any] = {"window": HELD_OUT_WINDOW, "max_windows": held_out}
     states = DenseStates(model, tokens, **sizes, bos=bench.bos)
-    methods = {retain: Rap(retain=retain) for retain in RETAINS}
+    methods = {retain: Rap(retain=retain, merge=1) for retain in RETAINS}
     needs = frozenset().union(*(method.needs_for(model) for method in methods.values()))
     rows: list[dict[str, Any]] = []
     statistics, start, count = None, 0, 1

@@ -40,7 +40,7 @@ from rap.studies.report.report import markdown_table
 RESULT = Path(__file__).with_suffix(".json")
 WINDOW, PREFIX, CALIBRATION_WINDOWS = 512, 256, 16
 DISTANCE, FACTS = 256, 4
-RECIPES = {"default": rap.Rap(align=2), "paper": rap.Rap.paper(align=2)}
+RECIPES = {"default": rap.Rap(align=2, merge=1), "paper": rap.Rap.paper(align=2)}
 WEIGHTS = {"rtn4-tensor": None, "int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes"}
 BITS = ("hqq4", "hqq2", "quanto4", "quanto2")
 EVICT = 0.5

@@ -48,9 +48,9 @@ CUTS = {
     "paper": rap.Rap.paper(align=2),
     # The next two weigh squared errors of logits and outputs, every layer alike.
     "pairs": rap.Rap(keys="pairs", metric="output", budget="uniform", align=2),
-    "fold": rap.Rap(metric="output", budget="uniform", align=2),
+    "fold": rap.Rap(metric="output", budget="uniform", align=2, merge=1),
     # The default: weighed by gradients of the loss, widths where they save most of it.
-    "rap": rap.Rap(align=2),
+    "rap": rap.Rap(align=2, merge=1),
     "stock": rap.Rap(profile="stock", align=2),
 }
 COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -38,7 +38,7 @@ def opened(grid: Grid) -> DenseContext:
 def models(bench: DenseContext, grid: Grid) -> Any:
     """Name and model, one after the other: dense, then every cut."""
     yield DENSE, bench.model
-    methods = {(spec, r): parse_method(spec, r, **grid.common) for spec, r in CUTS}
+    methods = {(spec, r): parse_method(spec, r, merge=1, **grid.common) for spec, r in CUTS}
     bench.statistics_for(methods.values())  # one reading for what all cuts need
     for (spec, retain), method in methods.items():
         yield f"{spec} at {retain:g}", method.apply(bench.model, bench.plan(method))

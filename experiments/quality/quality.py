@@ -48,7 +48,7 @@ def cuts(bench: DenseContext, retain: float) -> Iterator[tuple[str, Any, Any]]:
     for seed in SEEDS:
         chance = Rap.paper(retain=retain, align=1, score="random", seed=seed)
         yield f"random pairs, seed {seed}", rap.apply(model, bench.plan(chance)), chance
-    default = Rap(retain=retain)
+    default = Rap(retain=retain, merge=1)
     yield "default settings", rap.apply(model, bench.plan(default)), default
 
 
@@ -57,7 +57,7 @@ def measure(num_windows: int) -> dict[str, Any]:
     reading = CalibrationText(num_windows=CALIBRATION_WINDOWS, window=WINDOW)
     bench = DenseContext.open("bundled", dtype=torch.float32, reading=reading, progress=True)
     tokens = bench.held_out("bundled")
-    bench.statistics_for([Rap.paper(), Rap()])  # one reading for what all cuts need
+    bench.statistics_for([Rap.paper(), Rap(merge=1)])  # one reading for what all cuts need
 
     def value(candidate: Any) -> float:
         found = rap.perplexity(candidate, tokens, window=WINDOW, max_windows=num_windows)

@@ -65,7 +65,7 @@ class Subjects:
             self._made = {"dense": self.bench.model}
             if name == CUT:
                 text, retain = name.split()
-                method = parse_method(text, retain=float(retain))
+                method = parse_method(text, retain=float(retain), merge=1)
                 self._made[name] = method.apply(self.bench.model, self.bench.plan(method))
             else:
                 self._made[name] = load(resolve_source(self._folders[name]), dtype="float32")

@@ -76,7 +76,7 @@ class Subject:
             return load(resolve_source(self.directory), dtype="float32")
         if self.method == "dense":
             return bench.model
-        method = parse_method(self.method, retain=self.retain)
+        method = parse_method(self.method, retain=self.retain, merge=1)
         return method.apply(bench.model, bench.plan(method))
 
     def axes(self) -> list[list[Axis]]:

@@ -109,7 +109,8 @@ class Subject:
 def subjects(checkpoints: Sequence[tuple[str, Path]]) -> list[Subject]:
     """All rows, in the order of measurement."""
     cuts = [
-        Subject(f"{text} {retain:g}", parse_method(text, retain=retain)) for text, retain in CUTS
+        Subject(f"{text} {retain:g}", parse_method(text, retain=retain, merge=1))
+        for text, retain in CUTS
     ]
     extra = [Subject(name, directory=directory) for name, directory in checkpoints]
     return [Subject("dense"), *cuts, *extra]

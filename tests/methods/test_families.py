@@ -18,18 +18,24 @@ NAMES = ["phi3", "gpt_neox", "qwen3", "qwen3_next", "gemma3_text", "llama4_text"
 NAMES += ["gemma3n_text", "gemma4_text", "gemma4_text:tied", "gemma3n", "gemma4"]
 
 
-@pytest.mark.parametrize("qk_norm", ["constant", "exact"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"merge": 1}, {"qk_norm": "exact"}],
+    ids=["merged", "constant", "exact"],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_default_method_compresses_to_the_budget(name, qk_norm):
+def test_default_method_compresses_to_the_budget(name, settings):
     case = next(case for case in CASES if case.name == name)
     model = case.model(dtype=torch.float32)
-    method = Rap(retain=0.5, qk_norm=qk_norm)
+    method = Rap(retain=0.5, **settings)
     statistics = calibrate(model, random_tokens(4, 16), method.needs_for(model))
     plan = method.plan(model, statistics)
     assert plan.kept_fraction == pytest.approx(0.5, abs=0.01)
-    assert plan.qk_norm == qk_norm
+    assert plan.qk_norm == method.qk_norm
     kept = [layer for layer in plan.layers if layer is not None]
-    if case.norms and name != "llama4_text":
+    merged = any(layer.merge > 1 for layer in kept)
+    assert merged == (not settings and not name.startswith(("gemma3n", "gemma4")))
+    if case.norms and name != "llama4_text" and not merged:
         assert all(layer.key_mix_GMP2 is None for layer in kept)
         assert all((layer.query_ratio_H >= 1).all() for layer in kept)
         own = [layer for i, layer in enumerate(plan.layers) if layer and i not in case.sources]
@@ -95,7 +101,7 @@ def test_layers_are_weighed_at_their_own_frequencies(settings: dict, reads: tupl
         seen.append(args[position])
         return function(*args, **kwargs)
 
-    method = Rap(retain=0.5, score="energy", **settings)
+    method = Rap(retain=0.5, score="energy", merge=1, **settings)
     with (
         mock.patch.object(base, "dense_layers", return_value=dense),
         mock.patch(name, record),

@@ -6,7 +6,7 @@ import pytest
 
 import rap
 from rap.methods import METHODS, Method, Rap, parse_method
-from rap.methods.naming import read_method, recipes
+from rap.methods.naming import named_today, read_method, recipes, result_today
 from rap.methods.settings import read_settings, read_value
 from rap.model.errors import RapError
 
@@ -55,8 +55,8 @@ def test_settings_that_say_nothing_or_say_it_twice_are_refused(texts: list[str])
         ("rap:paper:budget=uniform:align=4", Rap.paper(retain=0.6, budget="uniform", align=4)),
         ("rap:budget=uniform:paper", Rap.paper(retain=0.6, budget="uniform")),
         ("rap:qk-norm=rows:norm_rows=16", Rap(retain=0.6, qk_norm="rows", norm_rows=16)),
-        ("rap:general", Rap(retain=0.6, shrinkage=1, reach="far")),
-        ("rap:general:reach=512", Rap(retain=0.6, shrinkage=1, reach=512)),
+        ("rap:general", Rap(retain=0.6, shrinkage=1, reach="far", merge=1)),
+        ("rap:general:reach=512", Rap(retain=0.6, shrinkage=1, reach=512, merge=1)),
         ("palu:group_size=1", METHODS["palu"](retain=0.6, group_size=1)),
         ("elitekv:plus", METHODS["elitekv"].plus(retain=0.6)),
         ("kvpruner:rotation=first", METHODS["kvpruner"](retain=0.6, rotation="first")),
@@ -116,3 +116,81 @@ def test_compress_takes_the_text_in_python() -> None:
     )
     assert found.report["method"] == Rap.paper(retain=0.5, align=2, seed=4).describe()
     assert found.plan.retain == found.report["retain"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "recorded", "today"),
+    [
+        ("rap", {}, "rap:merge=1"),
+        ("rap", {"name": "rap", "budget": "error"}, "rap:merge=1"),
+        ("rap", {"merge": "auto"}, "rap"),
+        ("rap:shrinkage=1:reach=1024", {}, "rap:shrinkage=1:reach=1024:merge=1"),
+        ("rap:merge=all", {"merge": "all"}, "rap:merge=all"),
+        ("rap:merge=1", {}, "rap:merge=1"),
+        # Heads are as separate today as they were then.
+        ("rap:paper", {}, "rap:paper"),
+        ("rap:general", {}, "rap:general"),
+        ("rap:key_share=pooled", {}, "rap:key_share=pooled"),
+        ("rap:profile=stock", {}, "rap:profile=stock"),
+        ("rap:budget=search", {}, "rap:budget=search"),
+        ("palu", {}, "palu"),
+        ("dense", {}, "dense"),
+        ("rap:of=another-release", {}, "rap:of=another-release"),
+    ],
+)
+def test_a_recorded_method_is_named_as_it_is_today(
+    text: str, recorded: dict[str, Any], today: str
+) -> None:
+    assert named_today(text, recorded) == today
+    assert named_today(today, recorded) == today
+
+
+RECORDED = {
+    "command": "rap compare smollm2 --methods rap,palu --retain 0.7 -o runs/one",
+    "title": "One",
+    "cells": [
+        {"method": "dense", "settings": None, "command": "rap compare smollm2 --methods rap"},
+        {"method": "rap", "settings": {"name": "rap"}, "command": "rap compare a --methods rap"},
+        {"method": "palu", "settings": {"name": "palu"}, "command": "rap compare a --methods palu"},
+    ],
+    "tables": [
+        {
+            "title": "What has the parameters of rap at 0.7",
+            "note": "Those of rap at 0.7. Caches another part: rap 71% at 0.7. A rap checkpoint.",
+            "header": ["method", "rap", "palu"],
+            "rows": [["rap", 1.5], ["rap, cut only", "rap"], ["rap at 0.7", 1], ["rap:paper", 2]],
+        }
+    ],
+}
+
+
+def test_a_result_of_an_earlier_release_is_shown_as_of_today() -> None:
+    found = result_today(RECORDED)
+    assert found["command"].startswith("rap compare smollm2 --methods rap:merge=1,palu ")
+    assert [cell["method"] for cell in found["cells"]] == ["dense", "rap:merge=1", "palu"]
+    assert found["cells"][0]["command"] == "rap compare smollm2 --methods rap:merge=1"
+    (table,) = found["tables"]
+    assert table["title"] == "What has the parameters of rap:merge=1 at 0.7"
+    assert "Those of rap:merge=1 at 0.7. " in table["note"]
+    assert "part: rap:merge=1 71% at 0.7. A rap checkpoint." in table["note"]
+    assert table["header"] == ["method", "rap:merge=1", "palu"]
+    assert table["rows"] == [
+        ["rap:merge=1", 1.5],
+        ["rap:merge=1, cut only", "rap:merge=1"],
+        ["rap:merge=1 at 0.7", 1],
+        ["rap:paper", 2],
+    ]
+    assert result_today(found) == found
+    assert RECORDED["cells"][1]["method"] == "rap"  # nothing is changed in place
+
+
+def test_a_result_of_this_release_stays() -> None:
+    settings = {"name": "rap", "retain": 0.7, "merge": "auto"}
+    cells = [{**cell, "settings": settings} for cell in RECORDED["cells"]]
+    assert result_today({**RECORDED, "cells": cells}) == {**RECORDED, "cells": cells}
+    alone = {key: x for key, x in RECORDED.items() if key != "cells"}
+    assert result_today(alone)["tables"] == result_today(RECORDED)["tables"]
+    assert result_today({**alone, "rows": [{"method": settings}]}) == {
+        **alone,
+        "rows": [{"method": settings}],
+    }

@@ -37,7 +37,7 @@ def test_stock_profile_shares_widths_and_frequencies(calibrated: tuple, keys: st
 @pytest.mark.parametrize("profile", ["per-head", "stock"])
 def test_reach_decides_how_keys_are_folded(calibrated: tuple, profile: str) -> None:
     model, statistics = calibrated
-    asked = {"retain": 0.5, "budget": "uniform", "profile": profile, "context": 400}
+    asked = {"retain": 0.5, "budget": "uniform", "profile": profile, "context": 400, "merge": 1}
     usual, root, long = (
         rap.Rap(**asked, reach=reach).plan(model, statistics) for reach in (None, 20, 4000)
     )
@@ -51,7 +51,8 @@ def test_reach_decides_how_keys_are_folded(calibrated: tuple, profile: str) -> N
 def test_shrinkage_turns_the_subspace_of_the_values_and_nothing_else(calibrated: tuple) -> None:
     model, statistics = calibrated
     usual, shrunk = (
-        rap.Rap(retain=0.5, align=2, shrinkage=share).plan(model, statistics) for share in (0, 1)
+        rap.Rap(retain=0.5, align=2, shrinkage=share, merge=1).plan(model, statistics)
+        for share in (0, 1)
     )
     assert "shrinkage" not in usual.method
     assert shrunk.method["shrinkage"] == 1
@@ -60,7 +61,7 @@ def test_shrinkage_turns_the_subspace_of_the_values_and_nothing_else(calibrated:
         assert before.value_width == after.value_width
         assert not torch.allclose(before.value_down_GCD, after.value_down_GCD, rtol=1e-3)
     # Where every direction counts alike there is none to choose by the text.
-    alone = rap.Rap(retain=0.5, align=2, shrinkage=1e9).plan(model, statistics)
+    alone = rap.Rap(retain=0.5, align=2, shrinkage=1e9, merge=1).plan(model, statistics)
     for layer in alone.layers:
         projection = layer.value_up_GDC @ layer.value_down_GCD
         torch.testing.assert_close(projection, projection.mT, rtol=1e-3, atol=1e-4)
@@ -82,7 +83,7 @@ def test_a_distance_of_no_token_is_refused(asked: dict) -> None:
 def test_what_folding_is_told_is_refused_where_nothing_is_folded(asked: dict) -> None:
     with pytest.raises(rap.RapError, match="they need keys 'fold'"):
         rap.Rap(retain=0.5, keys="pairs", **asked)
-    method = rap.Rap(retain=0.5, **asked)
+    method = rap.Rap(retain=0.5, merge=1, **asked)
     model = tiny_model("qwen3", dtype=torch.float64)
     statistics = rap.calibrate(model, random_tokens(2, 16), method.needs_for(model))
     with pytest.raises(rap.RapError, match="remove both"):
@@ -93,7 +94,7 @@ def test_general_is_the_setting_that_it_names(calibrated: tuple) -> None:
     model, statistics = calibrated
     general, written = (
         rap.parse_method(text, 0.5, align=2).plan(model, statistics)
-        for text in ("rap:general", "rap:shrinkage=1:reach=1024")
+        for text in ("rap:general", "rap:shrinkage=1:reach=1024:merge=1")
     )
     for one, other in zip(general.layers, written.layers, strict=True):
         assert one.tensors().keys() == other.tensors().keys()
@@ -151,7 +152,8 @@ def test_stock_profile_at_full_width_is_dense(calibrated: tuple, keys: str) -> N
 def test_error_budget_meets_the_ratio(calibrated: tuple, metric: str) -> None:
     model, statistics = calibrated
     for retain in (0.3, 0.5, 0.7, 0.9):
-        plan = rap.Rap(retain=retain, budget="error", metric=metric).plan(model, statistics)
+        method = rap.Rap(retain=retain, budget="error", metric=metric, merge=1)
+        plan = method.plan(model, statistics)
         # Half a step of one layer: 2 of 3 * 32 channels, up or down.
         assert plan.kept_fraction == pytest.approx(retain, abs=1 / 48)
 
@@ -163,7 +165,7 @@ def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> Non
     for retain in (0.3, 0.5, 0.7):
         lost = {}
         for share in (0.5, "pooled"):
-            method = rap.Rap(retain=retain, key_share=share, align=2)
+            method = rap.Rap(retain=retain, key_share=share, align=2, merge=1)
             plan = method.plan(model, statistics)
             assert plan.kept_fraction == pytest.approx(retain, abs=1 / 96)
             lost[share] = 0.0
@@ -182,11 +184,13 @@ def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> Non
     ("settings", "needs"),
     [
         ({"keys": "pairs", "values": "channels", "budget": "uniform"}, {"fisher"}),
-        ({"budget": "uniform"}, {"energy", "pairs", "values", "gradients"}),
-        ({"budget": "uniform", "metric": "output"}, {"energy", "pairs", "values"}),
+        ({"budget": "uniform", "merge": 1}, {"energy", "pairs", "values", "gradients"}),
+        ({"budget": "uniform", "metric": "output", "merge": 1}, {"energy", "pairs", "values"}),
         ({"budget": "adaptive", "metric": "output"}, {"fisher", "pairs", "values"}),
-        ({}, {"energy", "pairs", "values", "gradients"}),
-        ({"metric": "output"}, {"energy", "pairs", "values"}),
+        ({"merge": 1}, {"energy", "pairs", "values", "gradients"}),
+        ({"metric": "output", "merge": 1}, {"energy", "pairs", "values"}),
+        ({}, {"energy", "pairs", "values", "gradients", "joint", "averages"}),
+        ({"metric": "output"}, {"energy", "pairs", "values", "joint", "averages"}),
         ({"keys": "pairs", "metric": "output"}, {"fisher", "energy", "pairs", "values"}),
         (
             {"keys": "pairs", "score": "magnitude", "budget": "uniform"},
@@ -201,7 +205,10 @@ def test_only_what_is_used_is_collected(settings: dict, needs: set[str]) -> None
 @pytest.mark.parametrize(
     ("settings", "budget"),
     [
-        ({}, "error"),
+        ({}, "auto"),
+        ({"merge": 1}, "error"),
+        ({"merge": 2}, "uniform"),
+        ({"merge": "auto", "profile": "stock"}, "uniform"),
         ({"key_share": "pooled"}, "error"),
         ({"key_share": "pooled", "metric": "output"}, "uniform"),
         ({"profile": "stock"}, "uniform"),

@@ -68,7 +68,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype, st
         if (dtype, mode) not in made:
             folder = tmp_path_factory.mktemp("saved")
             rows = {"norm_rows": 2} if mode == "rows" else {}
-            method = Rap(retain=0.5, score="energy", qk_norm=mode, **rows)
+            method = Rap(retain=0.5, score="energy", qk_norm=mode, merge=1, **rows)
             model = case.model(dtype=dtype)
             model.save_pretrained(folder / "dense")
             statistics = calibrate(model, random_tokens(4, 16), method.needs_for(model))

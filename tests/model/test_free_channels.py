@@ -72,7 +72,7 @@ def _lost(layer: PairPlan, found: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_fold_keeps_the_best_subspace(name: str):
     model = _model(name).float()
-    common: dict[str, Any] = {"retain": 0.5, "budget": "uniform", "metric": "output"}
+    common: dict[str, Any] = {"retain": 0.5, "budget": "uniform", "metric": "output", "merge": 1}
     folding, choosing = Rap(**common), Rap(keys="pairs", score="energy", **common)
     statistics = calibrate(model, random_tokens(4, 32), folding.needs | choosing.needs)
     best = folding.plan(model, statistics).layers[LAYER]

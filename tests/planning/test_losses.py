@@ -52,7 +52,7 @@ def test_values_lose_what_their_projection_takes_away(calibrated, steps):
     """
     model, statistics = calibrated
     retain = steps / 8
-    plan = rap.Rap(retain=retain, budget="uniform", align=2).plan(model, statistics)
+    plan = rap.Rap(retain=retain, budget="uniform", align=2, merge=1).plan(model, statistics)
     layer, found = plan.layers[1], statistics.layers[1]
     down, up = layer.value_down_GCD, layer.value_up_GDC
     lost = torch.eye(16, dtype=torch.float64) - up.double() @ down.double()

@@ -33,7 +33,7 @@ def calibrated(name: str) -> tuple[Any, rap.Statistics]:
 def paid(model: Any, statistics: rap.Statistics, **settings: Any) -> tuple[list, list[int]]:
     """Curves, and heads if told, that the budget of a plan is spent by."""
     with mock.patch("rap.methods.rap.allocate_by_error", wraps=allocate_by_error) as spend:
-        rap.Rap(retain=0.5, budget="error", align=2, **settings).plan(model, statistics)
+        rap.Rap(retain=0.5, budget="error", align=2, merge=1, **settings).plan(model, statistics)
     return spend.call_args.args[0], spend.call_args.kwargs.get("heads")
 
 
@@ -77,7 +77,8 @@ def price(model: Any, statistics: rap.Statistics, metric: str, **settings: Any) 
         # Plain pairs and channels read no metric at equal widths.
         plain = settings.get("keys") == "pairs" and settings.get("values") == "channels"
         read = {} if plain else {"metric": metric}
-        method = rap.Rap(retain=retain, budget="uniform", align=2, **read, **settings)
+        separate = {"merge": 1, **read, **settings}
+        method = rap.Rap(retain=retain, budget="uniform", align=2, **separate)
         plan = method.plan(model, statistics).layers[LAYER]
         values = value_moments(found, dense_layers(model).weights[LAYER]["o"], shape, metric)
         rows.append(

@@ -197,7 +197,7 @@ def test_full_width_reproduces_the_dense_model(model_type: str) -> None:
 def test_folded_attention_is_the_complex_formula() -> None:
     """Logits of folded slots computed by hand: Re(q'^H e^{i phi (s - t)} k') over mixed pairs."""
     model = tiny_model("llama", dtype=torch.float64, heads=4, kv_heads=2, head_dim=16)
-    method = rap.Rap(retain=0.5, keys="fold", values="subspace", budget="uniform", context=2000)
+    method = rap.Rap(retain=0.5, merge=1, budget="uniform", context=2000)
     statistics = rap.calibrate(model, random_tokens(2, 64), method.needs)
     plan = method.plan(model, statistics)
     small = method.apply(model, plan)

@@ -102,7 +102,11 @@ Model = Annotated[
 ]
 MethodName = Annotated[
     str,
-    typer.Option("--method", help=f"{GRAMMAR}; names: {', '.join(METHODS)}."),
+    typer.Option(
+        "--method",
+        help=f"{GRAMMAR}; names: {', '.join(METHODS)}. `rap` merges KV heads; with `rap:merge=1` "
+        "attention parameters and FLOPs shrink too.",
+    ),
 ]
 Retain = Annotated[float, typer.Option("--retain", help="Fraction of the KV cache to keep.")]
 Score = Annotated[
@@ -148,7 +152,8 @@ Target = Annotated[
     str | None,
     typer.Option(
         "--target",
-        help=f"Engine whose head dimensions to use, without padding: {', '.join(TARGETS)}.",
+        help=f"Engine whose head dimensions to use, without padding: {', '.join(TARGETS)}. "
+        "`plain` merges KV heads; `llamacpp`, `mlx` and `stock` do not.",
     ),
 ]
 Calibration = Annotated[

@@ -27,7 +27,7 @@ from ..planning.merging import (
     merged_values,
     refine_slots,
 )
-from ..planning.plan import PairPlan
+from ..planning.plan import PairPlan, Plan
 from ..planning.shared import shared_frequencies, shared_slots
 from .dense import DenseLayers
 
@@ -35,7 +35,7 @@ from .dense import DenseLayers
 # with 98 % of its parameters (docs/log.md, 2026-11-25).
 GROWTH = 2.25
 
-Merge = int | Literal["all", "auto"]
+Merge = int | Literal["all", "auto"] | None
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,11 @@ def most_merged(num_kv_heads: int, head_dim: int, retain: float) -> int:
     (4, 3, 2)
     >>> most_merged(3, 64, 0.7)
     3
+
+    One where everything is kept: merging would only enlarge W_q and W_o.
     """
+    if retain >= 1:
+        return 1
     sizes = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
     fits = (n for n in sizes if n * retain <= GROWTH and n * retain * head_dim <= WIDEST)
     return max(fits, default=1)
@@ -218,6 +222,28 @@ def merged_budget(
     return layer_budget(merge * shape.geometry.num_pairs, size, steps, steps)
 
 
+def default_merge(method: Any) -> Merge:
+    """`auto`, or 1 for a Rap with a setting that merged heads exclude or are not chosen with.
+
+    The latter are profile `stock`, which `--target plain` alone merges; queries `factored`, which
+    keep W_q and W_o from the growth that `auto` goes by; a `qk_norm` other than the default, which
+    says how rows behind a norm are cut; and budget `search`, which plans a layer for every width
+    that it tries.
+    """
+    separate = method.profile == "stock" or method.queries == "factored"
+    separate = separate or method.qk_norm != "constant" or method.budget == "search"
+    return 1 if separate or _excluded(method) else "auto"
+
+
+def _excluded(method: Any) -> str:
+    """What merged heads need that the settings of a Rap are not, or ""."""
+    if method.keys != "fold" or method.values != "subspace":
+        return "keys 'fold' and values 'subspace'"
+    if method.budget == "adaptive" or method.key_share != 0.5:
+        return "budget 'uniform', 'error' or 'search' and key_share 0.5"
+    return ""
+
+
 def check_merging(method: Any) -> None:
     """Raise RapError for settings of a Rap that cannot go with its `merge`."""
     merge = method.merge
@@ -225,14 +251,19 @@ def check_merging(method: Any) -> None:
         return
     if isinstance(merge, int) and merge < 1:
         raise RapError(f"merge {merge} is not possible; use 1 or more, all, or auto")
-    if method.keys != "fold" or method.values != "subspace":
-        raise RapError(f"merge={merge} needs keys 'fold' and values 'subspace'")
-    if method.budget == "adaptive" or method.key_share != 0.5:
-        raise RapError(
-            f"merge={merge} needs budget 'uniform', 'error' or 'search' and key_share 0.5"
-        )
+    if needed := _excluded(method):
+        raise RapError(f"merge={merge} needs {needed}")
 
 
 def noted(plan: PairPlan, note: str) -> PairPlan:
     """The plan of a layer whose heads stayed apart, with the reason."""
     return replace(plan, note=f"heads not merged: {note}") if note else plan
+
+
+def with_record(plan: Plan, method: dict[str, Any], limits: Sequence[str]) -> Plan:
+    """A plan as of the method with that record, and why heads stayed apart, by layer if given."""
+    layers = tuple(
+        noted(layer, limit) if isinstance(layer, PairPlan) else layer
+        for layer, limit in zip(plan.layers, limits or [""] * len(plan.layers), strict=True)
+    )
+    return replace(plan, layers=layers, method=method)

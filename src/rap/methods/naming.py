@@ -2,10 +2,15 @@
 
 `rap`, `rap:paper`, `palu:group_size=1`, `rap:paper:budget=uniform:align=4`. A recipe is a class
 method that makes one; settings are the method's own fields.
+
+Results of earlier releases name a method as it was called then. `named_today` and what follows it
+call it as this release does: heads were separate where a record has no `merge`.
 """
 
 import inspect
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -90,3 +95,102 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
             raise RapError(
                 f"method {name!r} has no setting {key!r}; it has: {', '.join(sorted(known))}"
             )
+
+
+SEPARATE = "merge=1"  # what no record of an earlier release says: heads were not merged
+LISTED = ("--method", "--methods")  # options of commands that name methods
+_TEXT = r"rap(?::\w+(?:=[\w.-]+)?)*"
+# What a table shows of a method: alone, before a recovery or a ratio, or in a line with its ratio.
+_SHOWN = re.compile(rf"^{_TEXT}(?=\Z|, | at \d| \d\.)|(?<=[\s(]){_TEXT}(?= at \d| \d+% at \d)")
+
+
+def named_today(text: str, recorded: Mapping[str, Any] | None = None) -> str:
+    """How this release names the method of a result that was `recorded` with these settings.
+
+    >>> named_today("rap"), named_today("rap", {"merge": "auto"}), named_today("rap:paper")
+    ('rap:merge=1', 'rap', 'rap:paper')
+
+    A text that names no method of this release stays.
+    """
+    if "merge" in (recorded or {}):
+        return text
+    try:
+        merges = getattr(parse_method(text), "merge", 1) != 1
+    except RapError:
+        return text
+    return f"{text}:{SEPARATE}" if merges and "merge" not in read_method(text).settings else text
+
+
+def command_today(command: str, names: Mapping[str, str] | None = None) -> str:
+    """A recorded command that does in this release what it did, by `names` where those are given.
+
+    >>> command_today("rap compare --methods rap,palu --retain 0.5")
+    'rap compare --methods rap:merge=1,palu --retain 0.5'
+    """
+    words = shlex.split(command)
+    for place, flag in enumerate(words[:-1]):
+        if flag in LISTED and words[0] == "rap":
+            named = words[place + 1].split(",")
+            today = (named_today(n) if names is None else names.get(n, n) for n in named)
+            words[place + 1] = ",".join(today)
+    return command if words == shlex.split(command) else shlex.join(words)
+
+
+def result_today(result: dict[str, Any]) -> dict[str, Any]:
+    """A result file with its methods named as of today: in its runs, tables and commands.
+
+    A comparison records the settings of every run; of other results those count that lie anywhere
+    in them.
+    """
+    changed, names = dict(result), None
+    if result.get("cells"):
+        cells = result["cells"]
+        names = {one["method"]: named_today(one["method"], one.get("settings")) for one in cells}
+        changed["cells"] = [_cell_today(one, names) for one in cells]
+    elif any("merge" in one for one in _recorded(result)):
+        return result
+    if isinstance(result.get("command"), str):
+        changed["command"] = command_today(result["command"], names)
+    if "tables" in result:
+        changed["tables"] = [_table_today(table, names) for table in result["tables"]]
+    if "table" in result:
+        changed["table"] = _table_today(result["table"], names)
+    return changed
+
+
+def shown_today(shown: str, names: Mapping[str, str] | None = None) -> str:
+    """What a table shows, with the methods in it named as of today, or by `names`.
+
+    >>> shown_today("rap at 0.7, fitted"), shown_today("rap:paper 0.7"), shown_today("best of rap")
+    ('rap:merge=1 at 0.7, fitted', 'rap:paper 0.7', 'best of rap')
+    """
+
+    def name(found: re.Match[str]) -> str:
+        return named_today(found[0]) if names is None else names.get(found[0], found[0])
+
+    return _SHOWN.sub(name, shown)
+
+
+def _cell_today(cell: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    command = {key: command_today(x, names) for key, x in cell.items() if key == "command"}
+    return cell | {"method": names[cell["method"]]} | command
+
+
+def _table_today(table: dict[str, Any], names: Mapping[str, str] | None) -> dict[str, Any]:
+    def today(value: Any) -> Any:
+        return shown_today(value, names) if isinstance(value, str) else value
+
+    changed = table | {"header": [today(one) for one in table["header"]]}
+    changed["rows"] = [[today(one) for one in row] for row in table["rows"]]
+    return changed | {key: today(table[key]) for key in ("title", "note") if table.get(key)}
+
+
+def _recorded(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of methods that lie anywhere in a result."""
+    if isinstance(value, Mapping):
+        if value.get("name") in METHODS and "retain" in value:
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from _recorded(one)

@@ -1,4 +1,7 @@
-"""RoPE-Aligned Pruning: whole RoPE pairs of K (or folded slots), channels or a subspace of V."""
+"""RoPE-Aligned Pruning: whole RoPE pairs of K (or folded slots), channels or a subspace of V.
+
+Of every KV head, or of heads merged into one (merged.py), which is the default where it can be.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +25,16 @@ from ..runtime.sources import LayerSource
 from .base import PairPruning
 from .dense import DenseLayers, dense_layers, kept_budgets
 from .keys import Queries, behind_norms, factored, folded_keys, opened, shared_dense
-from .merged import Merge, Merged, check_merging, layer_merges, merged_budget, noted
+from .merged import (
+    Merge,
+    Merged,
+    check_merging,
+    default_merge,
+    layer_merges,
+    merged_budget,
+    noted,
+    with_record,
+)
 from .trials import Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
 
@@ -44,8 +56,8 @@ class Rap(PairPruning):
         the loss say what reads keys and values), or squared error of logits and `output`, which
         needs no gradients and so less memory.
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error;
-        `auto` is `error`, or `uniform` where the profile wants one width or where errors of this
-        `key_share` do not compare; `search` begins with
+        `auto` is `error`, or `uniform` where heads are merged, where the profile wants one width or
+        where errors of this `key_share` do not compare; `search` begins with
         `error`, and lets layers trade widths by what the model loses once it is cut. With
         `key_share` "pooled" K and V of a layer may differ in width: better at the same cache, but
         engines pad them.
@@ -57,8 +69,9 @@ class Rap(PairPruning):
     shrinkage: how far a subspace looks beyond the calibration text (losses.value_subspace).
     merge: KV heads that become one cached head: a number that divides them, `all`, or `auto`, the
         most that keep W_q and W_o within 2.25 times the dense size and a head within 256
-        channels.
-        Needs keys `fold` and values `subspace`; layers that cannot be merged stay as they are.
+        channels. None is `auto`, or 1 where another setting is of separate heads
+        (merged.default_merge). Needs keys `fold` and values `subspace`; layers that cannot be
+        merged stay as they are, and where `auto` merges in no layer all is as with 1.
     queries: `absorbed`, W_q and W_o take in what merged or folded heads are multiplied by;
         `factored`, they stay dense and every head has a map of its own, which also merges and folds
         keys behind QK-norm; `auto`, of merged heads the smaller of the two, else absorbed.
@@ -69,7 +82,7 @@ class Rap(PairPruning):
     name: ClassVar[str] = "rap"
     summary: ClassVar[str] = (
         "whole RoPE pairs of keys and queries (RoPE-Aligned Pruning) or slots folded of several, "
-        "and channels or directions of values"
+        "and channels or directions of values, of each KV head or of heads merged into one"
     )
 
     budget: Budget = "auto"
@@ -81,12 +94,15 @@ class Rap(PairPruning):
     reach: int | Literal["far"] | None = None
     shrinkage: float = 0.0
     profile: Literal["per-head", "stock"] = "per-head"
-    merge: Merge = 1
+    merge: Merge = None
     queries: Queries = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget == "auto":
+        if self.merge is None:
+            object.__setattr__(self, "merge", default_merge(self))
+        # What `auto` merges, and so what `auto` spends by, the model decides (`decided`).
+        if self.budget == "auto" and (self.merge != "auto" or self.profile == "stock"):
             # Merged and recovered, equal widths end better than widths by loss (docs/log.md).
             alike = self.profile == "stock" or self.merge != 1
             spent = "error" if not alike and self._spends_by_error() else "uniform"
@@ -120,18 +136,30 @@ class Rap(PairPruning):
     @classmethod
     def paper(cls, **settings: Any) -> "Rap":
         """The paper's recipe: root-Fisher scores, adaptive budgets, dense pairs and channels."""
-        return cls(**{"budget": "adaptive", "keys": "pairs", "values": "channels"} | settings)
+        published: dict[str, Any] = {"budget": "adaptive", "keys": "pairs", "values": "channels"}
+        return cls(**published | {"merge": 1} | settings)
 
     @classmethod
     def general(cls, **settings: Any) -> "Rap":
-        """For a model used on many domains, with `general:` calibration data."""
-        recommended: dict[str, Any] = {"shrinkage": 1, "reach": "far"}
+        """For a model used on many domains, with `general:` calibration data; heads separate."""
+        recommended: dict[str, Any] = {"shrinkage": 1, "reach": "far", "merge": 1}
         return cls(**recommended | settings)
 
     def describe(self) -> dict[str, Any]:
-        """As of every method, but no reach or shrinkage unless set: older records have neither."""
+        """As of every method, but no reach, shrinkage, or merge of 1: older records have none."""
         unset = {"reach": None, "shrinkage": 0.0, "merge": 1, "queries": "auto"}
         return {key: x for key, x in super().describe().items() if (key, x) not in unset.items()}
+
+    def decided(self, model: PreTrainedModel) -> "Rap":
+        """The same, with what `auto` leaves to the model decided; itself where nothing is left.
+
+        Where no layer is merged this is the method with merge 1, and reads no more than that does.
+        """
+        if self.merge != "auto":
+            return self
+        if max(self._merges(self._opened(dense_layers(model)))) == 1:
+            return replace(self, merge=1)
+        return replace(self, budget="uniform") if self.budget == "auto" else self
 
     def _spends_by_error(self) -> bool:
         """Whether budget `error` knows this share: only losses of K and V compare."""
@@ -148,9 +176,9 @@ class Rap(PairPruning):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the score, the folding and the subspace ask of calibration."""
+        """What the score, the folding and the subspace ask of calibration, of whatever model."""
         needs = SCORES[self._ranking].needs
-        by_error = self.budget in ("error", "search")
+        by_error = self.budget in ("error", "search", "auto")
         needs |= {"pairs"} if self.keys == "fold" or by_error else set()
         needs |= {"values"} if self.values == "subspace" or by_error else set()
         if self.metric == "loss" and needs & {"pairs", "values"}:
@@ -170,6 +198,9 @@ class Rap(PairPruning):
 
     def needs_for(self, model: PreTrainedModel) -> frozenset[str]:
         """As of every pair method; and moments behind norms that maps may follow."""
+        decided = self.decided(model)
+        if decided is not self:
+            return decided.needs_for(model)
         normalised = any(layer.norm is not None for layer in attention_layers(model))
         return super().needs_for(model) | (self._normed if normalised else frozenset())
 
@@ -217,7 +248,7 @@ class Rap(PairPruning):
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
         """As of pair pruning; by error every head keeps a step at least."""
-        if self.budget not in ("error", "search"):
+        if self.budget not in ("error", "search", "auto"):
             super().check_shapes(shapes)
             return
         present = [shape for shape in shapes if shape is not None]
@@ -226,6 +257,10 @@ class Rap(PairPruning):
 
     def check_model(self, model: PreTrainedModel) -> None:
         """As of every method; folding and the uniform layout require frequencies they can share."""
+        decided = self.decided(model)
+        if decided is not self:
+            decided.check_model(model)
+            return
         super().check_model(model)
         dense = self._opened(dense_layers(model))
         self._folds(dense)
@@ -262,6 +297,12 @@ class Rap(PairPruning):
 
     def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
         """As of every pair method; budget `search` tries its widths on the model."""
+        decided = self.decided(source.model)
+        if decided is not self:
+            plan = decided.plan_from(source, statistics)
+            record = self.describe() | {"budget": decided.budget}
+            limits = self._opened(dense_layers(source.model)).merge_limits
+            return with_record(plan, record, limits if decided.merge == 1 else ())
         if self.budget != "search":
             return super().plan_from(source, statistics)
         model = source.whole("budget 'search', which tries pruned layers,")

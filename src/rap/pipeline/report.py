@@ -213,7 +213,7 @@ def describe(context: DenseContext, method: Method, plan: Plan) -> dict[str, Any
         **drawn,
         "retain": method.retain,
         "kept_fraction": plan.kept_fraction,
-        "method": method.describe(),
+        "method": plan.method,
         "attention": plan.about(),
         "traits": traits(method),
     }

@@ -220,7 +220,7 @@ def test_expected_loss_rises_with_the_cut_and_is_zero_without_one(study, found):
 
 
 def test_expected_loss_adds_up_over_layers(study):
-    plan = study.plan(rap.Rap(retain=0.5, align=2, budget="uniform"))
+    plan = study.plan(rap.Rap(retain=0.5, align=2, budget="uniform", merge=1))
     curves = expected_loss.curves(study)
     alone = [
         replace(plan, layers=(plan.layers[0], None)),

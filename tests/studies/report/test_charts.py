@@ -82,6 +82,7 @@ def test_no_two_series_look_alike_and_those_that_matter_have_colours():
     ("name", "expected"),
     [
         ("rap", True),
+        ("rap:merge=1", True),
         ("rap:paper", True),
         ("kvpruner:paper", True),
         ("rap:key_share=pooled", False),

@@ -80,8 +80,8 @@ def test_the_real_model_answers_first_and_disagreement_is_said(tmp_path, real, s
     def answer(verdict: str) -> Answer:
         return Answer(
             verdict=verdict,
-            figures=lambda r: f"{r.dense['perplexity']:.0f} and {r.ppl('rap'):.0f}.",
-            holds=lambda r: r.loss("rap") == 1,
+            figures=lambda r: f"{r.dense['perplexity']:.0f} and {r.ppl('rap:merge=1'):.0f}.",
+            holds=lambda r: r.loss("rap:merge=1") == 1,
             why="So it is.",
         )
 
@@ -93,7 +93,7 @@ def test_the_real_model_answers_first_and_disagreement_is_said(tmp_path, real, s
         follows="cut less.",
     )
     default = Default(
-        title="`retain`", bundled=lambda r: f"{r.loss('rap'):.0%}.", real="not measured."
+        title="`retain`", bundled=lambda r: f"{r.loss('rap:merge=1'):.0%}.", real="not measured."
     )
     page = findings_page("# Title\n", [finding], [default], Models(results, results))
     section, closing = page.split("## Differences between the models")

@@ -132,7 +132,7 @@ def test_the_page_says_what_the_files_say(folder):
         "a<b&c",
         "400.00",
         "no <memory>",
-        "rap compare bundled --methods rap --retain 0.5 -o runs/cell",
+        "rap compare bundled --methods rap:merge=1 --retain 0.5 -o runs/cell",
         "perplexity 46.4400; 3,072 KV bytes a token in decode and 3,072 in prefill",
         "in the paper: perplexity 397, source tab:main",
         "torch 2.13.0, transformers 5.19.0; a <device>; 2026-11-21",
@@ -143,7 +143,7 @@ def test_the_page_says_what_the_files_say(folder):
     # Perplexity against bytes and against FLOPs, and recall; and a map of it.
     assert page.count("<figure>") == 3
     assert page.count('<figure class="map">') == 1
-    assert "rap: perplexity 46.44, +0.0965 nats, at 50.0%" in text
+    assert "rap:merge=1: perplexity 46.44, +0.0965 nats, at 50.0%" in text
     # Text is text, to be searched and read out.
     assert "loss over dense, nats a token" in text
     assert 'role="img" aria-label="loss over dense, nats a token against KV bytes' in page
@@ -269,7 +269,7 @@ def test_report_command(folder, tmp_path):
         result = run("report", folder, "-o", tmp_path / "out" / name)
         assert result.code == 0, result.err
     page = (tmp_path / "out" / "page.md").read_text(encoding="utf-8")
-    assert "| rap | 0.5 | none | rap_________ | `rap compare bundled --methods rap" in page
+    assert "| rap:merge=1 | 0.5 | none | rap_________ | `rap compare bundled --methods rap:" in page
     assert (tmp_path / "out" / "page.html").read_text(encoding="utf-8") == html_report([folder])
     for arguments, reason in (
         ((folder, "-o", tmp_path / "page.txt"), "a report ends in .md or .html"),

@@ -22,6 +22,7 @@ STEELMAN = (
     "kvpruner-indexed",
     "kvpruner-indexed:paper",
     "rap:paper",
+    "rap:merge=1",
     "rap",
 )
 UNCONVERGED = ("elitekv", "matryoshka")

@@ -13,6 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ...methods.naming import SEPARATE
 from .charts import ChartPoint, Series, Style, legend_key, line_chart, styles_of
 
 Record = dict[str, Any]
@@ -83,8 +84,9 @@ def comparison_of(cells: Sequence[Record], prefix: str) -> Comparison | None:
 
 
 def matters(name: str) -> bool:
-    """Whether a method, or the method that this one is the published form of, is in `MATTER`."""
-    return name in MATTER or name.removesuffix(":paper") in MATTER
+    """Whether a method is in `MATTER`, or is one of those as published or with separate heads."""
+    plain = (name.removesuffix(f":{form}") for form in ("paper", SEPARATE))
+    return name in MATTER or any(form in MATTER for form in plain)
 
 
 def _legend(styles: dict[str, Style], prefix: str) -> list[tuple[str, Markup]]:

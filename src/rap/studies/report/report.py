@@ -25,6 +25,7 @@ from ...data.protocol import (
     EVALUATION_WINDOW,
     EVALUATION_WINDOWS,
 )
+from ...methods.naming import result_today
 from ...model.errors import RapError
 
 DEFAULT = (
@@ -203,7 +204,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     pictures = [path.with_suffix(suffix) for suffix in PICTURES]
     drawn = next((picture for picture in pictures if picture.is_file()), None)
-    return result | {"path": path} | ({"picture": drawn} if drawn else {})
+    return result_today(result) | {"path": path} | ({"picture": drawn} if drawn else {})
 
 
 def _section(result: dict[str, Any]) -> str:

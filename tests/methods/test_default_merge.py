@@ -1,0 +1,145 @@
+"""What `rap` merges by default: as many heads as pay, none where that cannot be, or was not meant.
+
+Where no layer is merged it is the method with separate heads, in all that it reads and makes.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+import rap
+from cases.models import random_tokens, tiny_model
+from rap.methods.base import traits
+from rap.planning.plan import Plan
+
+# Models and ratios at which nothing is merged, and why a layer says so.
+ALONE = {
+    "one KV head": ("llama", {"heads": 4, "kv_heads": 1}, 0.5, "one KV head leaves nothing"),
+    "normalised, one KV head": ("qwen3", {"heads": 4, "kv_heads": 1}, 0.5, "one KV head"),
+    "too wide a head": ("llama", {"heads": 2, "kv_heads": 2, "head_dim": 160}, 0.9, ""),
+    "normalised, too wide": ("qwen3", {"heads": 2, "kv_heads": 2, "head_dim": 160}, 0.9, ""),
+    "all kept": ("llama", {"heads": 4, "kv_heads": 2}, 1.0, ""),
+}
+
+
+def same(one: Plan, other: Plan) -> bool:
+    """Whether two plans keep the same to the bit, whatever they say of themselves."""
+    pairs = zip(one.layers, other.layers, strict=True)
+    return all(
+        type(a) is type(b)
+        and a.tensors().keys() == b.tensors().keys()
+        and all(torch.equal(x, b.tensors()[name]) for name, x in a.tensors().items())
+        for a, b in pairs
+    )
+
+
+def test_the_bundled_model_has_its_two_heads_merged(reference_model: Any) -> None:
+    method = rap.Rap(retain=0.5)
+    windows = torch.randint(reference_model.config.vocab_size, (2, 64))
+    statistics = rap.calibrate(reference_model, windows, method.needs_for(reference_model))
+    plan = method.plan(reference_model, statistics)
+    small = method.apply(reference_model, plan)
+    assert {cache.num_heads for cache in plan.caches} == {1}
+    assert plan.kept_fraction == 0.5
+    assert len({layer.key_width for layer in plan.layers}) == 1  # budget `uniform`
+    kept, dense = (rap.footprint(model).kv_bytes_per_token for model in (small, reference_model))
+    assert kept == 0.5 * dense
+    assert plan.method["merge"] == "auto"
+    assert plan.method["budget"] == "uniform"
+    assert same(plan, rap.Rap(retain=0.5, merge="all").plan(reference_model, statistics))
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("metric", ["loss", "output"])
+def test_where_nothing_is_merged_it_is_the_method_with_separate_heads(
+    name: str, metric: str
+) -> None:
+    family, sizes, retain, reason = ALONE[name]
+    model = tiny_model(family, dtype=torch.float64, **sizes)
+    default = rap.Rap(retain=retain, metric=metric)
+    alone = rap.Rap(retain=retain, metric=metric, merge=1)
+    assert default.needs_for(model) == alone.needs_for(model)
+    assert not {"joint", "averages", "normed"} & default.needs_for(model)
+    statistics = rap.calibrate(model, random_tokens(4, 32), default.needs_for(model))
+    found, expected = default.plan(model, statistics), alone.plan(model, statistics)
+    assert same(found, expected)
+    assert all(reason in layer.note for layer in found.layers)
+    assert all(layer.note.startswith("heads not merged: ") for layer in found.layers) is bool(
+        reason
+    )
+    assert found.method == {**expected.method, "merge": "auto"}
+    assert found.method["budget"] == "error"
+    assert "merge" not in expected.method
+
+
+def test_statistics_for_any_model_are_enough(reference_model: Any) -> None:
+    """`needs` names no model: what it asks for is enough wherever the default may lead."""
+    method = rap.Rap(retain=0.5)
+    for kv_heads in (1, 2):
+        model = tiny_model(heads=4, kv_heads=kv_heads)
+        assert method.needs_for(model) <= method.needs
+        statistics = rap.calibrate(model, random_tokens(2, 24), method.needs)
+        assert method.plan(model, statistics).kept_fraction == 0.5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"keys": "pairs"},
+        {"values": "channels"},
+        {"budget": "adaptive"},
+        {"budget": "search"},
+        {"key_share": 0.3},
+        {"key_share": "pooled"},
+        {"profile": "stock"},
+        {"queries": "factored"},
+        {"qk_norm": "exact"},
+        {"qk_norm": "rows", "norm_rows": 2},
+    ],
+)
+def test_settings_of_separate_heads_keep_them_separate(settings: dict[str, Any]) -> None:
+    method = rap.Rap(retain=0.5, **settings)
+    assert method.merge == 1
+    assert method == rap.Rap(retain=0.5, merge=1, **settings)
+    assert "merge" not in method.describe()
+    assert not {"joint", "averages"} & method.needs
+
+
+@pytest.mark.parametrize("merge", ["auto", "all", 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"keys": "pairs"},
+        {"values": "channels"},
+        {"budget": "adaptive"},
+        {"key_share": 0.3},
+        {"key_share": "pooled"},
+    ],
+)
+def test_what_excludes_merged_heads_is_refused_where_both_are_asked_for(
+    settings: dict[str, Any], merge: Any
+) -> None:
+    with pytest.raises(rap.RapError, match=f"merge={merge} needs"):
+        rap.Rap(retain=0.5, merge=merge, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"budget": "error"}, {"metric": "output"}, {"queries": "absorbed"}, {"align": 4}]
+)
+def test_other_settings_leave_heads_merged(settings: dict[str, Any]) -> None:
+    assert rap.Rap(retain=0.5, **settings).merge == "auto"
+
+
+@pytest.mark.parametrize("name", [n for n in rap.METHODS if n != "rap"])
+def test_no_other_method_has_the_setting(name: str) -> None:
+    assert not hasattr(rap.METHODS[name], "merge"), traits(rap.METHODS[name])
+
+
+@pytest.mark.parametrize("text", ["rap:paper", "rap:general"])
+def test_recipes_keep_heads_separate(text: str) -> None:
+    method = rap.parse_method(text, 0.5)
+    assert method.merge == 1
+    assert "merge" not in method.describe()
+    assert method.budget == {"rap:paper": "adaptive", "rap:general": "error"}[text]
+    assert rap.parse_method("rap:general:merge=auto", 0.5).merge == "auto"
