@@ -37,7 +37,7 @@ FAR = {
     "dense": "dense",
     "rap-0.7-fit": f"{RAP} at 0.7, distilled",
     "rap-paper-0.7-fit": "RAP as published at 0.7, distilled",
-    "general-0.7-fit": "rap:general at 0.7, distilled",
+    "general-0.7-fit": "rap:general:merge=1 at 0.7, distilled",
 }
 NEEDLES = ("dense", "rap at 0.7", "rap at 0.5", "palu at 0.5", "rap:paper at 0.5")
 

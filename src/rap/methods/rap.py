@@ -141,8 +141,8 @@ class Rap(PairPruning):
 
     @classmethod
     def general(cls, **settings: Any) -> "Rap":
-        """For a model used on many domains, with `general:` calibration data; heads separate."""
-        recommended: dict[str, Any] = {"shrinkage": 1, "reach": "far", "merge": 1}
+        """For a model used on many domains, with `general:` calibration data."""
+        recommended: dict[str, Any] = {"shrinkage": 1, "reach": "far"}
         return cls(**recommended | settings)
 
     def describe(self) -> dict[str, Any]:
