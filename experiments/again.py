@@ -29,7 +29,14 @@ from rap.methods.naming import result_today
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE, RECORD = ROOT / "runs" / "evidence", ROOT / "runs" / "evidence.json"
-TEXTS = ("wikitext2-test.txt", "wikitext2-valid-tokenized.txt", "own.jsonl", "code.txt", "chat.jsonl", "tasks")
+TEXTS = (
+    "wikitext2-test.txt",
+    "wikitext2-valid-tokenized.txt",
+    "own.jsonl",
+    "code.txt",
+    "chat.jsonl",
+    "tasks",
+)
 # Models that commands read, and what an experiment keeps them as: OUT/models/CELL.
 MODELS = {
     "cut/rap-0.7": "smollm2-far/models/rap-merge=1-0.7-none-*",
