@@ -137,8 +137,8 @@ def test_families_without_an_engine_have_no_rows():
 
 def test_compress_prints_what_engines_hold(tmp_path):
     words = ("--retain", "0.75", "--windows", "1", "--window", "64", "--metric", "output")
-    words += ("--budget", "uniform", "--evaluate", "none", "--align", "16")
-    result = run("compress", "bundled", "-o", tmp_path / "out", *words)
+    words += ("--method", "rap:merge=1", "--budget", "uniform", "--evaluate", "none")
+    result = run("compress", "bundled", "-o", tmp_path / "out", *words, "--align", "16")
     assert result.code == 0, result.err
     row = next(line for line in result.out.splitlines() if "vLLM on a CPU" in line)
     assert "48 as 64" in row
