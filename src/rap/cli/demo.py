@@ -54,8 +54,8 @@ BRIEF = FitConfig(num_windows=24, validation_windows=8, steps=24)
 SHOWS = {
     "smollm2": DemoSettings(
         source="smollm2",
-        title="SmolLM2-135M-Instruct with half of its KV cache; perplexity on novels",
-        retains=(0.5,),
+        title="SmolLM2-135M-Instruct, perplexity on novels",
+        retains=(0.7, 0.5),
         calibration=(8, 512),
         evaluation=(4, 1024),
         align=None,
@@ -68,7 +68,7 @@ SHOWS = {
     ),
     "gemma3": DemoSettings(
         source="gemma3",
-        title="Gemma 3 270M with 70% of its KV cache; perplexity on novels",
+        title="Gemma 3 270M, perplexity on novels",
         retains=(0.7,),
         calibration=(4, 512),
         evaluation=(2, 1024),

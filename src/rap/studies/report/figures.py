@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-LABELS = {"paper": "pairs and channels (paper)", "rap": "rap", "recovered": "rap, distilled"}
+LABELS = {"paper": "RAP as published", "rap": "rap", "recovered": "rap, recovered"}
 LINEAR = 3.0  # times dense, up to which a linear axis tells curves apart
 COLORS = {"paper": "#b5651d", "rap": "#1f5fa8", "recovered": "#3a8f4f"}
 
@@ -42,8 +42,8 @@ def quality_against_cache(rows: Sequence[dict[str, Any]], path: Path, title: str
             axes.annotate(
                 f"{point[1]:.1f}",
                 point,
-                # A lone point stands below the curve it came from.
-                xytext=(6, 6) if len(points) > 1 else (8, -10),
+                # What is recovered stands below the curve it came from.
+                xytext=(8, -15) if method == "recovered" else (6, 6),
                 textcoords="offset points",
                 color=color,
                 fontsize=9,
