@@ -163,7 +163,11 @@ def test_dry_run_is_of_the_device_that_does_the_work(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["compress", "m", "-o", "out"], "start anew"),
+        (["compress", "m", "-o", "out"], "go on from what is finished"),
+        (["compress", "bundled", "-o", "out"], "start anew"),
+        (["compress", "m", "--recover=none", "-o", "out"], "start anew"),
+        (["compress", "m", "--recover", "none", "-o", "out"], "start anew"),
+        (["compress", "bundled", "--recover", "fit"], "go on from what is finished"),
         (["compress", "m", "--recover=fit", "-o", "out"], "go on from what is finished"),
         (["compress", "m", "--stream", "-o", "out"], "go on from what is finished"),
         (["compress", "m", "--stream", "--recover", "fit"], "go on from what is finished"),

@@ -94,7 +94,7 @@ def test_general_is_the_setting_that_it_names(calibrated: tuple) -> None:
     model, statistics = calibrated
     general, written = (
         rap.parse_method(text, 0.5, align=2).plan(model, statistics)
-        for text in ("rap:general", "rap:shrinkage=1:reach=1024")
+        for text in ("rap:general:merge=1", "rap:shrinkage=1:reach=1024:merge=1")
     )
     for one, other in zip(general.layers, written.layers, strict=True):
         assert one.tensors().keys() == other.tensors().keys()

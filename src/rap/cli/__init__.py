@@ -7,6 +7,7 @@ example that runs: what `rap --help` and the site show.
 import importlib
 import sys
 from collections.abc import Iterator, MutableMapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import typer
@@ -92,9 +93,10 @@ RESUMES = ("recover", "compare", "sample")
 def stopped(arguments: list[str]) -> str:
     """The message of a command line that Ctrl-C ended: the files left, and how to resume."""
     command = next((word for word in arguments if not word.startswith("-")), "")
-    asked = any(word.partition("=")[0] == "--recover" for word in arguments)
+    words = [part for word in arguments for part in word.split("=")]
     # By default a pretrained model is recovered, and the bundled one is not.
-    recovers = "none" not in arguments if asked else "bundled" not in arguments
+    recovers = "--recover" in words or "bundled" not in words
+    recovers = recovers and ("--recover", "none") not in pairwise(words)
     keeps = command == "compress" and (recovers or "--stream" in arguments)
     if command in RESUMES or keeps:
         after = "repeat the command to go on from what is finished"

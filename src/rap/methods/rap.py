@@ -81,8 +81,8 @@ class Rap(PairPruning):
 
     name: ClassVar[str] = "rap"
     summary: ClassVar[str] = (
-        "whole RoPE pairs of keys and queries (RoPE-Aligned Pruning) or slots folded of several, "
-        "and channels or directions of values, of each KV head or of heads merged into one"
+        "whole RoPE pairs of keys and queries (RoPE-Aligned Pruning) or folded slots, and channels "
+        "or directions of values, of merged or separate KV heads"
     )
 
     budget: Budget = "auto"
