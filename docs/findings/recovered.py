@@ -26,7 +26,7 @@ RECOVERY = (
             holds=lambda r: (
                 r.loss(RAP, 0.9) < 0.07 < 0.1 < r.loss(RAP, 0.8) and r.loss("rap:paper", 0.9) > 1
             ),
-            why="`rap:merge=1` costs at 0.9 a little less than the paper's method costs "
+            why="Separate heads cost at 0.9 a little less than the paper's method costs "
             "Llama-3-8B (7%). The paper's own selection cannot remove even a tenth from a "
             "model this small.",
         ),
