@@ -7,7 +7,8 @@ experiments were removed, so that nothing is taken as measured. What was done is
 `runs/evidence.json`, with seconds and the largest relative change of a figure: a killed run goes on
 with the experiment it stood at, and a comparison in it at the cell. FOLDER holds the texts that
 `experiments/README.md` names (and `tasks`); what reads a text that is not there is left out. What
-reads a model that another experiment keeps has that one run first.
+reads a model that another experiment keeps has that one run first. Finished studies, in
+`experiments/archive`, are repeated as well, and write their results there.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from rap.methods.naming import result_today
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE, RECORD = ROOT / "runs" / "evidence", ROOT / "runs" / "evidence.json"
+ARCHIVE = "experiments/archive"  # of finished studies
 TEXTS = (
     "wikitext2-test.txt",
     "wikitext2-valid-tokenized.txt",
@@ -90,7 +92,8 @@ def main() -> int:
 
 def commands(names: list[str]) -> list[tuple[str, str]]:
     """Experiments and the commands that write their results, each once, in order."""
-    folders = sorted(path.parent for path in ROOT.glob("experiments/*/README.md"))
+    found_in = [*ROOT.glob("experiments/*/README.md"), *ROOT.glob(f"{ARCHIVE}/*/README.md")]
+    folders = sorted((path.parent for path in found_in), key=lambda folder: folder.name)
     unknown = set(names) - {folder.name for folder in folders}
     if unknown:
         sys.exit(f"there is no experiment {', '.join(sorted(unknown))} in {ROOT / 'experiments'}")
@@ -99,8 +102,24 @@ def commands(names: list[str]) -> list[tuple[str, str]]:
         if names and folder.name not in names:
             continue
         for file in sorted(folder.glob("*.json")):
-            found[folder.name, _complete(json.loads(file.read_text()))] = None
+            found[folder.name, _command(json.loads(file.read_text()))] = None
     return list(found)
+
+
+def folder_of(name: str) -> str:
+    """The folder of an experiment in the repository: archived studies lie one below the others."""
+    live, archived = f"experiments/{name}", f"{ARCHIVE}/{name}"
+    return archived if (ROOT / archived).is_dir() and not (ROOT / live).is_dir() else live
+
+
+def in_place(command: str) -> str:
+    """A recorded command with the folders of experiments that were archived since."""
+    return re.sub(r"experiments/([\w.-]*\w)", lambda found: folder_of(found[1]), command)
+
+
+def _command(result: dict[str, Any]) -> str:
+    """The command that writes a result where it lies today."""
+    return in_place(_complete(result))
 
 
 def _complete(result: dict[str, Any]) -> str:
@@ -208,7 +227,8 @@ def link_model(model: str, texts: Path) -> str | None:
         row = again(maker, command, texts)
         if row.get("failed"):
             return f"its model {model} was not made: {maker}: {row['said']}"
-    found = list(TREE.glob(f"experiments/{MODELS[model]}"))
+    kept = MODELS[model].removeprefix(f"{_maker(model)}/")
+    found = list(TREE.glob(f"{folder_of(_maker(model))}/{kept}"))
     if len(found) != 1:
         return f"its model {model} is not in {_maker(model)}: {len(found)} of {MODELS[model]}"
     link = TREE / model
@@ -221,9 +241,9 @@ def link_model(model: str, texts: Path) -> str | None:
 def compared(name: str, command: str) -> dict[str, Any]:
     """How many figures of a command's results are in both trees, and which differs most."""
     worst, where, count = 0.0, None, 0
-    for file in sorted((ROOT / "experiments" / name).glob("*.json")):
-        old, path = json.loads(file.read_text()), TREE / "experiments" / name / file.name
-        if _complete(old) != command:
+    for file in sorted((ROOT / folder_of(name)).glob("*.json")):
+        old, path = json.loads(file.read_text()), TREE / folder_of(name) / file.name
+        if _command(old) != command:
             continue
         new = json.loads(path.read_text()) if path.exists() else {}
         for place, before, after in figures(old, new, file.name):
@@ -265,9 +285,9 @@ def _change(row: dict[str, Any]) -> str:
 
 def _forget(name: str, command: str) -> None:
     """Remove what a command would take as measured: its results, and cells of a comparison."""
-    folder = TREE / "experiments" / name
+    folder = TREE / folder_of(name)
     for file in folder.glob("*.json"):
-        if _complete(json.loads(file.read_text())) == command:
+        if _command(json.loads(file.read_text())) == command:
             file.unlink()
     for cells in folder.glob("cells"):
         shutil.rmtree(cells)

@@ -49,7 +49,8 @@ def again(tmp_path, monkeypatch):
 
 def test_every_experiment_of_the_repository_has_a_command():
     found = {name for name, _ in load_script("experiments/again.py").commands([])}
-    assert found == {path.parent.name for path in REPOSITORY.glob("experiments/*/README.md")}
+    folders = [path.parent for path in REPOSITORY.glob("experiments/**/README.md")]
+    assert found == {path.name for path in folders} - {"experiments"}
 
 
 def test_it_is_measured_anew_once_and_compared(again, capsys):
@@ -61,6 +62,25 @@ def test_it_is_measured_anew_once_and_compared(again, capsys):
     assert json.loads((again.ROOT / "experiments/speed/speed.json").read_text())["rows"] == [
         {"perplexity": 10.0}
     ]
+
+
+def test_an_archived_study_is_measured_anew_where_it_lies(again, capsys):
+    """Its result records the command as it ran, before the folder was moved."""
+    folder = again.ROOT / "experiments" / "archive"
+    folder.mkdir()
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    moved = ["mv", "experiments/speed", "experiments/archive/speed"]
+    script = folder / "speed" / "speed.py"
+    subprocess.run([*git, *moved], cwd=again.ROOT, check=True)
+    script.write_text(
+        script.read_text().replace('"experiments/speed', '"experiments/archive/speed')
+    )
+    subprocess.run([*git, "commit", "-qam", "Archive"], cwd=again.ROOT, check=True)
+    assert again.run("speed") == 0
+    assert "1 figures, the largest change 10.00%" in capsys.readouterr().out
+    assert not (again.TREE / "experiments" / "speed").exists()
+    again.MODELS["fitted/fast"] = "speed/models/x"
+    assert again.folder_of(again._maker("fitted/fast")) == "experiments/archive/speed"
 
 
 def test_what_failed_is_run_again(again, monkeypatch, capsys):
@@ -164,7 +184,7 @@ def test_every_model_that_an_experiment_reads_has_its_keeper():
         experiment, _, cells = kept.partition("/models/")
         assert "--keep" in makers[experiment]
         then = cells.replace("-merge=1", "")  # what heads that are not merged were recorded as
-        assert len(list((REPOSITORY / "experiments" / experiment / "cells").glob(then))) == 1
+        assert len(list((REPOSITORY / module.folder_of(experiment) / "cells").glob(then))) == 1
 
 
 def test_an_unknown_experiment_and_a_tree_of_another_commit_are_one_line(again):

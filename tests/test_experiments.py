@@ -1,4 +1,8 @@
-"""Every experiment says its question and command, and every result file what writes it."""
+"""Every experiment says its question and command, and every result file what writes it.
+
+Finished studies lie in experiments/archive: their results record the command as it ran, and their
+README.md and `writes` name the folder where they lie today.
+"""
 
 import json
 import shlex
@@ -6,11 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from rap.cli.report import default_sources
+from cases.scripts import load_script
+from rap.cli.report import ARCHIVE, default_sources
 from rap.studies.compare.grid import CONFIG, RESULT
 
 REPOSITORY = Path(__file__).parents[1]
-EXPERIMENTS = sorted(path for path in (REPOSITORY / "experiments").iterdir() if path.is_dir())
+AGAIN = load_script("experiments/again.py")
+EXPERIMENTS = sorted(
+    path
+    for path in (*(REPOSITORY / "experiments").iterdir(), *(REPOSITORY / ARCHIVE).iterdir())
+    if path.is_dir() and path != REPOSITORY / ARCHIVE
+)
 RESULTS = [
     path.relative_to(REPOSITORY)
     for folder in default_sources(REPOSITORY)
@@ -20,8 +30,8 @@ RESULTS = [
 
 
 def writes(command: str, path: Path) -> bool:
-    """Whether a command's own folder or output is where the result file lies."""
-    program, script, *rest = words = shlex.split(command)
+    """Whether a command's own folder or output is where the result file lies, or lay once."""
+    program, script, *rest = words = shlex.split(AGAIN.in_place(command))
     for flag in {"-o", "--output"} & set(words):
         output = Path(words[words.index(flag) + 1])
         if output == path or (program == "rap" and output == path.parent):
@@ -40,7 +50,7 @@ def test_an_experiment_has_three_lines_and_a_result(folder):
     results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
     assert results
     # One command may write several files, and one script take several arguments.
-    assert any(result["command"] in lines[1] for result in results)
+    assert any(AGAIN.in_place(result["command"]) in lines[1] for result in results)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=str)
@@ -68,6 +78,12 @@ def test_no_two_comparisons_write_the_same_file():
         ("python experiments/cost/cost.py", "experiments/cost/cost.json", True),
         ("python experiments/cost/cost.py", "experiments/needle/needle.json", False),
         ("python benchmarks/cost.py", "experiments/cost/cost.json", False),
+        (
+            "rap compare -o experiments/smollm2-fit",
+            "experiments/archive/smollm2-fit/compare.json",
+            True,
+        ),
+        ("rap compare -o experiments/cost", "experiments/archive/cost/compare.json", False),
         ("python benchmarks/rope.py --device cpu", "benchmarks/results/rope-cpu.json", True),
         ("python benchmarks/rope.py", "benchmarks/results/decode-cpu.json", False),
         ("python benchmarks/rope.py --output x.json", "benchmarks/results/rope-cpu.json", False),

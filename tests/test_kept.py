@@ -97,7 +97,7 @@ def test_the_pareto_of_another_calibration_is_not_gone_on_with() -> None:
 def test_long_answers_are_of_the_weights_and_of_the_settings(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = load_script("experiments/smollm2-long-output/run.py")
+    script = load_script("experiments/archive/smollm2-long-output/run.py")
     monkeypatch.setattr(script, "SOURCE", "bundled")
     kept = tmp_path / "kept"
     kept.mkdir()

@@ -13,6 +13,7 @@ from . import options
 from .options import console
 
 EXPERIMENTS, BENCHMARKS = Path("experiments"), Path("benchmarks/results")
+ARCHIVE = EXPERIMENTS / "archive"  # of finished studies
 PAGES = {".md": markdown_report, ".html": html_report}
 
 
@@ -26,7 +27,7 @@ def report_command(
         list[Path] | None,
         typer.Argument(
             help="Result files or directories, such as the output of `rap compare` "
-            "[experiments/*/ and benchmarks/results]."
+            "[those of experiments/ and benchmarks/results]."
         ),
     ] = None,
     output: Annotated[
@@ -64,8 +65,9 @@ def report_command(
 
 
 def default_sources(root: Path) -> list[Path]:
-    """Every experiment of a checkout in the order of names, and its benchmarks' results."""
-    experiments = sorted(path for path in (root / EXPERIMENTS).glob("*") if path.is_dir())
+    """Every experiment of a checkout, archived ones first, and its benchmarks' results."""
+    found = [*(root / EXPERIMENTS).glob("*"), *(root / ARCHIVE).glob("*")]
+    experiments = sorted(path for path in found if path.is_dir() and path != root / ARCHIVE)
     return [*experiments, *([root / BENCHMARKS] if (root / BENCHMARKS).is_dir() else [])]
 
 

@@ -123,7 +123,7 @@ def test_analyses_and_single_evaluations(comparison):
 
 
 def test_every_committed_comparison_says_how_it_was_measured():
-    files = sorted(EXPERIMENTS.glob("*/compare.json"))
+    files = sorted(EXPERIMENTS.glob("**/compare.json"))
     assert len(files) > 20
     for file in files:
         result = json.loads(file.read_text(encoding="utf-8"))

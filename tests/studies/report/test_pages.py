@@ -63,6 +63,18 @@ def test_the_index_leads_from_every_result_file_to_its_command_and_page(root):
     assert "* [Quality of a cut](quality.md): Table needle" in index
 
 
+def test_archived_studies_are_results_too(root):
+    _result(root / "experiments" / "archive" / "old" / "old.json")
+    topics = root / "docs" / TOPICS
+    topics.write_text(
+        f"{topics.read_text()}archive: {{title: Finished, results: [archive/*/*.json]}}\n"
+    )
+    pages = markdown_pages(default_sources(root), root / "docs")
+    assert _titles(pages["archive.md"]) == ["Table old"]
+    assert "experiments/archive/old/old.json" in pages[INDEX]
+    assert len(default_sources(root)) == len(set(default_sources(root))) == 4
+
+
 def test_a_page_a_folder_without_topics(root):
     (root / "docs" / TOPICS).unlink()
     pages = markdown_pages(default_sources(root), root / "docs")

@@ -1,6 +1,6 @@
 """How much text does a cut need? The default method after 1, 2, 4, ... windows of calibration.
 
-    python experiments/calibration-windows/calibration_windows.py MODEL
+    python experiments/archive/calibration-windows/calibration_windows.py MODEL
         [--calibration TEXT] [--text TEXT] [--windows 32] [--output FILE]
 
 Every number of windows begins with those of the one before, so each is read once: statistics of

@@ -1,7 +1,8 @@
 """Long answers and small sums of SmolLM2-135M-Instruct, dense and with 0.7 of its cache.
 
-    python experiments/smollm2-long-output/run.py --kept-in FOLDER [--checkpoint NAME=DIRECTORY ...]
-        [--part greedy] [--part sampled] [--part sums] [--shards 5]
+    python experiments/archive/smollm2-long-output/run.py --kept-in FOLDER
+        [--checkpoint NAME=DIRECTORY ...] [--part greedy] [--part sampled]
+        [--part sums] [--shards 5]
 
 The bundled fifty prompts are answered greedily and sampled, and a hundred additions greedily, each
 after four others. Calibration reads wikitext2-valid-tokenized.txt in the current folder; FOLDER
