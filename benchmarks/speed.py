@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -16,6 +17,7 @@ from rap.checkpoint.provenance import device_name, installed_version, provenance
 from rap.studies.report.report import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
+LOAD = os.getloadavg()  # of the machine when the benchmark began
 
 LLAMA_3_8B = {
     "vocab_size": 128256,
@@ -94,18 +96,25 @@ def output_path(name: str, arguments: argparse.Namespace) -> Path:
     return arguments.output or RESULTS / f"{name}-{slug(arguments.device)}.json"
 
 
-def write(name: str, result: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Print the table, and write the result with its command and provenance."""
+def write(
+    name: str, result: dict[str, Any], arguments: argparse.Namespace, *, show: bool = True
+) -> None:
+    """Write the result with its command and provenance, and print its tables if `show`."""
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
-    made = provenance(**settings, dtype=str(dtype_of(arguments.device)))
+    made = provenance(**{"dtype": str(dtype_of(arguments.device))} | settings)
     if not is_cuda(arguments.device):
-        made["device"] = f"cpu ({torch.get_num_threads()} thread)"
+        threads = torch.get_num_threads()
+        made["device"] = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
     made["packages"]["triton"] = installed_version("triton")
+    made["load_average"] = {"begin": LOAD, "end": os.getloadavg()}
     result = {**result, "provenance": made, "command": made["command"]}
     path = output_path(name, arguments)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"\n{result['table']['title']}\n\n{markdown_table(result['table'])}\n\nwrote {path}")
+    if show:
+        for table in result["tables"] if "tables" in result else [result["table"]]:
+            print(f"\n{table['title']}\n\n{markdown_table(table)}")
+        print(f"\nwrote {path}")
 
 
 def figure(value: float | None, spec: str, unit: str = "") -> str:

@@ -1,0 +1,102 @@
+"""Configs of pruned models as methods make them, from their settings alone: time needs no weights.
+
+Budgets are uniform, so that all layers of a model are alike.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+from rap.evaluation.cost.random_models import uniform_config
+from rap.methods import parse_method
+from rap.methods.merged import merged_budget, most_merged
+from rap.methods.palu import Palu
+from rap.methods.rap import Rap
+from rap.methods.replacing import nearest_rank
+from rap.model.attention import RapAttention
+from rap.model.cache_layout import Entry, FactoredEntry, PairEntry
+from rap.model.kinds.latent import LatentEntry
+from rap.model.layers import attention_layers
+from rap.model.modeling import CONFIG_VERSION
+from rap.model.rope import AttentionShape
+from rap.surgery.weights import config_with
+
+DENSE = "dense"
+
+
+def pruned_config(config: LlamaConfig, name: str) -> PreTrainedConfig:
+    """The config that a method at a retain ratio, `METHOD@RETAIN`, makes of a dense one.
+
+    Merged heads of profile `stock` are a plain Llama, as `--target plain` writes it.
+    """
+    if name == DENSE:
+        return config
+    text, _, retain = name.rpartition("@")
+    method = parse_method(text, float(retain))
+    shape = _shape(config)
+    if isinstance(method, Palu):
+        return _with_entry(config, _latent(method, shape))
+    assert isinstance(method, Rap), text
+    merge = _merge(method, shape)
+    align = method.alignment([shape])
+    if merge == 1:
+        return uniform_config(config, method.retain, align)
+    budget = merged_budget(method.retain, merge, shape, max(1, align // 2))
+    entry = PairEntry(budget.pairs, 0, budget.values, heads=shape.num_kv_heads // merge)
+    if method.profile == "stock":
+        plain = {"num_key_value_heads": entry.heads, "head_dim": entry.key_width}
+        return LlamaConfig(**config.to_dict() | plain)
+    return _with_entry(config, _smaller(entry, shape))
+
+
+def random_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: str) -> Any:
+    """A model of a config with random weights, in eval mode; merged heads may repeat a pair."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        for module in model.modules():
+            if isinstance(module, RapAttention) and module.num_slots:
+                index = module.frequency_index
+                pairs = module.dense_shape.geometry.num_pairs
+                index.copy_(torch.randint(pairs, index.shape).sort(-1).values)
+    return model
+
+
+def _shape(config: LlamaConfig) -> AttentionShape:
+    with torch.device("meta"):
+        shape = attention_layers(AutoModelForCausalLM.from_config(config))[0].shape
+    assert shape is not None
+    return shape
+
+
+def _merge(method: Rap, shape: AttentionShape) -> int:
+    """KV heads of one cached head."""
+    if method.merge == "all":
+        return shape.num_kv_heads
+    if isinstance(method.merge, int):
+        return method.merge
+    return most_merged(shape.num_kv_heads, shape.head_dim, method.retain)
+
+
+def _smaller(entry: PairEntry, shape: AttentionShape) -> PairEntry:
+    """With maps of every head where W_q and W_o would grow by more than these."""
+    size, dim = shape.hidden_size, shape.head_dim
+    queries, outputs = (
+        width * size > dim * (size + width) for width in (entry.key_width, entry.values)
+    )
+    if not (queries or outputs):
+        return entry
+    sizes = (entry.pairs, entry.free, entry.values)
+    return FactoredEntry(*sizes, heads=entry.heads, queries=queries, outputs=outputs)
+
+
+def _latent(method: Palu, shape: AttentionShape) -> LatentEntry:
+    size = min(method.group_size, shape.num_kv_heads)
+    rank = nearest_rank(method.retain, size * shape.head_dim, method.multiple)
+    return LatentEntry(shape.num_kv_heads // size, fold=True, keys=rank, values=rank)
+
+
+def _with_entry(config: LlamaConfig, entry: Entry) -> PreTrainedConfig:
+    layers = [entry.fields()] * config.num_hidden_layers
+    return config_with(config, {"version": CONFIG_VERSION, "layers": layers})
