@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from rap.evaluation.cost.random_models import uniform_config
 from rap.methods import parse_method
 from rap.methods.merged import merged_budget, most_merged
 from rap.methods.palu import Palu
@@ -39,10 +38,10 @@ def pruned_config(config: LlamaConfig, name: str) -> PreTrainedConfig:
         return _with_entry(config, _latent(method, shape))
     assert isinstance(method, Rap), text
     merge = _merge(method, shape)
-    align = method.alignment([shape])
+    unit = max(1, method.alignment([shape]) // 2)  # pairs
+    budget = merged_budget(method.retain, merge, shape, unit)
     if merge == 1:
-        return uniform_config(config, method.retain, align)
-    budget = merged_budget(method.retain, merge, shape, max(1, align // 2))
+        return _with_entry(config, PairEntry(budget.pairs, 0, budget.values))
     entry = PairEntry(budget.pairs, 0, budget.values, heads=shape.num_kv_heads // merge)
     if method.profile == "stock":
         plain = {"num_key_value_heads": entry.heads, "head_dim": entry.key_width}
