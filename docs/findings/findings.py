@@ -6,6 +6,7 @@ written by a person and checked against the numbers, so that it cannot outlive t
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,14 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sources import runs
+
 from rap.methods.naming import result_today
 from rap.model.errors import RapError
 
+PAGE = "docs/explanation/paper-replication.md"
 CONFIRMED, CONTRADICTED, PARTLY = "Confirmed", "Contradicted", "Confirmed in part"
 RAP = "rap:merge=1"  # with separate heads: what was measured of `rap` before merged heads
 OPEN, UNMEASURED = "Open", "Not measured"
@@ -37,24 +43,32 @@ class Results:
     ) -> None:
         self.folder, self.analyses, self.timed = folder, analyses, timed
         self.cells: dict[tuple[str, float, str], dict[str, Any]] = {}
+        self.read: set[str] = set()  # the folders of what was asked for
+        self._folders: dict[tuple[str, float, str], str] = {}
         for name in files:
             found = result_today(json.loads((folder / name).read_text(encoding="utf-8")))
             for cell in found["cells"]:
-                self.cells.setdefault((cell["method"], cell["retain"], cell["recover"]), cell)
+                key = cell["method"], cell["retain"], cell["recover"]
+                self.cells.setdefault(key, cell)
+                self._folders.setdefault(key, name.partition("/")[0])
         self.dense = self.cells["dense", 1.0, "none"]
 
     def cell(self, method: str, retain: float = 0.7, recover: str = "none") -> dict[str, Any]:
         """One cell; RapError if the comparison lacks it."""
+        key = method, retain, recover
         try:
-            return self.cells[method, retain, recover]
+            found = self.cells[key]
         except KeyError as error:
             raise RapError(f"no cell {method} at {retain} after {recover}: run it") from error
+        self.read.add(self._folders[key])
+        return found
 
     def file(self, name: str) -> dict[str, Any]:
         """A result file, by its path without the ending; RapError if it is not there."""
         path = self.folder / f"{name}.json"
         if not path.is_file():
             raise RapError(f"there is no {path}: run the experiment that writes it")
+        self.read.add(name.partition("/")[0])
         return result_today(json.loads(path.read_text(encoding="utf-8")))
 
     def analysis(self, name: str) -> dict[str, Any]:
@@ -189,7 +203,8 @@ def _tally(findings: Sequence[Finding]) -> str:
 
 
 def _section(finding: Finding, models: Models) -> str:
-    """A finding: a table of what was measured, the reason of each verdict, and the difference."""
+    """A finding: a table of what was measured, its runs, why, and the difference."""
+    _forget(models)
     real = _measured(finding.real, finding.title, models.real)
     bundled = _measured(finding.bundled, finding.title, models.bundled)
     rows = [
@@ -201,10 +216,20 @@ def _section(finding: Finding, models: Models) -> str:
     ]
     reasons = [("SmolLM2", finding.real), ("Bundled test model", finding.bundled)]
     items = [_item(name, one.why) for name, one in reasons if isinstance(one, Answer)]
-    parts = [f"## {finding.title}", "\n".join(rows), "\n".join(items)]
+    made = runs(read, PAGE) if (read := _forget(models)) else ""
+    parts = [f"## {finding.title}", "\n".join(rows), made, "\n".join(items)]
+    parts = [part for part in parts if part]
     if finding.disagree and finding.follows:
         parts.append(_wrapped(f"The models differ: {finding.follows}"))
     return "\n\n".join(parts) + "\n"
+
+
+def _forget(models: Models) -> list[str]:
+    """The folders of results that were read since the last call."""
+    found = sorted(models.real.read | models.bundled.read)
+    models.real.read.clear()
+    models.bundled.read.clear()
+    return found
 
 
 def _measured(answer: Answer | str, asked: str, results: Results) -> str:
@@ -232,6 +257,7 @@ def _closing(findings: Sequence[Finding], defaults: Sequence[Default], models: M
         if finding.disagree
     ]
     rows, items = [], []
+    _forget(models)
     for default in defaults:
         real = _measured(default.real, default.title, models.real)
         answered = isinstance(default.real, Answer)
@@ -251,6 +277,8 @@ def _closing(findings: Sequence[Finding], defaults: Sequence[Default], models: M
             "| default | bundled test model | SmolLM2 | verdict |",
             "| --- | --- | --- | --- |",
             *rows,
+            "",
+            runs(_forget(models), PAGE),
             *([""] * bool(items)),
             *items,
             "",

@@ -4,6 +4,7 @@ python experiments/smollm2-pareto/page.py
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+
+from sources import runs
+
+from rap.methods.naming import result_today, shown_today
 from rap.studies.report.report import markdown_table
 
 REPOSITORY = Path(__file__).parents[2]
@@ -146,11 +152,16 @@ def verdicts(rows: Sequence[front.Row]) -> str:
         best = {way: front.best(some, times) for way, some in ways.items()}
         named = {way: row for way, row in best.items() if row is not None}
         first, *others = sorted(named.items(), key=lambda one: one[1]["kl"])
-        said = f"* **{times:g}x smaller: {front.name_of(first[1])}**, {_figures(first[1])}."
+        said = f"* **{times:g}x smaller: {_named(first[1])}**, {_figures(first[1])}."
         for way, row in others:
-            said += f" The best {way} is {front.name_of(row)}, {_figures(row)}."
+            said += f" The best {way} is {_named(row)}, {_figures(row)}."
         lines.append(said)
     return "\n".join(lines)
+
+
+def _named(row: front.Row) -> str:
+    """What a row is called, its method as of today: heads are separate in all of them."""
+    return shown_today(front.name_of(row))
 
 
 def _figures(row: front.Row) -> str:
@@ -159,8 +170,9 @@ def _figures(row: front.Row) -> str:
 
 def measured(result: dict[str, Any]) -> str:
     """What the page says of a result."""
-    table = result["tables"][0]
-    return f"{verdicts(result['rows'])}\n\n{table['note']}\n\n{markdown_table(table)}\n"
+    table = result_today(result)["tables"][0]
+    made = runs([RESULT.parent.name], str(PAGE.relative_to(REPOSITORY)))
+    return f"{verdicts(result['rows'])}\n\n{table['note']}\n\n{markdown_table(table)}\n\n{made}\n"
 
 
 def with_measured(text: str, result: dict[str, Any]) -> str:

@@ -57,10 +57,13 @@ def test_a_folder_named_like_a_topic_shares_its_page(root):
 
 def test_the_index_leads_from_every_result_file_to_its_command_and_page(root):
     index = markdown_pages(default_sources(root), root / "docs")[INDEX]
-    row = next(line for line in index.splitlines() if "decode-cpu" in line and line[0] == "|")
     file = "benchmarks/results/decode-cpu.json"
-    assert row == f"| [{file}](../{file}) | `python decode.py` |  | [speed](speed.md) |"
+    _, _, section = index.partition("### results\n\n")
+    row = next(line for line in section.splitlines() if "decode-cpu" in line)
+    assert row == f"* [{file}](../{file}); `python decode.py`; shown in [speed](speed.md)"
     assert "* [Quality of a cut](quality.md): Table needle" in index
+    headings = [line for line in index.splitlines() if line.startswith("### ")]
+    assert headings == ["### needle", "### new-study", "### results"]
 
 
 def test_archived_studies_are_results_too(root):

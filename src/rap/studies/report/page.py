@@ -1,8 +1,8 @@
 """Pages of result files: one self-contained HTML page, or a folder of Markdown pages by topic.
 
 The HTML page has tables, figures, and where every number is from: what it says is gathered here,
-how it is marked up stands in page.html.j2. The folder has an index: result file, command, page. Its
-topics are in its own `topics.yaml`, in the order of the index:
+how it is marked up stands in page.html.j2. The folder has an index, a heading for each folder of
+results: file, command, page. Its topics are in its own `topics.yaml`, in the order of the index:
 
     quality: {title: Quality of a cut, results: [ladder/*.json, needle/needle.json]}
 
@@ -30,7 +30,6 @@ from .report import (
     SHORT,
     commit_of,
     markdown_page,
-    markdown_table,
     read_results,
     source_parts,
     tables_of,
@@ -215,21 +214,18 @@ def _folder(result: dict[str, Any]) -> str:
 
 def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) -> str:
     contents = [
-        f"* [{topic.title}]({topic.name}.md): {'; '.join(map(title_of, ones))}"
+        f"* [{topic.title}]({topic.name}.md): {'; '.join(dict.fromkeys(map(title_of, ones)))}"
         for topic, ones in grouped
     ]
     page = {id(one): topic for topic, ones in grouped for one in ones}
-    rows = [
-        [
-            _link(one["path"], folder),
-            f"`{one['command']}`" if one.get("command") else "",
-            commit_of(one),
-            f"[{page[id(one)].name}]({page[id(one)].name}.md)",
-        ]
-        for one in results
-    ]
-    header = ["result file", "command that writes it", "code", "shown in"]
-    files = {"header": header, "rows": rows}
+    sections: dict[str, list[str]] = {}
+    for one in results:
+        parts = [f"* {_link(one['path'], folder)}"]
+        parts += [f"`{one['command']}`"] if one.get("command") else []
+        parts += [f"code {commit}"] if (commit := commit_of(one)) else []
+        parts.append(f"shown in [{page[id(one)].name}]({page[id(one)].name}.md)")
+        sections.setdefault(_folder(one), []).append("; ".join(parts))
+    files = [line for name, ones in sections.items() for line in (f"### {name}", "", *ones, "")]
     return "\n".join(
         [
             "# Results",
@@ -240,8 +236,7 @@ def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) ->
             "",
             "## Every result file and its command",
             "",
-            markdown_table(files),
-            "",
+            *files,
         ]
     )
 

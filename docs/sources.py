@@ -1,0 +1,40 @@
+"""Links from a page to the commands of its results: headings of docs/results/README.md.
+
+`rap report` writes a heading for each folder of results there, with each file and its command.
+"""
+
+import os
+import re
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+INDEX = "docs/results/README.md"
+LINK = re.compile(r"results/README\.md#([\w-]+)")
+
+
+def anchor(folder: str) -> str:
+    """The anchor of a folder's heading, as GitHub and MyST make it.
+
+    >>> anchor("smollm2-merged-0.7")
+    'smollm2-merged-07'
+    """
+    return re.sub(r"[^\w -]", "", folder.lower()).replace(" ", "-")
+
+
+def link(folder: str, page: str) -> str:
+    """A link to the commands of a folder of results, on a page of the repository."""
+    target = os.path.relpath(INDEX, Path(page).parent)
+    return f"[{folder}]({Path(target).as_posix()}#{anchor(folder)})"
+
+
+def runs(folders: Iterable[str], page: str, what: str = "Runs and commands") -> str:
+    """A paragraph of links, for what stands above or below it; each folder once."""
+    links = ", ".join(link(folder, page) for folder in dict.fromkeys(folders))
+    return textwrap.fill(f"{what}: {links}.", 100, break_long_words=False, break_on_hyphens=False)
+
+
+def linked(text: str) -> set[str]:
+    """The anchors of the folders of results that a page links to."""
+    return set(LINK.findall(text))
