@@ -16,6 +16,7 @@ GENERATED = (
     "measurements/beyond-perplexity.md",
     "explanation/paper-replication.md",
     "explanation/pruning-vs-quantization.md",
+    "how-to/choose.md",
 )
 NO_RESULTS = ("Paper replication",)  # headings whose tables have no result: a setup, and counts
 FIGURE = re.compile(r"^\|.*\d\.\d", re.MULTILINE)
