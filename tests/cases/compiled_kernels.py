@@ -15,9 +15,10 @@ from rap.model.kernels.rope_pairs.triton import rotate
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-TYPES |= {torch.uint8: "*u8"}
+TYPES |= {torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
 OPTIONS = ("num_warps", "num_stages")
 found: dict[str, dict[str, int]] = {}
+ROTATION, SPLIT = "rope_pairs_kernel", "decode_split_kernel"
 
 
 def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -50,15 +51,15 @@ def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named:
     ptx = made.asm["ptx"]
     found[kernel.fn.__name__] = {
         "bytes": len(made.asm["cubin"]),
+        "shared": made.metadata.shared,
         "wide copies": len(re.findall(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)),
         "narrow copies": len(re.findall(r"cp\.async\.ca\.", ptx)),
         "wide loads": len(re.findall(r"ld\.global\.v[24]", ptx)),
     }
 
 
-def main() -> None:
+def fused() -> None:
     """Both operations at Llama 3's shape with 88 of 128 channels; an odd number of cached slots."""
-    JITFunction.run = compile_only
     groups, slots, width, cached = 8, 44, 88, 4097
     q, k = torch.zeros(1, 32, 1, width), torch.zeros(1, groups, 1, width)
     table, index = torch.zeros(1, 1, 64), torch.zeros(groups, slots, dtype=torch.int32)
@@ -71,7 +72,39 @@ def main() -> None:
     new = (k[:, :, 0], k[:, :, 0], table[:, 0], table[:, 0], index)
     settings = {"new": new, "lengths_B": position, "keep_BS": keep, "softcap": 5.0}
     launch(q[:, :, 0], (cache[0], cache[1]), scale=0.1, splits=4, **settings)
-    print(json.dumps(found))
+
+
+def attention(
+    heads: int, widths: tuple[int, int], dtype: torch.dtype, cached: torch.dtype, page: int = 0
+) -> None:
+    """Two merged heads, in one sequence or in pages."""
+    cache = tuple(
+        torch.zeros(9 if page else 1, 2, page or 4097, width, dtype=cached) for width in widths
+    )
+    settings: dict[str, torch.Tensor] = {}
+    if page:
+        settings["pages_BL"] = torch.zeros(1, 4, dtype=torch.int32)
+        settings["lengths_B"] = torch.ones(1, dtype=torch.int32)
+    q = torch.zeros(1, 2 * heads, widths[0], dtype=dtype)
+    launch(q, (cache[0], cache[1]), scale=0.1, splits=4, **settings)
+
+
+def main() -> None:
+    """Llama 3, and the widths, dtypes and pages whose blocks are largest or least aligned."""
+    JITFunction.run = compile_only
+    narrow, wide, float8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+    fused()
+    every = {"llama": found.pop(SPLIT), "rotation": found.pop(ROTATION)}
+    for name, *what in (
+        ("odd widths", 9, (134, 98), narrow, narrow),
+        ("pages", 16, (96, 96), narrow, narrow, 16),
+        ("float8 pages", 16, (96, 96), narrow, float8, 16),
+        ("float32", 32, (256, 256), wide, wide),
+        ("tiles", 64, (512, 512), narrow, narrow),
+    ):
+        attention(*what)
+        every[name] = found.pop(SPLIT)
+    print(json.dumps(every | found))
 
 
 if __name__ == "__main__":

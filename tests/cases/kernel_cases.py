@@ -149,7 +149,8 @@ def check_rotation(kernel: Any, layer: Layer, *, clockwise: bool, batch: int = 1
 @dataclass(frozen=True)
 class Decode:
     """One query per sequence over a cache. `lengths` of each sequence, or None for the whole cache;
-    `hidden` is the share of slots that a mask hides."""
+    `hidden` is the share of slots that a mask hides. With `page` the cache is in pages of so many
+    slots; with `quantized` it is in float8 with a scale each for keys and values."""
 
     name: str
     shape: Shape = Shape()
@@ -158,6 +159,8 @@ class Decode:
     softcap: float | None = None
     sinks: bool = False
     splits: int = 2
+    page: int = 0
+    quantized: bool = False
 
     def settings(self, layer: Layer) -> dict[str, Any]:
         """Keyword arguments of the kernel and its reference."""
@@ -173,6 +176,8 @@ class Decode:
             heads = s.groups * s.per_group
             sinks = 2 * torch.randn(heads, generator=layer.generator)
             given["sinks_H"] = sinks.to(device, layer.dtype)
+        if self.quantized:
+            given["cache_scales"] = (0.37, 1.9)
         return given
 
 
@@ -187,6 +192,20 @@ DECODE_CASES = [
     Decode("everything hidden but one", Shape(cached=200), hidden=1.0),
     Decode("soft cap and sinks", softcap=2.0, sinks=True),
     Decode("all", Shape(per_group=7), (61, 40), 0.3, 3.0, True, 3),
+    # Merged heads: all of SmolLM2 and of Llama-3-8B at 0.7 and 0.5, and more than a tile's queries.
+    Decode("one head of 9", Shape(groups=1, per_group=9, slots=67, value_width=134)),
+    Decode("wider keys", Shape(groups=1, per_group=9, slots=67, value_width=98), (63, 7)),
+    Decode("wider values", Shape(per_group=16, slots=49, value_width=134), (63, 7)),
+    Decode("256 wide", Shape(per_group=16, slots=128, value_width=256), (63, 31)),
+    Decode("32 queries", Shape(groups=1, per_group=32, slots=3, value_width=5), (60, 3)),
+    Decode("tiles", Shape(per_group=33, slots=3, value_width=5), (60, 3), 0.3, 3.0, True),
+    Decode("three tiles", Shape(groups=1, per_group=71, slots=3, value_width=5), splits=1),
+    Decode("pages", Shape(cached=100), (99, 30), splits=3, page=16),
+    Decode("odd pages", Shape(cached=63), (63, 8), 0.3, 3.0, True, 2, page=7),
+    Decode("one page", Shape(groups=1, per_group=9, slots=67, value_width=98), page=63),
+    Decode("float8", lengths=(62, 9), quantized=True),
+    Decode("float8, capped", Shape(per_group=9, value_width=30), softcap=2.0, quantized=True),
+    Decode("float8 pages", Shape(cached=96), (95, 33), 0.3, splits=2, page=16, quantized=True),
 ]
 
 
@@ -194,13 +213,48 @@ def check_decode(case: Decode, layer: Layer, kernel: Any = launch) -> None:
     """Attention output; what lies past a sequence's length is NaN and must not be read."""
     q, cache = layer.states()[0][:, :, 0], layer.cache()
     settings = case.settings(layer)
-    exact = decode_reference.decode(q.double(), *doubled(cache), **doubled_settings(settings))
+    scales = settings.get("cache_scales", (1.0, 1.0))
+    if case.quantized:
+        cache = tuple(tensor.to(torch.float8_e4m3fn) for tensor in cache)
+    wide = [tensor.double() * scale for tensor, scale in zip(cache, scales, strict=True)]
+    exact_settings = doubled_settings(settings) | {"cache_scales": (1.0, 1.0)}
+    exact = decode_reference.decode(q.double(), *wide, **exact_settings)
     plain = decode_reference.decode(q, *cache, **settings)
     if case.lengths is not None:
         for row, length in enumerate(case.lengths):
             for tensor in cache:
                 tensor[row, :, length:] = torch.nan
+    if case.page:
+        cache, settings["pages_BL"] = in_pages(cache, case.page, case.lengths, layer.generator)
     assert_close(kernel(q, cache, splits=case.splits, **settings), plain, exact)
+
+
+def in_pages(
+    cache: tuple[Tensor, ...],
+    page: int,
+    lengths: tuple[int, ...] | None,
+    generator: torch.Generator,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The same cache in shuffled pages, as views [N, G, S, X] of a store [N, S, G, X].
+
+    Pages in no use are NaN, and a sequence lists pages that do not exist past its length.
+    """
+    batch, slots = cache[0].shape[0], cache[0].shape[2]
+    assert slots % page == 0 or lengths is not None, "a cache without lengths fills its pages"
+    count = -(-slots // page)
+    table = torch.randperm(batch * count + 3, generator=generator)[: batch * count]
+    table = table.view(batch, count)
+    pages = []
+    for held in cache:
+        store = torch.full((batch * count + 3, page, held.shape[1], held.shape[3]), torch.nan)
+        store = store.to(held.device, held.dtype)
+        for row, place in ((row, place) for row in range(batch) for place in range(count)):
+            part = held[row, :, page * place : page * (place + 1)].transpose(0, 1)
+            store[table[row, place], : len(part)] = part
+        pages.append(store.transpose(1, 2))
+    for row, length in enumerate(lengths or ()):
+        table[row, -(-length // page) :] = 2**30
+    return tuple(pages), table.to(held.device, torch.int32)
 
 
 def doubled_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -258,5 +312,11 @@ STEP_CASES = [
     (Decode("one split", splits=1), [17, 0], False),
     (Decode("each its own", hidden=0.3, splits=3), [62, 0], False),
     (Decode("other way round", softcap=2.0, sinks=True), [30, 5], True),
+    (
+        Decode("one head of 9", Shape(groups=1, per_group=9, slots=48, value_width=98)),
+        [62, 3],
+        False,
+    ),
+    (Decode("tiles", Shape(groups=1, per_group=70, slots=20, value_width=30)), [40, 6], False),
     (Decode("pass-through", Shape(slots=5, free=3, pairs=8, value_width=10)), [17], False),
 ]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from cases.kernel_cases import (
     check_rotation,
     check_step,
 )
-from rap.model.kernels import decode_attention, rope_pairs
+from rap.model.kernels import availability, decode_attention, rope_pairs
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
@@ -90,8 +91,43 @@ def test_decode(case, dtype):
     check_decode(case, Layer(case.shape, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", [False, True])
+def test_the_operation_reads_pages_and_float8(monkeypatch, kernels, dtype):
+    """By the kernels and by the reference: unused pages hold NaN, tables name pages beyond all."""
+    monkeypatch.setattr(decode_attention, "takes_triton", lambda tensor: kernels)
+
+    def operation(q, cache, *, splits, **settings):
+        return decode_attention.decode_attention(q, *cache, **settings)
+
+    chosen = [case for case in DECODE_CASES if case.page or case.quantized]
+    assert len(chosen) == 6
+    for case in chosen:
+        check_decode(case, Layer(case.shape, dtype), operation)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "read"),
+    [
+        (torch.bfloat16, (8, 0), True),
+        (torch.float8_e4m3fn, (8, 0), False),
+        (torch.float8_e4m3fn, (8, 9), True),
+        (torch.float8_e4m3fn, (9, 0), True),
+        (torch.float8_e5m2, (9, 0), False),
+        (torch.int8, (9, 0), False),
+    ],
+)
+def test_caches_that_a_gpu_cannot_read_are_left_to_the_reference(
+    monkeypatch, dtype, capability, read
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cache = SimpleNamespace(dtype=dtype, is_cuda=True, device="cuda")
+    assert availability.reads_cache(cache) == read
+
+
 def test_decode_of_float16_with_any_strides():
-    check_decode(DECODE_CASES[-1], Layer(DECODE_CASES[-1].shape, torch.float16, strided=True))
+    case = next(case for case in DECODE_CASES if case.name == "all")
+    check_decode(case, Layer(case.shape, torch.float16, strided=True))
 
 
 @pytest.mark.parametrize(("case", "positions", "clockwise"), STEP_CASES)
@@ -117,7 +153,10 @@ def test_operations_are_what_torch_compile_needs():
     step = tuple(tensor.detach() for tensor in step)
     for operation, arguments in [
         (operations.rope_pairs, (q, k, *tables, index, False)),
-        (operations.decode_attention, (step[0], *cache, 0.3, None, None, None, None)),
+        (
+            operations.decode_attention,
+            (step[0], *cache, 0.3, None, None, None, None, None, 1.0, 1.0),
+        ),
         (operations.decode_step, (*step, 0.3, None, None, None, False)),
     ]:
         library.opcheck(operation, arguments, test_utils=kinds)
@@ -164,7 +203,12 @@ def test_kernels_compile_for_a_gpu_with_wide_loads():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["decode_split_kernel"]["wide copies"] > 0
-    assert found["decode_split_kernel"]["narrow copies"] == 0
-    assert found["rope_pairs_kernel"]["wide loads"] > 0
+    assert found["llama"]["wide copies"] > 0
+    assert found["llama"]["narrow copies"] == 0
+    assert found["pages"]["wide copies"] > 0
+    assert found["rotation"]["wide loads"] > 0
+    # float8 at 96: a row is 96 bytes, and the table of pages costs no alignment.
+    assert found["float8 pages"]["wide copies"] > 0
     assert all(kernel["bytes"] > 0 for kernel in found.values())
+    # What a program of the least of today's GPUs (compute capability 8.6) may have.
+    assert max(kernel["shared"] for kernel in found.values()) <= 99 * 1024

@@ -18,3 +18,13 @@ def has_triton() -> bool:
 def takes_triton(tensor: Tensor) -> bool:
     """Whether the Triton kernels run where this tensor lies, in its dtype."""
     return tensor.is_cuda and tensor.dtype in _DTYPES and has_triton()
+
+
+def reads_cache(tensor: Tensor) -> bool:
+    """Whether the Triton kernels read a cache of this dtype where it lies.
+
+    float8_e4m3fn needs compute capability 8.9 (Ada, Hopper), and is the only one of 8 bits.
+    """
+    if tensor.dtype == torch.float8_e4m3fn:
+        return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) >= (8, 9)
+    return tensor.dtype in _DTYPES

@@ -3,13 +3,15 @@
 Shapes: B batch, H query heads, G KV heads, P dense pairs, M slots, W key width, C value width, S
 slots of the cache. `scale` is the dense head's. `lengths` (integers, on the device) say how many
 slots each sequence holds, `keep` [B, S] which of them the query sees; `sinks` [H] are logits that
-join the softmax's sum; `softcap` bounds scores by tanh.
+join the softmax's sum; `softcap` bounds scores by tanh. `pages_BL` (integers) lists the pages of
+S slots, out of N, that a sequence holds in order; `cache_scales` are what stored keys and values
+are multiplied by, one number each, as for a cache in float8_e4m3fn.
 No call waits for the device, so that a step can be captured in a CUDA graph.
 """
 
 from torch import Tensor, library
 
-from ..availability import takes_triton
+from ..availability import reads_cache, takes_triton
 from . import reference
 
 
@@ -23,12 +25,16 @@ def decode_attention(
     keep_BS: Tensor | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    pages_BL: Tensor | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Attention output [B, H, C] of rotated queries; the new token is in the cache already.
 
-    Scores, softmax and sums in float32. A query that sees no slot gets zeros. No gradient.
+    Keys and values are [B, G, S, ...], or with `pages_BL` pages [N, G, S, ...], in the dtype of the
+    queries or a narrower one. Scores, softmax and sums in float32. A query that sees no slot gets
+    zeros. No gradient.
     """
-    if not takes_triton(q_BHW):
+    if not (takes_triton(q_BHW) and reads_cache(keys_BGSW)):
         return reference.decode(
             q_BHW,
             keys_BGSW,
@@ -38,9 +44,20 @@ def decode_attention(
             keep_BS=keep_BS,
             softcap=softcap,
             sinks_H=sinks_H,
+            pages_BL=pages_BL,
+            cache_scales=cache_scales,
         )
     return _decode_attention(
-        q_BHW, keys_BGSW, values_BGSC, scale, lengths_B, keep_BS, softcap, sinks_H
+        q_BHW,
+        keys_BGSW,
+        values_BGSC,
+        scale,
+        lengths_B,
+        keep_BS,
+        softcap,
+        sinks_H,
+        pages_BL,
+        *cache_scales,
     )
 
 
@@ -101,6 +118,9 @@ def _decode_attention(
     keep: Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
+    pages: Tensor | None,
+    key_scale: float,
+    value_scale: float,
 ) -> Tensor:
     from .triton import launch  # only where it runs: a CPU has no use for it
 
@@ -112,11 +132,13 @@ def _decode_attention(
         keep_BS=keep,
         softcap=softcap,
         sinks_H=sinks,
+        pages_BL=pages,
+        cache_scales=(key_scale, value_scale),
     )
 
 
 @_decode_attention.register_fake
-def _(q, keys, values, scale, lengths, keep, softcap, sinks):  # type: ignore[no-untyped-def]
+def _(q, keys, values, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(*q.shape[:2], values.shape[-1])
 
 

@@ -83,10 +83,23 @@ def decode(
     keep_BS: Tensor | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    pages_BL: Tensor | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """`attend` for one rotated query per sequence, [B, H, C]."""
+    """`attend` for one rotated query per sequence, [B, H, C].
+
+    With `pages_BL` keys and values are pages, [N, G, S, W] and [N, G, S, C].
+    """
+    if pages_BL is not None:
+        keys_BGSW, values_BGSC = (gathered(x, pages_BL) for x in (keys_BGSW, values_BGSC))
     batch, num_slots = q_BHW.shape[0], keys_BGSW.shape[2]
     keep = kept_slots(num_slots, lengths_B, keep_BS, batch, q_BHW.device)
+    if pages_BL is not None or keys_BGSW.dtype != q_BHW.dtype or cache_scales != (1.0, 1.0):
+        # A copy, in which what lies past the end of a sequence may be anything.
+        keys_BGSW, values_BGSC = (
+            (x.to(q_BHW.dtype) * scale).masked_fill(~keep[:, None, :, None], 0.0)
+            for x, scale in zip((keys_BGSW, values_BGSC), cache_scales, strict=True)
+        )
     output = attend(
         q_BHW[:, :, None],
         keys_BGSW,
@@ -97,6 +110,15 @@ def decode(
         sinks_H=sinks_H,
     )
     return output[:, :, 0]
+
+
+def gathered(pages_NGSX: Tensor, pages_BL: Tensor) -> Tensor:
+    """The pages that every sequence lists, side by side: [B, G, L S, X].
+
+    Entries of pages that do not exist, past the length of a sequence, are taken for others.
+    """
+    index = pages_BL.long().clamp(0, len(pages_NGSX) - 1)
+    return pages_NGSX[index].transpose(1, 2).flatten(2, 3)
 
 
 def decode_step(
