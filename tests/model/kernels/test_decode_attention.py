@@ -8,11 +8,13 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
+from cases.merged_plans import merged_layer
 from cases.models import ROPES, random_tokens, tiny_model
-from cases.plans import random_plan
+from cases.plans import plan_of, random_plan
 from rap import GrowingCache
 from rap.model.kernels import decode_attention, interface
 from rap.model.kernels.growing_cache import GrowingLayer, grow
+from rap.model.kinds.factored import FactoredPlan
 from rap.model.rope import gather_pairs, rotate_pairs, rotate_step
 from rap.surgery.apply import apply
 
@@ -165,15 +167,7 @@ def test_the_fused_step_gives_the_same_logits(monkeypatch, fields, fuses):
     expected = _steps(small, StaticCache(config=small.config, max_cache_len=20), count=2)
     small.set_attn_implementation("rap")
     _run_kernels(monkeypatch)
-    launched = []
-    for name in ("decode_step", "decode_attention"):
-        real = getattr(interface, name)
-
-        def counted(*args, _name=name, _real=real, **kwargs):
-            launched.append(_name)
-            return _real(*args, **kwargs)
-
-        monkeypatch.setattr(interface, name, counted)
+    launched = _launches(monkeypatch)
     cache = StaticCache(config=small.config, max_cache_len=20)
     found = _steps(small, cache, count=2)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -347,3 +341,56 @@ def test_a_step_follows_an_index_that_torch_does_not_version(way):
                 attention.frequency_index = torch.from_numpy(place)
             else:
                 attention.frequency_index.data.copy_(torch.tensor(place))
+
+
+# One cached head of nine queries, as SmolLM2 has it at 0.5 and 0.7, keys and values of two widths.
+MERGED = {"heads": 9, "kv_heads": 3, "head_dim": 64, "hidden": 36, "layers": 2}
+
+
+@pytest.mark.parametrize(("slots", "values"), [(48, 96), (67, 98)])
+@pytest.mark.parametrize("factored", [False, True], ids=["absorbed", "factored"])
+@pytest.mark.parametrize("kind", ["static", "dynamic", "growing"])
+def test_merged_heads_decode_by_the_kernels(monkeypatch, kind, factored, slots, values):
+    """Absorbed layers by the fused step where the cache is static; maps of heads come before it."""
+    pytest.importorskip("triton")
+    model = tiny_model(dtype=torch.float32, **MERGED)
+    drawn = torch.Generator().manual_seed(0)
+    sizes = {"merge": 3, "slots": slots, "width": values}
+    layers = [merged_layer(3, 64, 64, drawn, **sizes) for _ in range(2)]
+    if factored:
+        layers = [FactoredPlan.of(layer, queries=True, outputs=True) for layer in layers]
+    small = apply(model, plan_of(model, layers))
+
+    def steps():
+        cache = {
+            "static": lambda: StaticCache(config=small.config, max_cache_len=20),
+            "dynamic": lambda: DynamicCache(config=small.config),
+            "growing": lambda: GrowingCache(small.config),
+        }[kind]()
+        logits = _steps(small, cache, count=2)
+        held = [(layer.keys.shape[1::2], layer.values.shape[1::2]) for layer in cache.layers]
+        assert held == [((1, 2 * slots), (1, values))] * 2
+        return logits
+
+    expected = steps()
+    small.set_attn_implementation("rap")
+    _run_kernels(monkeypatch)
+    launched = _launches(monkeypatch)
+    found = steps()
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    fused = kind == "static" and not factored
+    assert launched == ["decode_step" if fused else "decode_attention"] * 4
+
+
+def _launches(monkeypatch):
+    """The names of the operations that run, as they come."""
+    launched = []
+    for name in ("decode_step", "decode_attention"):
+        real = getattr(interface, name)
+
+        def counted(*args, _name=name, _real=real, **kwargs):
+            launched.append(_name)
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(interface, name, counted)
+    return launched

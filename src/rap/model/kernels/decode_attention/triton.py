@@ -62,6 +62,40 @@ def _rotation(
 
 
 @triton.jit
+def _query(
+    p_query, p_cos, p_sin, p_index, s_q, s_cos, s_sin, s_index, m_r, o_w, m_w,
+    NUM_SLOTS: tl.constexpr, CLOCKWISE: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Queries [BR, BW] of rows [BR, 1], rotated if FUSED, and what they are rotated by [BW]."""
+    m_q = m_r[:, None] & m_w[None, :]
+    if FUSED:
+        b_cos, b_sin = _rotation(
+            p_cos, p_sin, p_index, s_cos, s_sin, s_index, o_w, NUM_SLOTS, CLOCKWISE
+        )
+        b_query = _rotated(
+            p_query, s_q[2], o_w[None, :], m_q, b_cos[None, :], b_sin[None, :], NUM_SLOTS
+        ).to(p_query.dtype.element_ty)
+    else:
+        b_query = tl.load(p_query + o_w[None, :] * s_q[2], mask=m_q, other=0)
+        b_cos, b_sin = b_query, b_query
+    return b_query, b_cos, b_sin
+
+
+@triton.jit
+def _stretch(p_length, num_cached, num_splits, i_split, LENGTHS: tl.constexpr, BS: tl.constexpr):
+    """The slots of a split, begin to end, of all `old` ones that are read from the cache.
+
+    A new token is one more, which FUSED takes by hand.
+    """
+    old = num_cached
+    if LENGTHS:
+        old = tl.load(p_length).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(old, num_splits), BS) * BS
+    begin = i_split * share
+    return begin, tl.minimum(begin + share, old), old
+
+
+@triton.jit
 def _rows(
     p_pages, o_s, m_s, s_keys, s_values, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr,
     PAGE: tl.constexpr, ALIGN: tl.constexpr,
@@ -173,8 +207,7 @@ def decode_split_kernel(
 
     With FUSED, `p_lengths` is the slot of the new token, and a length is one more. Strides of the
     caches' sequences (or pages) and heads are in units of ALIGN elements, those of rows and
-    channels are constants: so the compiler can prove 16-byte loads at widths that are no multiple
-    of 16.
+    channels are constants: so the compiler can prove 16-byte loads at widths like 88.
     """
     i_split, i_tile = tl.program_id(0), tl.program_id(1) % TILES
     # int64: the element a stride leads to can lie beyond 2^31.
@@ -185,28 +218,15 @@ def decode_split_kernel(
     i_row = i_b if PAGE == 0 else 0  # pages are of no sequence
     p_keys += (i_row * s_keys[0] + i_g * s_keys[1]) * ALIGN
     p_values += (i_row * s_values[0] + i_g * s_values[1]) * ALIGN
-    m_q = m_r[:, None] & m_w[None, :]
     p_query = p_q + i_b * s_q[0] + i_h[:, None] * s_q[1]
 
-    # `old` slots are read from the cache; a new token is one more, which FUSED takes by hand.
-    old = num_cached
-    if LENGTHS:
-        old = tl.load(p_lengths + i_b * s_lengths).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(old, num_splits), BS) * BS
-    begin = i_split * share
-    end = tl.minimum(begin + share, old)
-
-    if FUSED:
-        b_cos, b_sin = _rotation(
-            p_cos + i_b * s_cos[0], p_sin + i_b * s_sin[0], p_index + i_g * s_index[0],
-            s_cos, s_sin, s_index, o_w, NUM_SLOTS, CLOCKWISE,
-        )  # fmt: skip
-        b_query = _rotated(
-            p_query, s_q[2], o_w[None, :], m_q, b_cos[None, :], b_sin[None, :], NUM_SLOTS
-        ).to(p_q.dtype.element_ty)
-    else:
-        b_query = tl.load(p_query + o_w[None, :] * s_q[2], mask=m_q, other=0)
-
+    begin, end, old = _stretch(
+        p_lengths + i_b * s_lengths, num_cached, num_splits, i_split, LENGTHS, BS
+    )
+    b_query, b_cos, b_sin = _query(
+        p_query, p_cos + i_b * s_cos[0], p_sin + i_b * s_sin[0], p_index + i_g * s_index[0],
+        s_q, s_cos, s_sin, s_index, m_r, o_w, m_w, NUM_SLOTS, CLOCKWISE, FUSED,
+    )  # fmt: skip
     # Without lengths the mask hides the unused end of the cache: whole blocks, left unread. With
     # them it hides little, and a branch would keep loads from overlapping.
     b_acc, b_top, b_total = _attend_stretch(
@@ -225,8 +245,7 @@ def decode_split_kernel(
                 NUM_SLOTS, KEY_CHANNEL, VALUE_CHANNEL, CAPPED,
             )  # fmt: skip
 
-    num_heads = tl.num_programs(1) // TILES * NUM_QUERIES
-    o_out = (i_b * num_heads + i_h) * num_splits + i_split
+    o_out = (i_b * (tl.num_programs(1) // TILES * NUM_QUERIES) + i_h) * num_splits + i_split
     tl.store(p_top + o_out, b_top, mask=m_r)
     tl.store(p_total + o_out, b_total, mask=m_r)
     p_to = p_acc + o_out[:, None] * VALUE_WIDTH + o_c[None, :]
