@@ -89,8 +89,8 @@ def main() -> None:
     table = {
         "title": f"Decode attention against head width ({kind.upper()})",
         "note": f"Batch {arguments.batch}, {arguments.context:,} tokens; time over that of width "
-        f"{widest}, medians of rounds in turns; {clock_note(arguments)}. `bytes` is what the time "
-        "would be if reading the cache were all.",
+        f"{widest}, medians of interleaved rounds; {clock_note(arguments)}. `bytes` is what the "
+        "time would be if reading the cache were all.",
         "header": ["width", "bytes", *ways],
         "rows": [
             [

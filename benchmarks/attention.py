@@ -128,7 +128,7 @@ def main() -> None:
     table = {
         "title": f"The attention module under every method ({kind.upper()})",
         "note": f"Retain {arguments.retain}, batch {arguments.batch}; dense over pruned time, "
-        f"medians of rounds in turns; {clock_note(arguments)}.",
+        f"medians of interleaved rounds; {clock_note(arguments)}.",
         "header": ["method", "KV bytes/token", *names.values()],
         "rows": [
             [

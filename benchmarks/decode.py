@@ -80,7 +80,7 @@ def table(rows: list[dict[str, Any]], arguments: Any) -> dict[str, Any]:
     header = "batch, context|retain|dense ms|pruned ms|tokens/s|ratio|roofline|of roofline|plain"
     return {
         "title": f"Decode step, dense over pruned ({'GPU' if gpu else 'CPU'})",
-        "note": f"{shape}, random weights; {clock_note(arguments)}. Medians of rounds in turns, "
+        "note": f"{shape}, random weights; {clock_note(arguments)}. Medians of interleaved rounds, "
         "dense and pruned each at its best; `plain` is the ratio with SDPA and transformers' "
         "dynamic cache on both sides. `roofline` is the ratio of the bytes a step must read.",
         "header": [*header.split("|"), "KV MiB", "peak MiB"],

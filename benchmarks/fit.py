@@ -106,7 +106,8 @@ def main() -> None:
         rows.append(json.loads(output.splitlines()[-1]))
     settings = FitConfig(scope=arguments.scope)
     table = {
-        "title": f"The fit of one layer at retain {arguments.retain:g}, {arguments.scope}",
+        "title": "Layer-wise distillation of one layer at retain "
+        f"{arguments.retain:g}, {arguments.scope}",
         "note": (
             f"Measured: a step of {settings.batch} windows of {settings.window} tokens, what one "
             "window adds (streams of both models; not its judging), and peak memory with eight "

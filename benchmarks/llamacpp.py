@@ -93,7 +93,7 @@ def table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str
         "note": (
             f"Throughput over dense heads with a 16-bit cache: {arguments.length:,} tokens read, "
             f"{DECODED} decoded behind them, {arguments.threads} thread, flash attention, random "
-            f"weights; medians (and ranges) of {arguments.rounds} rounds in turns."
+            f"weights; medians (and ranges) of {arguments.rounds} interleaved rounds."
         ),
         "header": ["head width", "cache", "prefill, x", "decode, x"],
         "rows": [

@@ -135,8 +135,8 @@ def main() -> None:
     heat_map(rows, path)
     table = {
         "title": f"Rotation of kept pairs over contiguous dense rotation ({kind.upper()})",
-        "note": f"Medians of rounds in turns; {clock_note(arguments)}. The dense time is that of "
-        f"transformers' own function. Heat map: `benchmarks/results/{path.name}`.",
+        "note": f"Medians of interleaved rounds; {clock_note(arguments)}. The dense time is that "
+        f"of transformers' own function. Heat map: `benchmarks/results/{path.name}`.",
         "header": ["tokens", "retain", "dense us", "indexing", "kernel"],
         "rows": [
             [

@@ -139,7 +139,7 @@ def table(result: dict[str, Any]) -> dict[str, Any]:
     """Medians of dense and pruned and their ratios, as `rap report` reads them."""
     job, dense, pruned = result["job"], result["medians"]["dense"], result["medians"]["pruned"]
     return {
-        "title": f"Dense and pruned in {result['engine']} at the same bytes of cache",
+        "title": f"Dense and pruned in {result['engine']} at the same cache size",
         "note": (
             f"{result['dense']}, and {result['pruned']}: {job['requests']} requests of "
             f"{job['input_len']} tokens, {job['output_len']} more decoded of each, {job['dtype']}, "

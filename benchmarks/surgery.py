@@ -175,7 +175,7 @@ def table(result: dict) -> dict:
         memory = [f"{row['peak_mib']:.0f}", f"{above:.0f}", f"{above / shard:.2f}"]
         rows.append([task, *times, f"{share:.2f}", *memory])
     return {
-        "title": "Cutting a checkpoint: streamed, in memory, and a plain copy",
+        "title": "Pruning a checkpoint: streamed, in memory, and a plain copy",
         "note": (
             f"{result['checkpoint_bytes'] / 1e9:.2f} GB in {result['shards']} shards of at most "
             f"{shard:.0f} MiB; imports alone take {base:.0f} MiB, which the last two columns leave "

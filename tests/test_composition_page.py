@@ -88,13 +88,13 @@ def test_picks_say_what_each_sort_can_do(front):
 
 def test_tables_have_every_row_once(front):
     made = {table["title"]: table for table in front.tables(ROWS, "as measured")}
-    assert made["The cache in fewer bits"]["rows"] == [
+    assert made["Quantized cache"]["rows"] == [
         ["dense", "0.000 (1.0x)", "0.100 (4.0x)", "0.500 (8.0x)"],
         ["rap 0.5 distilled", "0.300 (2.0x)", "0.400 (8.0x)", ""],
     ]
-    assert made["Fewer tokens"]["header"] == ["model", "keydiff:0.5"]
-    assert made["Fewer tokens"]["rows"][0] == ["dense", "0.200 (2.0x)"]
-    weights = made["Weights in fewer bits, the cache as it is"]
+    assert made["Token eviction"]["header"] == ["model", "keydiff:0.5"]
+    assert made["Token eviction"]["rows"][0] == ["dense", "0.200 (2.0x)"]
+    weights = made["Quantized weights, the cache as it is"]
     assert weights["rows"][0] == ["dense", "0.000, 20.00", "0.010, 20.00"]
 
 

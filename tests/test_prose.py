@@ -1,5 +1,6 @@
 """The lint of documents and of texts in the package: every rule sees a planted fault."""
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import typer
 from cases.scripts import load_script
 from rap.cli import TOPICS, app
 from rap.cli.completion import command_tree
+from rap.studies.compare.tables import tables
 
 prose = load_script("docs/prose.py")
 VALUES = re.compile(r"\b(?:stock|fidelity)\b")  # of options and commands, among their choices
@@ -25,6 +27,18 @@ def test_checked_documents_follow_the_rules():
     assert checked
     found = {str(path): prose.violations(path.read_text("utf-8")) for path in checked}
     assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize("name", ["compare", "compare-sweep", "smollm2-texts", "smollm2-times"])
+def test_tables_of_comparisons_use_the_terms(name):
+    """Titles, headers and notes as `rap compare` makes them of committed runs."""
+    file = prose.REPOSITORY / "experiments" / name / "compare.json"
+    result = json.loads(file.read_text("utf-8"))
+    made = tables("smollm2", result["cells"], result["failed"])
+    shown = [text for one in made for text in (one["title"], one["note"], *one["header"])]
+    found = [one for text in shown for one in prose.violations(text) if one.rule == "term"]
+    assert len(made) > 5
+    assert found == []
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def both(results: Results, *methods: str, recover: str = "none") -> str:
 
 
 def ratios(results: Results, *methods: str) -> list[float]:
-    """Of 0.7 and 0.5, those at which all of these were measured, cut only; RapError if none."""
+    """Of 0.7 and 0.5, those at which all of these were measured, no recovery; RapError if none."""
     found = [r for r in (0.7, 0.5) if all((m, r, "none") in results.cells for m in methods)]
     if not found:
         raise RapError(f"no ratio at which all of {', '.join(methods)} were measured: run them")
@@ -30,7 +30,7 @@ def ratios(results: Results, *methods: str) -> list[float]:
 
 
 def cut_only(results: Results, *methods: str) -> str:
-    """Perplexity of methods, cut only, at the ratios at which all were measured."""
+    """Perplexity of methods, no recovery, at the ratios at which all were measured."""
     return "; ".join(
         f"{method} "
         + " and ".join(
@@ -42,7 +42,7 @@ def cut_only(results: Results, *methods: str) -> str:
 
 
 def compared(results: Results, *methods: str) -> str:
-    """Perplexity and KL of methods, cut only, at the ratios at which all were measured."""
+    """Perplexity and KL of methods, no recovery, at the ratios at which all were measured."""
     return ", ".join(
         f"at {retain:g} "
         + " against ".join(
@@ -173,7 +173,7 @@ def told_bases(results: Results) -> str:
 
 
 def recalls(results: Results, retain: float) -> dict[str, list[float]]:
-    """Recall at every distance by method, cut only, of the experiment on recall alone."""
+    """Recall at every distance by method, no recovery, of the experiment on recall alone."""
     cells = results.file("smollm2-recall/compare")["cells"]
     return {
         cell["method"]: [entry["accuracy"] for entry in cell["recall"]]

@@ -152,7 +152,7 @@ def _think(cells: list[Cell], think: dict[str, Cell]) -> Table:
             if f"{cell['retain']:g}" == retain
         ]
     return {
-        "title": "ThinK beside pruned weights, at the same share of the cache",
+        "title": "ThinK and pruned weights, at the same share of the cache",
         "note": (
             "ThinK ranks the channels of the keys in the prefix by the queries of its last 32 "
             "tokens. kvpress zeroes them, so nothing shrinks; the share is what a cache that left "
@@ -166,7 +166,7 @@ def _think(cells: list[Cell], think: dict[str, Cell]) -> Table:
             "cache held",
             "parameters",
             "FLOPs",
-            "rebuilds",
+            "reconstructs",
             "perplexity",
             "recall",
         ],

@@ -76,7 +76,7 @@ def parts(layer: Any, found: Any, slow: Tensor) -> tuple[Tensor, Tensor, Tensor,
 
 
 def layer_losses(layer: Any, found: Any, slow: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses by rank of slow keys, of values, and of both in one latent, in nats a token."""
+    """Losses by rank of slow keys, of values, and of both in one latent, in nats/token."""
     keys, values, key_reader, value_reader, inputs = parts(layer, found, slow)
     key_part, value_part = key_reader @ keys @ inputs, value_reader @ values @ inputs
     return tail(key_part), tail(value_part), tail(torch.cat([key_part, value_part]))

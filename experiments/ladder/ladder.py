@@ -233,7 +233,7 @@ def collect(
             rows.append([f"{retain} {name}", *(show(cell) if cell else "" for cell in found)])
     top = [[f"dense {name}", *([show(dense)] * len(columns))] for name, show in SHOWN.items()]
     table = {
-        "title": "From the paper's cut to recovery, on the bundled model",
+        "title": "From RAP as published to recovery, on the bundled model",
         "header": ["retain", *columns],
         "rows": top + rows,
         "note": (

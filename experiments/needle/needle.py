@@ -53,7 +53,7 @@ def tables(found: Mapping[str, Sequence[NeedleCell]], documents: int) -> list[di
     overview = {
         "title": "Needles found, mean over depths",
         "note": (
-            f"Bundled model, cut only: one of {FACTS} numbers hidden in a novel is asked for at "
+            f"Bundled model, no recovery: one of {FACTS} numbers hidden in a novel is asked for at "
             f"the end; {documents} documents a cell, {len(DEPTHS)} depths. Found if every token "
             "of the number is the greedy choice."
         ),

@@ -182,7 +182,7 @@ def main() -> None:
             rows.append([name, f"{retain}", f"{cost:.1%}", f"{error:.1%}", f"{value:.2f}"])
             print(rows[-1], flush=True)
     header = ["denominator", "retain", "attention weights", "error of the mean square", "ppl"]
-    title = "QK-norm after a cut, by what stands for the dense head's mean square"
+    title = "QK-norm after pruning, by what replaces the dense head's mean square"
     note = (
         f"Bundled model made a Qwen3 and trained on for {arguments.steps} steps; whole pairs by "
         "energy, value subspaces, no recovery. The error is the root mean square of its logarithm "

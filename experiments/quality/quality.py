@@ -79,7 +79,7 @@ def table(rows: list[dict[str, Any]], num_windows: int) -> dict[str, Any]:
     figures = [[f"{found[name, retain]:.2f}" for retain in RETAINS] for name in names]
     dense = [f"{rows[0]['perplexity']:.2f}"] * len(RETAINS)
     return {
-        "title": "Whole pairs against single channels, without training",
+        "title": "RoPE pairs against single channels, without training",
         "note": (
             f"Perplexity of the bundled model over {num_windows} windows of {WINDOW} tokens of the "
             "test novels. Single channels keep as many key channels as the pairs above them. The "

@@ -158,7 +158,7 @@ def serving_table(rows: list[dict[str, Any]]) -> dict[str, Any]:
             ]
         )
     return {
-        "title": "What a cut is worth on larger models",
+        "title": "What pruning is worth on larger models",
         "note": (
             "Without brackets: counted on the real classes on the meta device (bfloat16; all "
             "layers at the ratio, in multiples of 8 channels; GFLOPs of attention in a decode "
@@ -172,7 +172,7 @@ def serving_table(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "header": [
             "model",
             "retain",
-            "KiB a token",
+            "KiB/token",
             "parameters, 1e9",
             "GFLOPs",
             *(f"tokens in {gib} GiB" for gib in MEMORY),
@@ -211,7 +211,7 @@ def fit_table(rows: list[dict[str, Any]], measured: dict[str, Any]) -> dict[str,
     """As `rap report` reads it; computed figures in brackets."""
     steps, windows = (measured["settings"][name] for name in ("steps", "num_windows"))
     return {
-        "title": "What calibration and the fit take on larger models",
+        "title": "What calibration and layer-wise distillation take on larger models",
         "note": (
             f"Computed, all of it, from one layer of {MEASURED}'s shape that `benchmarks/fit.py` "
             f"measured on one core in float32 (its memory without brackets), {steps} steps and "

@@ -30,7 +30,7 @@ from rap.runtime.state import evaluating
 
 @dataclass(frozen=True)
 class CacheFidelity:
-    """KL(dense || model) in nats a token, with that of every window; agreement; perplexity; bytes.
+    """KL(dense || model) in nats/token, with that of every window; agreement; perplexity; bytes.
 
     All over the judged tokens, but for `bytes_per_token`: what the cache holds of one prefix, a
     token of it, right after the compression. Scales, zero points and padding count.

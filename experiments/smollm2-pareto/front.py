@@ -8,7 +8,7 @@ Table = dict[str, Any]
 
 AS_IT_IS = "float32"
 BUDGETS = (1.4, 2.0, 4.0, 8.0)  # times smaller
-RECOVERED = {"none": "", "fit": " fitted", "fit+full": " distilled"}
+RECOVERED = {"none": "", "fit": " layer-wise", "fit+full": " distilled"}
 
 
 def name_of(row: Row) -> str:
@@ -57,7 +57,7 @@ def picks(rows: Sequence[Row]) -> Table:
     }
     return {
         "title": "What to pick, by how much smaller the cache shall be",
-        "note": "KL from the dense model in nats a token, and how many times smaller the cache is.",
+        "note": "KL to the dense model in nats/token, and how many times smaller the cache is.",
         "header": ["at least", *sorts],
         "rows": [
             [f"{times:g}x", *(_pick(best(some, times)) for some in sorts.values())]
@@ -73,9 +73,9 @@ def tables(rows: Sequence[Row], note: str) -> list[Table]:
     evicted = sorted((row for row in found if row["press"]), key=_press)
     pressed = _unique((row["press"], row["bits"]) for row in evicted)
     made = [picks(rows), _front(found, note)]
-    made.append(_grid("The cache in fewer bits", found, [(None, one) for one in bits]))
+    made.append(_grid("Quantized cache", found, [(None, one) for one in bits]))
     if pressed:
-        made.append(_grid("Fewer tokens", found, pressed))
+        made.append(_grid("Token eviction", found, pressed))
     if len(kinds := _unique(row["weights"] for row in rows)) > 1:
         made.append(_weights(rows, kinds))
     return made
@@ -83,9 +83,9 @@ def tables(rows: Sequence[Row], note: str) -> list[Table]:
 
 def _front(rows: Sequence[Row], note: str) -> Table:
     return {
-        "title": "The Pareto front: nothing measured is both smaller and nearer to dense",
+        "title": "The Pareto front: nothing measured is both smaller and lower in KL",
         "note": note,
-        "header": ["what", "bytes a token", "times smaller", "KL", "top-1", "perplexity"],
+        "header": ["what", "bytes/token", "times smaller", "KL", "top-1", "perplexity"],
         "rows": [
             [
                 name_of(row),
@@ -105,7 +105,7 @@ def _grid(title: str, rows: Sequence[Row], axes: Sequence[tuple[str | None, str 
     held = {(model_name(row), row["press"], row["bits"]): row for row in rows}
     return {
         "title": title,
-        "note": "KL from the dense model in nats a token, and how many times smaller the cache is.",
+        "note": "KL to the dense model in nats/token, and how many times smaller the cache is.",
         "header": [
             "model",
             *(" + ".join(filter(None, axis)) or "cache as it is" for axis in axes),
@@ -120,9 +120,9 @@ def _grid(title: str, rows: Sequence[Row], axes: Sequence[tuple[str | None, str 
 def _weights(rows: Sequence[Row], kinds: Sequence[str]) -> Table:
     held = {(model_name(row), row["weights"]): row for row in rows if _plain(row)}
     return {
-        "title": "Weights in fewer bits, the cache as it is",
+        "title": "Quantized weights, the cache as it is",
         "note": (
-            "KL from the dense model in nats a token, and perplexity. int8 is torchao's, one scale "
+            "KL to the dense model in nats/token, and perplexity. int8 is torchao's, one scale "
             "a row; nf4 is bitsandbytes's, one scale per 64. Neither changes the cache."
         ),
         "header": ["model", *kinds],

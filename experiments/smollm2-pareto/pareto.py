@@ -159,7 +159,7 @@ def note(settings: dict[str, Any]) -> str:
     return (
         f"SmolLM2-135M-Instruct on {settings['windows']} windows of {WINDOW} tokens, spread over "
         f"the WikiText-2 test set: the first {PREFIX} are read, their cache is compressed, and the "
-        f"rest is judged in pieces of {PIECE} against the dense model with its cache as it is. "
+        f"rest is evaluated in pieces of {PIECE} against the dense model with its cache as it is. "
         "Bytes are those of the first tokens' cache, in bfloat16, a token, counted on all tensors "
         "that the cache holds; scales and zero points count. Tokens that follow stay as they are, "
         "hqq and quanto quantize them in turn, and nothing evicts them."
@@ -181,7 +181,7 @@ def write(bench: Bench, rows: Sequence[front.Row], settings: dict[str, Any]) -> 
     """The result file of what has been measured so far."""
     made = provenance(**settings)
     result = {
-        "title": "Pruning with other compression on top, on the real model",
+        "title": "Pruning combined with other compression, SmolLM2",
         "tables": front.tables(rows, note(settings)),
         "model": SOURCE,
         "calibration": READING.describe(bench.dense.bos),

@@ -213,7 +213,7 @@ def table(rows: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
         for one in rows
     ]
     return {
-        "title": "Zero-shot accuracy of SmolLM2-135M-Instruct, cut only and fitted",
+        "title": "Zero-shot accuracy of SmolLM2-135M-Instruct, without recovery and distilled",
         "note": (
             f"The first {limit} questions of each task, no examples shown; accuracy by "
             "log-likelihood a character, on WinoGrande plain. The mean with its standard error, "

@@ -4,7 +4,7 @@
         [--text TEXT] [--held-out 4] [--length 1024] [--checkpoint NAME=FOLDER ...] [--output FILE]
 
 The dense model, cuts of the stock profile, and checkpoints of that profile made before (fitted
-ones), exported as F16 files, each with a cache of 16, 8 and 4 bits: KL from the dense model with a
+ones), exported as F16 files, each with a cache of 16, 8 and 4 bits: KL to the dense model with a
 16-bit cache, and from the model itself with one, perplexity, and bytes of cache by the engine's
 account. Writes width_bits.json beside this file. What widths and bits do to speed is in
 benchmarks/llamacpp.py.
@@ -99,7 +99,7 @@ def named_folder(text: str) -> tuple[str, Path]:
 
 
 def fidelity(files: dict[str, Path], judge: Judge, cells: int) -> list[dict[str, Any]]:
-    """A row per model and cache: bytes a token, KL, perplexity; or why the engine refuses."""
+    """A row per model and cache: bytes/token, KL, perplexity; or why the engine refuses."""
     rows: list[dict[str, Any]] = []
     prompts = judge.windows.tolist()
     dense: list[Tensor] = []
@@ -128,7 +128,7 @@ def fidelity(files: dict[str, Path], judge: Judge, cells: int) -> list[dict[str,
 
 
 def divergence(reference: list[Tensor], found: list[Tensor]) -> float:
-    """Mean KL(reference || found) in nats a token."""
+    """Mean KL(reference || found) in nats/token."""
     each = [
         (one.exp() * (one - other)).sum(-1) for one, other in zip(reference, found, strict=True)
     ]
@@ -165,7 +165,7 @@ def table(result: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
     return {
         "title": f"Width of the cache against its bits, {arguments.model} in llama.cpp",
         "note": (
-            "Stock profile, cut only where no name says more, files of type F16; KL in nats a "
+            "Stock profile, no recovery where no name says more, files of type F16; KL in nats a "
             f"token over {arguments.held_out} windows of {arguments.length:,} tokens, from the "
             "dense model with a 16-bit cache and from the model itself with one. `mixed`: "
             "`--rotate`. Speed is in benchmarks/llamacpp.py."

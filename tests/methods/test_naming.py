@@ -158,7 +158,12 @@ RECORDED = {
             "title": "What has the parameters of rap at 0.7",
             "note": "Those of rap at 0.7. Caches another part: rap 71% at 0.7. A rap checkpoint.",
             "header": ["method", "rap", "palu"],
-            "rows": [["rap", 1.5], ["rap, cut only", "rap"], ["rap at 0.7", 1], ["rap:paper", 2]],
+            "rows": [
+                ["rap", 1.5],
+                ["rap, no recovery", "rap"],
+                ["rap at 0.7", 1],
+                ["rap:paper", 2],
+            ],
         }
     ],
 }
@@ -176,7 +181,7 @@ def test_a_result_of_an_earlier_release_is_shown_as_of_today() -> None:
     assert table["header"] == ["method", "rap:merge=1", "palu"]
     assert table["rows"] == [
         ["rap:merge=1", 1.5],
-        ["rap:merge=1, cut only", "rap:merge=1"],
+        ["rap:merge=1, no recovery", "rap:merge=1"],
         ["rap:merge=1 at 0.7", 1],
         ["rap:paper", 2],
     ]

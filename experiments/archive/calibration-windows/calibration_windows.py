@@ -82,11 +82,11 @@ def table(result: dict[str, Any], window: int, held_out: int) -> dict[str, Any]:
         for count in counts
     ]
     return {
-        "title": f"Text that calibration reads, {result['model']}",
+        "title": f"Calibration samples, {result['model']}",
         "note": (
-            f"The default method, cut only; perplexity (dense {result['dense']:.2f}) and KL from "
-            f"the dense model in nats a token over {held_out} windows of {HELD_OUT_WINDOW:,} "
-            "tokens, with 95 % bootstrap intervals."
+            f"The default method, no recovery; perplexity (dense {result['dense']:.2f}) and KL "
+            f"to the dense model in nats/token over {held_out} windows of {HELD_OUT_WINDOW:,} "
+            "tokens, with 95% bootstrap intervals."
         ),
         "header": [
             "windows",

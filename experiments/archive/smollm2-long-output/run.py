@@ -218,7 +218,7 @@ def answers_table(mode: str, cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "title": f"Long answers of SmolLM2-135M-Instruct, {described(mode)}",
         "note": (
             f"{cells[0]['num_prompts']} prompts, up to {cells[0]['num_tokens']:,} tokens, with "
-            "95 % intervals over prompts. In a loop: the last 256 tokens repeat a stretch of at "
+            "95% intervals over prompts. In a loop: the last 256 tokens repeat a stretch of at "
             "most 64. Repeated: 4-grams that occurred before in the answer. Alike: places with the "
             "dense model's token, and tokens before the first other one."
         ),
@@ -242,10 +242,10 @@ def divergence_table(mode: str, cells: Sequence[dict[str, Any]]) -> dict[str, An
             ]
             rows.append([one["model"], whose, interval_text(one[writer]["kl"], ".3f"), *shown])
     return {
-        "title": f"Divergence along long answers, {described(mode)}",
+        "title": f"KL along long answers, {described(mode)}",
         "note": (
-            "KL(dense || pruned) in nats a token along answers that the one or the other wrote: "
-            "means of means of answers, with 95 % intervals over prompts, and how many answers "
+            "KL(dense || pruned) in nats/token along answers that the one or the other wrote: "
+            "means of means of answers, with 95% intervals over prompts, and how many answers "
             "reach the range of positions."
         ),
         "header": [
@@ -267,7 +267,7 @@ def sums_table(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "title": "Additions of SmolLM2-135M-Instruct",
         "note": (
             f"{NUM_SUMS} additions of two numbers of so many digits, each after {EXAMPLES} others "
-            "with their sums, answered greedily; with Wilson's 95 % interval."
+            "with their sums, answered greedily; with Wilson's 95% interval."
         ),
         "header": ["model", *SUMS],
         "rows": rows,

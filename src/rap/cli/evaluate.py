@@ -177,7 +177,7 @@ def _table(title: str, measured: Fidelity, text: str) -> dict[str, Any]:
         ["perplexity, multiple of dense", interval_text(vars(measured.perplexity_ratio), ".4f")],
     ]
     windows = f"{measured.num_windows} windows of {measured.window:,} tokens of {text}"
-    header = ["", "value (95 % interval)"]
+    header = ["", "value (95% interval)"]
     return {"title": f"{title}: {windows}", "header": header, "rows": rows}
 
 

@@ -188,7 +188,7 @@ def _table(title: str, compared: Generation) -> dict[str, Any]:
     ]
     prompts = f"{compared.num_prompts} prompts of {compared.prompt_tokens}"
     asked = f"{prompts}, {compared.num_tokens} tokens after"
-    return {"title": title, "header": [asked, "mean (95 % interval)"], "rows": rows}
+    return {"title": title, "header": [asked, "mean (95% interval)"], "rows": rows}
 
 
 def _answers_table(title: str, found: LongOutput) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _answers_table(title: str, found: LongOutput) -> dict[str, Any]:
         ["tokens before the first difference", interval_text(vars(found.common_prefix), ".1f"), ""],
     ]
     asked = f"{found.num_prompts} answers of up to {found.num_tokens:,} tokens"
-    return {"title": title, "header": [asked, "pruned (95 % interval)", "dense"], "rows": rows}
+    return {"title": title, "header": [asked, "pruned (95% interval)", "dense"], "rows": rows}
 
 
 def _by_start(answers: Answers) -> Mapping[tuple[int, int], str]:

@@ -194,7 +194,7 @@ def _ruler(
         seed=seed,
         bos=opened.bos,
     )
-    title = f"Tasks of long context, {label(opened)}: share of answers (95 % interval)"
+    title = f"RULER-like tasks, {label(opened)}: accuracy (95% interval)"
     return {"ruler": [asdict(cell) for cell in cells]}, ruler_table(title, cells)
 
 

@@ -274,7 +274,7 @@ def test_the_command_measures_and_writes(tmp_path):
     assert [cell["task"] for cell in found.json["ruler"]] == ["two-hop", "multi-key"]
     assert {cell["length"] for cell in found.json["ruler"]} == {256}
     printed = run(*call)
-    assert "share of answers" in printed.out
+    assert "accuracy (95% interval)" in printed.out
     for row in found.json["table"]["rows"]:
         assert row[0] in printed.out
 

@@ -120,8 +120,8 @@ def test_the_table_shows_the_cells(grid):
     assert list(rows) == ["dense", "rap:paper", "rap"]
     by_name = dict(zip(header, rows["rap"], strict=True))
     assert by_name["KV"] == "50.0%"
-    assert by_name["PPL, cut only"] == f"{grid[1]['cells'][2]['perplexity']:.2f}"
-    assert by_name["paper PPL, cut only"] == "10.82"
+    assert by_name["PPL, no recovery"] == f"{grid[1]['cells'][2]['perplexity']:.2f}"
+    assert by_name["paper PPL, no recovery"] == "10.82"
     rows = {row[0]: dict(zip(near["header"], row, strict=True)) for row in near["rows"]}
     assert list(rows) == ["dense", "rap:paper", "rap"]
     assert (rows["dense"]["KL"], rows["dense"]["top-1"]) == ("0", "100.0%")
@@ -164,7 +164,7 @@ def test_other_texts_are_measured_as_the_first_is(grid, tiny, tmp_path):
         assert figures["perplexity"] != cell["perplexity"]
         assert figures == {name: one[name] for name in figures}
     assert {"kl", "top1", "perplexity", "evaluation"} <= figures.keys()
-    table = next(one for one in found["tables"] if one["title"].startswith("On texts of other"))
+    table = next(one for one in found["tables"] if one["title"].startswith("Other datasets"))
     dense, cut = table["rows"]
     assert table["header"] == ["method", "other.txt PPL", "other.txt KL"]
     lost = figures["perplexity"] / float(apart["cells"][0]["perplexity"]) - 1
@@ -174,7 +174,7 @@ def test_other_texts_are_measured_as_the_first_is(grid, tiny, tmp_path):
         f"{figures['perplexity']:.2f} ({lost:+.0%})",
         f"{figures['kl']['value']:.3g}",
     ]
-    assert not any(one["title"].startswith("On texts of other") for one in apart["tables"])
+    assert not any(one["title"].startswith("Other datasets") for one in apart["tables"])
     command = shlex.split(found["cells"][1]["command"])
     assert f"other_texts={other}, " in command
 

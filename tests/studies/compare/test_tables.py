@@ -115,11 +115,11 @@ def test_capabilities_are_sorted_by_family_and_read_from_the_cells():
         "parameters": "in part (72%)",
         "FLOPs": "no (450%)",
         "reconstruction free": "no",
-        "smallest cache, cut only": "50%",
+        "smallest cache, no recovery": "50%",
         "smallest cache, fast": "",
     }
     assert rows["heads"]["family"] == "head pruning"
-    assert rows["heads"]["smallest cache, cut only"] == "none"
+    assert rows["heads"]["smallest cache, no recovery"] == "none"
     assert rows["rap:paper"]["smallest cache, fast"] == "50%"
     # One family: nothing to tell apart.
     assert capability("m", DENSE, cut[2:], RECOVERED)["rows"] == []
@@ -147,8 +147,8 @@ def test_matched_compute_sets_rap_beside_what_rebuilds():
     assert list(rows) == ["rap at 0.7", "svdllm at 0.5", "palu at 0.5"]
     assert rows["palu at 0.5"]["KV"] == "50.0%"
     assert rows["palu at 0.5"]["parameters"] == "72.0%"
-    assert rows["rap at 0.7"]["PPL, cut only"] == "10.50"
-    assert rows["rap at 0.7"]["recall, cut only"] == "50%"
+    assert rows["rap at 0.7"]["PPL, no recovery"] == "10.50"
+    assert rows["rap at 0.7"]["recall, no recovery"] == "50%"
     assert "the 70.0% of rap at 0.7" in table["note"]
     assert "comes within 5% of dense: svdllm." in table["note"]
     # Without the reference, or without anything that reconstructs, there is nothing to match.
@@ -182,14 +182,14 @@ def test_a_sweep_has_a_row_a_ratio_and_a_column_a_method():
     assert fast["title"].endswith("fast, m")
     assert fast["note"] == ""
     assert titled([r for r in records if r["retain"] != 0.9], "Perplexity over") == []
-    assert titled(records, "KL from the dense model over") == []  # it was not measured
+    assert titled(records, "KL to the dense model over") == []  # it was not measured
 
 
 def test_divergence_is_swept_where_it_was_measured():
     records = [cell("rap", retain, 100 * retain) for retain in (0.9, 0.7, 0.5)]
     for record in records[:2]:
         record["kl"] = {"value": 1 - record["retain"], "low": 0, "high": 1}
-    [table] = titled(records, "KL from the dense model over")
+    [table] = titled(records, "KL to the dense model over")
     assert table["rows"] == [["dense", ""], ["0.7", "0.3"], ["0.9", "0.1"]]
 
 
@@ -233,7 +233,7 @@ def test_methods_that_did_not_come_back_have_a_row_a_ratio():
         cell("elitekv", 0.7, 12.0, recover="fast"),
     ]
     (table,) = titled(records, "Methods that")
-    assert table["header"] == ["method", "retain", "cut only", "fast"]
+    assert table["header"] == ["method", "retain", "no recovery", "fast"]
     assert table["rows"] == [["elitekv", "0.5", "50,000", ""], ["elitekv", "0.7", "60.00", "12.00"]]
     assert titled(records[:2], "Methods that") == []
 
@@ -254,9 +254,9 @@ def test_nearness_to_dense_has_intervals_of_pairs():
     unsure = near(cell("palu", 0.5, 10.0, "fast"), [hard - 1, easy + 1], 0.25)
     table = closeness("m", 0.5, dense, [sure, unsure, cell("rap", 0.7)], RECOVERED)
     rows = by_method(table)
-    assert list(rows) == ["dense", "rap, cut only", "palu, fast"]
-    assert rows["rap, cut only"] == {
-        "method": "rap, cut only",
+    assert list(rows) == ["dense", "rap, no recovery", "palu, fast"]
+    assert rows["rap, no recovery"] == {
+        "method": "rap, no recovery",
         "PPL": "27.18",
         "PPL of dense": "2.718",
         "KL": "0.25 (0.125 to 0.5)",
@@ -292,7 +292,7 @@ def test_recall_near_dense_has_intervals_of_its_questions():
 def test_cells_of_an_earlier_release_have_no_intervals():
     old = cell("rap", 0.5, 12.0)
     assert closeness("m", 0.5, DENSE, [old], RECOVERED)["rows"] == []
-    assert titled([old], "Near the dense model") == []
+    assert titled([old], "KL to the dense model") == []
     # Beside newer ones they have a ratio alone, as have cells of another window.
     dense = near(DENSE, [4.0, 1.0], 0.0)
     newer = near(cell("palu", 0.5), [5.0, 2.0], 0.1, window=64)

@@ -67,7 +67,7 @@ def _table(title, *header):
 
 
 def test_a_table_names_data_samples_and_bos(comparison):
-    plain = _table("Near the dense model", "PPL")
+    plain = _table("KL to the dense model", "PPL")
     said = (
         "Calibrated on 32 samples of 1,024 tokens of mine.txt; evaluated on 8 windows of 2,048 "
         "tokens of held-out:mine.txt, without BOS."

@@ -133,7 +133,7 @@ def test_the_page_says_what_the_files_say(folder):
         "400.00",
         "no <memory>",
         "rap compare bundled --methods rap:merge=1 --retain 0.5 -o runs/cell",
-        "perplexity 46.4400; 3,072 KV bytes a token in decode and 3,072 in prefill",
+        "perplexity 46.4400; 3,072 KV bytes/token in decode and 3,072 in prefill",
         "in the paper: perplexity 397, source tab:main",
         "torch 2.13.0, transformers 5.19.0; a <device>; 2026-11-21",
         '{"name": "rap", "retain": 0.5}',
@@ -145,8 +145,8 @@ def test_the_page_says_what_the_files_say(folder):
     assert page.count('<figure class="map">') == 1
     assert "rap:merge=1: perplexity 46.44, +0.0965 nats, at 50.0%" in text
     # Text is text, to be searched and read out.
-    assert "loss over dense, nats a token" in text
-    assert 'role="img" aria-label="loss over dense, nats a token against KV bytes' in page
+    assert "loss over dense, nats/token" in text
+    assert 'role="img" aria-label="loss over dense, nats/token against KV bytes' in page
 
 
 def test_every_colour_of_the_page_is_a_variable_with_a_dark_value(folder):

@@ -65,11 +65,11 @@ def expected(plan: Plan, curves: list[list[float]]) -> float:
 def table(data: Data) -> Data:
     """One row a budget and retain ratio.
 
-    `data` is what `measure` gave. Losses are over the dense model, in nats a token, as expected
+    `data` is what `measure` gave. Losses are over the dense model, in nats/token, as expected
     and as measured; then the perplexities that both mean.
     """
     return {
-        "title": "Expected and measured loss of a cut",
+        "title": "Estimated and measured loss increase of pruning",
         "note": (
             f"{data['how']} Folded keys and value subspaces; dense {data['dense']:.2f}. Expected: "
             "half the gradient's second moment times what is cut, summed over layers as if they "

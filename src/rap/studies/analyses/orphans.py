@@ -90,7 +90,7 @@ def table(data: Data) -> Data:
     return {
         "title": "Channels that lost the partner they rotate with",
         "note": (
-            "Single channels as KVPruner chooses them, whole pairs as RAP does, by root-Fisher "
+            "Single channels as KVPruner chooses them, RoPE pairs as RAP does, by root-Fisher "
             "with adaptive budgets. Orphans are kept key channels without their partner; broken "
             "pairs are those with just one channel left, of the pairs with any. The paper "
             "(Llama-3-8B): orphans from 12.1% at 0.9 to 62.7% at 0.5, broken 21.5% to 77.1%."

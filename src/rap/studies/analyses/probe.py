@@ -34,7 +34,7 @@ def table(data: Data) -> Data:
     layers = sorted({layer for layer, _ in values})
     retains = sorted({retain for _, retain in values}, reverse=True)
     return {
-        "title": "One layer cut, the others dense",
+        "title": "One layer pruned, the others dense",
         "note": (
             f"{data['how']} Pairs and value channels by root-Fisher. The paper (Llama-3-8B, 0.5): "
             "10.8 on average for the first four layers, 9.0 for the last four, 8.6 between, "

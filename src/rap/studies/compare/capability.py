@@ -102,7 +102,7 @@ def _note(dense: Record) -> str:
         f"Yes: at every measured ratio the cost is no more of {DENSE} than the cache is, to "
         f"{ROOM:.0%}; in part: below {DENSE}, but above the cache's part; in brackets the part "
         f"at the smallest measured cache. FLOPs of attention in one decode step at {context:,} "
-        "tokens, with what is rebuilt. Smallest cache: the least measured one down to which "
+        "tokens, with what is reconstructed. Smallest cache: the least measured one down to which "
         f"perplexity stays within {CLOSE - 1:.0%} of {DENSE}."
     )
 
@@ -171,7 +171,7 @@ def _matched_row(
 
 def _matched_note(target: float, far: Sequence[str]) -> str:
     note = (
-        f"Every method that rebuilds keys or values, at that measured ratio where its attention "
+        "Every method that reconstructs keys or values, at that measured ratio where its attention "
         f"parameters come nearest to the {target:.1%} of {REFERENCE[0]} at {REFERENCE[1]:g}."
     )
     if far:

@@ -29,7 +29,7 @@ def closeness(
     rows = [_row(row, record, dense) for row, record in ((DENSE, dense), *here)]
     measured = any("kl" in record or _paired(record, dense) for _, record in here)
     return {
-        "title": f"Near the dense model at retain {retain:g}, {name}",
+        "title": f"KL to the dense model at retain {retain:g}, {name}",
         "note": _note(dense),
         "header": [*HEADER, *(f"recall at {entry['distance']:,}" for entry in _recall(dense))],
         "rows": rows if measured else [],
@@ -102,10 +102,10 @@ def _note(dense: Record) -> str:
         else ""
     )
     return (
-        "Perplexity as a multiple of dense; KL divergence of the dense model's next-token "
-        "distributions from the cut one's in nats a token, its mean and its 99th percentile over "
+        "Perplexity as a multiple of dense; KL(dense || pruned) of next-token "
+        "distributions in nats/token, its mean and its 99th percentile over "
         f"tokens; share of tokens that both think most likely. {scored['num_windows']} windows of "
-        f"{scored['window']:,} tokens; in brackets 95 % bootstrap intervals over them, of the "
+        f"{scored['window']:,} tokens; in brackets 95% bootstrap intervals over them, of the "
         "multiple by pairs of the same window."
         f"{recall}"
     )
@@ -123,10 +123,10 @@ def other_texts(
     rows = [_other_row(row, record, dense, texts) for row, record in here]
     counts = {t: dense["other_texts"][t]["evaluation"]["num_windows"] for t in texts}
     return {
-        "title": f"On texts of other kinds at retain {retain:g}, {name}",
+        "title": f"Other datasets at retain {retain:g}, {name}",
         "note": (
-            "Perplexity, in brackets what it lost over dense, and KL divergence from the dense "
-            f"model in nats a token; {_read_text(counts)}, of "
+            "Perplexity, in brackets what it lost over dense, and KL to the dense model in "
+            f"nats/token; {_read_text(counts)}, of "
             f"{dense['evaluation']['window']:,} tokens."
         ),
         "header": ["method", *(f"{Path(t).name} {what}" for t in texts for what in ("PPL", "KL"))],

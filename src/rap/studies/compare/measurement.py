@@ -150,7 +150,7 @@ def measure(
     """Cost and quality of `model` as JSON-able data, on the `texts` that `measures` names.
 
     Windows and documents of them begin with the token `bos`, if any. The dense model is
-    timed in turn with it, so that a busy machine slows both alike.
+    timed interleaved with it, so that a busy machine slows both alike.
     """
     first, *others = measures.texts()
     tokens = texts[first].tokens

@@ -26,7 +26,7 @@ STEELMAN = (
     "rap",
 )
 UNCONVERGED = ("elitekv", "matryoshka")
-RECOVERED = {"none": "cut only", "closed-form": "refitted"}
+RECOVERED = {"none": "no recovery", "closed-form": "refitted"}
 MISSED = 0.025  # of dense: a cache that is farther from what was asked is pointed out
 
 
@@ -84,7 +84,7 @@ def _main(
     quality = {**measured, **columns}
     context = dense["attention_flops"]["context"]
     cost = {what: show for what, show in COST.items() if show(dense, dense)}
-    header = ["method", *cost, f"FLOPs at {context:,}", "rebuilds K/V"]
+    header = ["method", *cost, f"FLOPs at {context:,}", "reconstructs K/V"]
     header += [f"{what}, {RECOVERED.get(r, r)}" for what in quality for r in recoveries]
     rows = []
     for method in [DENSE, *_methods(here)]:
@@ -164,7 +164,7 @@ def _steelman(name: str, recover: str, dense: Record, records: Sequence[Record])
             ]
         )
     return {
-        "title": "Single channels at their best against whole pairs, "
+        "title": "Single channels at their best against RoPE pairs, "
         f"{RECOVERED.get(recover, recover)}, {name}",
         "note": f"Perplexity; dense {dense['perplexity']:.2f}.",
         "header": [
@@ -186,7 +186,7 @@ def _unconverged(name: str, records: Sequence[Record], dense: Record) -> Table:
         for retain in sorted({record["retain"] for record in records})
     ]
     return {
-        "title": f"Methods that the paper's recovery did not bring back, {name}",
+        "title": f"Methods that the paper's recovery left unconverged, {name}",
         "note": f"Perplexity; dense {dense['perplexity']:.2f}.",
         "header": ["method", "retain", *(RECOVERED.get(r, r) for r in recoveries)],
         "rows": rows,
@@ -196,11 +196,11 @@ def _unconverged(name: str, records: Sequence[Record], dense: Record) -> Table:
 def _note(dense: Record) -> str:
     scored = dense["evaluation"]
     parts = [
-        f"KV and parameters of attention as parts of dense ({dense['kv_bytes_per_token']:,} bytes "
-        "a token), counted from the cache tensors and weights; FLOPs of attention in one decode "
-        "step, projections alone and with all products at that context; time of a whole decode step"
-        f"{_prompt(dense)}, as part of the dense model's timed in turn with it. Perplexity over "
-        f"{scored['num_windows']} windows of {scored['window']:,} tokens"
+        f"KV and parameters of attention as parts of dense ({dense['kv_bytes_per_token']:,} "
+        "bytes/token), counted from the cache tensors and weights; FLOPs of attention in one "
+        "decode step, projections alone and with all products at that context; time of a whole "
+        f"decode step{_prompt(dense)}, as part of the dense model's timed interleaved with it. "
+        f"Perplexity over {scored['num_windows']} windows of {scored['window']:,} tokens"
     ]
     if dense.get("recall"):
         far = " and ".join(f"{cell['distance']:,}" for cell in dense["recall"])
@@ -272,7 +272,7 @@ QUALITY: dict[str, Callable[[Record], str]] = {
 }
 SWEPT: dict[str, Callable[[Record], str]] = {
     "Perplexity": _perplexity,
-    "KL from the dense model": _kl,
+    "KL to the dense model": _kl,
 }
 MATCHED_QUALITY: dict[str, Callable[[Record], str]] = {
     "PPL": _perplexity,

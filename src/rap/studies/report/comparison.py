@@ -105,7 +105,7 @@ def _loss_chart(
         said = f"perplexity {cell['perplexity']:,.2f}, {loss:+.4f} nats, at {share:.1%}"
         return ChartPoint(share, loss, said)
 
-    labels = (x_label, "loss over dense, nats a token")
+    labels = (x_label, "loss over dense, nats/token")
     series = _series(here, styles, point)
     chart = line_chart(series, styles, labels, prefix=prefix, floor=LOSS_FLOOR)
     return chart, f"Loss over dense (perplexity {dense['perplexity']:,.2f}), logarithmic"

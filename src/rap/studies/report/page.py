@@ -116,7 +116,7 @@ def _origin(cell: Record) -> Record:
     """The command that repeats a cell, its settings, weights and versions."""
     said = [
         f"perplexity {cell['perplexity']:.4f}",
-        f"{cell['kv_bytes_per_token']:,} KV bytes a token in decode and "
+        f"{cell['kv_bytes_per_token']:,} KV bytes/token in decode and "
         f"{cell['prefill_kv_bytes_per_token']:,.0f} in prefill",
         f"weights {cell['fingerprint'][:SHORT]} of dense {cell['dense_fingerprint'][:SHORT]}",
         f"seed {cell['seed']}",
