@@ -120,7 +120,6 @@ def test_dry_run_of_compress_reads_and_writes_nothing(tmp_path):
     assert steps["distil"]["tokens"] == 40 * 16 * 256
     assert report["dry_run"] is True
     assert report["method"]["name"] == "rap"
-    assert report["seconds_at_least"] > 0
     assert all(size > 0 for size in report["memory_bytes"].values())
     assert "Dry run: no weights or text were read" in printed
 
@@ -151,13 +150,12 @@ def test_dry_run_is_of_the_device_that_does_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
     asked = []
-    monkeypatch.setattr(dry_run, "product_speed", lambda device: asked.append(device.type) or 1e9)
     monkeypatch.setattr(dry_run, "free_memory", lambda device: asked.append(device.type) or 1)
     words = ("compress", "bundled", "--dry-run", "--json", "-o", tmp_path / "out")
     assert run(*words, "--device", "cpu").json["device"].startswith("cpu (")
     assert run(*words, "--device-map", "auto").json["device"] == "GPU"
     assert run(*words).json["device"] == "GPU"
-    assert asked == ["cpu", "cpu", "cuda", "cuda", "cuda", "cuda"]
+    assert asked == ["cpu", "cuda", "cuda"]
 
 
 @pytest.mark.parametrize(

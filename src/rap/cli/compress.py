@@ -273,10 +273,10 @@ def _tell(
     recovers, held = dry.recovery_step(recover, dense, dense, None)
     report = dry.described(
         [
-            *dry.sampling_steps(dense, named_sources(data)),
+            *dry.sampling_steps(named_sources(data)),
             calibrate,
             *recovers,
-            dry.evaluation_step(text, dense, dense),
+            dry.evaluation_step(text, dense),
         ],
         {"weights": dry.weight_bytes(config, dense, read.dtype, device), **memory, **held},
         device,

@@ -94,7 +94,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothi
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Print steps with memory and time estimates, then exit."),
+    typer.Option("--dry-run", help="Print steps with token counts and memory, then exit."),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Directory to write.")]
 Model = Annotated[

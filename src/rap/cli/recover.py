@@ -190,7 +190,7 @@ def _tell(
         "dense weights": dry.weight_bytes(dense_config, dense, stored, device),
     }
     report = dry.described(
-        [*steps, dry.evaluation_step(text, small, dense)],
+        [*steps, dry.evaluation_step(text, dense)],
         memory | held,
         device,
         pruned=str(pruned),
