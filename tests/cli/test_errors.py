@@ -105,17 +105,20 @@ METHOD_TEXTS = [
     ("palu:group=1", "method 'palu' has no setting 'group'; it has: group_size, multiple, ranks"),
     ("palu:group_size=", "cannot set 'group_size=': write name=value"),
     ("palu:group_size=1:group_size=2", "group_size is set twice"),
-    ("palu:group_size=few", "group_size 'few' is not possible: give a whole number"),
-    ("palu:group_size=1.5", "group_size 1.5 is not possible: give a whole number"),
+    ("palu:group_size=few", "group_size cannot be 'few': give a whole number"),
+    ("palu:group_size=1.5", "group_size cannot be 1.5: give a whole number"),
     ("rap:retain=0.5", "method 'rap' has no setting 'retain'"),
     ("rap:qk_norm=no", "unknown qk_norm 'no'"),
     ("kvpruner:rotation=twice", "unknown rotation 'twice': use one of first, narrow"),
-    ("elitekv:pairs=some", "pairs 'some' is not possible: give a whole number or sweep"),
-    ("elitekv:whiten=1", "whiten 1 is not possible: give true or false"),
+    ("elitekv:pairs=some", "pairs cannot be 'some': give a whole number or sweep"),
+    ("elitekv:whiten=1", "whiten cannot be 1: give true or false"),
     (":", "unknown method ''"),
 ]
 CASES = [
-    *[((*BUNDLED, "--retain", r), f"retain {float(r)} is outside") for r in ("0", "1.5", "nan")],
+    *[
+        ((*BUNDLED, "--retain", r), f"retain cannot be {float(r)}: give")
+        for r in ("0", "1.5", "nan")
+    ],
     ((*BUNDLED, "--calibration", "empty.txt"), "the calibration text is empty"),
     ((*BUNDLED, "--calibration", "nowhere.txt"), "there is no file nowhere.txt"),
     ((*BUNDLED, "--calibration", "short.txt"), "one window needs 64: give a longer text"),
@@ -134,10 +137,10 @@ CASES = [
     ((*BUNDLED, "--score", "no"), "unknown score 'no': use one of energy, fisher, gate"),
     ((*BUNDLED, "--budget", "no"), "unknown budget 'no': use one of adaptive"),
     ((*BUNDLED, "--keys", "no"), "unknown keys 'no': use one of fold, pairs"),
-    ((*BUNDLED, "--align", -3), "align -3 is not possible"),
-    ((*BUNDLED, "--key-share", 3), "key_share 3 is not possible"),
-    ((*BUNDLED, "--key-share", "no"), "key_share 'no' is not possible"),
-    ((*BUNDLED, "--key-share", 0), "key_share 0 is not possible"),
+    ((*BUNDLED, "--align", -3), "align cannot be -3"),
+    ((*BUNDLED, "--key-share", 3), "key_share cannot be 3"),
+    ((*BUNDLED, "--key-share", "no"), "key_share cannot be 'no'"),
+    ((*BUNDLED, "--key-share", 0), "key_share cannot be 0"),
     *[((*BUNDLED, "--method", text), message) for text, message in METHOD_TEXTS],
     ((*BUNDLED, "--method", "rap:align=4", "--align", 4), "set it once"),
     ((*BUNDLED, "--method", "rap:align=4", "--target", "vllm"), "--target vllm decides align"),
@@ -153,7 +156,7 @@ CASES = [
     ((*BUNDLED, "--method", "palu", "--target", "no"), "unknown target 'no': use one of any"),
     ((*BUNDLED, "--method", "heads", "--keys", "fold"), "method 'heads' has no setting 'keys'"),
     (("plan", "bundled", "-o", "x", "--method", "palu:x=1"), "'palu' has no setting 'x'"),
-    ((*BUNDLED, "--context", 0), "context is a distance in tokens, 1 or more"),
+    ((*BUNDLED, "--context", 0), "context cannot be 0: give 1 or more"),
     ((*BUNDLED, "--recover", "no"), "unknown recovery 'no'"),
     ((*BUNDLED, "--recover", "projections"), "trains the bases of method matryoshka: rap has none"),
     ((*BUNDLED, "--recover", "projections", "--dry-run"), "rap has none"),
@@ -304,7 +307,10 @@ EVALUATIONS = [
     ("zero-shot bundled --limit 0", "limit 0 leaves nothing to read"),
     ("zero-shot bundled --batch-size 0", "batch_size must be at least 1, not 0"),
     ("generation bundled --dense bundled --tokens 0", "at least 1"),
-    ("generation bundled --dense bundled --chat bundled --temperature -1", "is not above 0"),
+    (
+        "generation bundled --dense bundled --chat bundled --temperature -1",
+        "temperature cannot be -1.0: give more than 0",
+    ),
 ]
 
 
@@ -344,7 +350,7 @@ def test_debug_shows_the_traceback(tmp_path, monkeypatch):
     for position in (0, len(BUNDLED)):
         arguments = [*BUNDLED, "--retain", "0"]
         arguments.insert(position, "--debug")
-        with pytest.raises(RapError, match="is outside"):
+        with pytest.raises(RapError, match="retain cannot be"):
             run(*arguments)
     assert os.listdir(tmp_path) == []
 

@@ -278,16 +278,16 @@ def test_attention_of_another_make_is_refused(family: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("palu", {"group_size": 0}, "at least 1"),
+        ("palu", {"group_size": 0}, "group_size cannot be 0: give 1 or more"),
         ("palu", {"ranks": "best"}, "unknown ranks"),
         ("kvpruner", {"rotation": "none"}, "unknown rotation"),
-        ("elitekv", {"pairs": 0}, "0 elite pairs"),
-        ("starkv", {"gap": 1.0}, "gap 1.0 is not possible"),
+        ("elitekv", {"pairs": 0}, "pairs cannot be 0: give 1 or more or sweep"),
+        ("starkv", {"gap": 1.0}, "gap cannot be 1.0: give 0 or more and less than 1"),
         ("elitekv", {"pairs": "all"}, "give a whole number or sweep"),
         ("matryoshka", {"widths": "best"}, "unknown widths"),
         ("kvpruner", {"budget": "error"}, "unknown budget"),
         ("kvpruner", {"budget": "sensitivity", "key_share": "pooled"}, "no scores of K and V"),
-        ("kvpruner", {"align": 3}, "align 3"),
+        ("kvpruner", {"align": 3}, "align cannot be 3"),
     ],
 )
 def test_impossible_settings_are_refused(name: str, settings: dict, message: str) -> None:

@@ -96,10 +96,10 @@ def test_a_record_of_a_run_makes_the_method_again(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"retain": "0.5"}, "retain '0.5' is not possible: give a number"),
-        ({"retain": True}, "retain True is not possible"),
-        ({"align": 2.5}, "align 2.5 is not possible: give a whole number"),
-        ({"key_share": "all"}, "key_share 'all' is not possible: give a number or pooled"),
+        ({"retain": "0.5"}, "retain cannot be '0.5': give a number"),
+        ({"retain": True}, "retain cannot be True"),
+        ({"align": 2.5}, "align cannot be 2.5: give a whole number"),
+        ({"key_share": "all"}, "key_share cannot be 'all': give a number or pooled"),
         ({"keys": "whole"}, "unknown keys 'whole': use one of fold, pairs"),
     ],
 )

@@ -12,7 +12,6 @@ from ..model.errors import RapError, UnsupportedModelError
 from ..model.layers import attention_layers, base_model_type, check_dense
 from ..model.norms import NORM_PER_HEAD
 from ..model.rope import AttentionShape
-from ..model.specs import NORM_MODES
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
 from ..planning.kv_sharing import divide
 from ..planning.norms import NORM_ROWS, with_denominators
@@ -21,7 +20,7 @@ from ..planning.scores import LayerScores, Named, equal_scores, score_layers
 from ..runtime.sources import LayerSource, LoadedLayers
 from ..surgery.apply import apply
 from .dense import DenseLayers, dense_layers
-from .settings import check_fields
+from .settings import Count, Share, check_fields
 
 # Kernels of attention and matrix products lose their fast paths at widths that are no multiple of
 # 8 channels; heads narrower than this keep any number of pairs, or little would be left to choose.
@@ -48,15 +47,11 @@ class Method(ABC):
     reconstructs: ClassVar[str] = ""
     ships: ClassVar[Ships] = "code"
 
-    retain: float = 0.7
+    retain: Share = 0.7
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 < self.retain <= 1:
-            raise RapError(
-                f"retain {self.retain} is outside (0, 1]: give the fraction of the cache to keep"
-            )
 
     @property
     @abstractmethod
@@ -134,16 +129,12 @@ class PairPruning(Method):
     budget: Budget = "adaptive"
     key_share: KeyShare = 0.5
     align: int | None = None
-    qk_norm: str = "constant"
-    norm_rows: int = NORM_ROWS
+    qk_norm: Literal["exact", "constant", "rows"] = "constant"
+    norm_rows: Count = NORM_ROWS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self.key_share, 1 if self.align is None else self.align)
-        if self.qk_norm not in NORM_MODES:
-            raise RapError(f"unknown qk_norm {self.qk_norm!r}: use {' or '.join(NORM_MODES)}")
-        if self.norm_rows < 1:
-            raise RapError(f"norm_rows {self.norm_rows} keeps nothing for the norm: give 1 or more")
         if self.norm_rows != NORM_ROWS and self.qk_norm != "rows":
             raise RapError(
                 f"norm_rows is of qk_norm 'rows' alone, and this is {self.qk_norm!r}: remove it"

@@ -23,6 +23,7 @@ from ..model.rope import AttentionShape
 from ..planning.subspace import whitened_factors
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, as_stored, linear
+from .settings import Count
 from .trials import Trials
 
 
@@ -41,13 +42,8 @@ class EliteKv(Replacing):
     summary: ClassVar[str] = "a few rotated pairs, and a joint latent of other keys and values"
     reconstructs: ClassVar[str] = "keys and values"
 
-    pairs: int | Literal["sweep"] | None = None
+    pairs: Count | Literal["sweep"] | None = None
     whiten: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.pairs, int) and self.pairs < 1:
-            raise RapError(f"{self.pairs} elite pairs cannot encode positions; use 1 or more")
 
     @classmethod
     def plus(cls, **settings: Any) -> Any:

@@ -30,12 +30,13 @@ from ..planning.merging import (
 from ..planning.plan import PairPlan, Plan
 from ..planning.shared import shared_frequencies, shared_slots
 from .dense import DenseLayers
+from .settings import Count
 
 # auto: W_q and W_o grow by merge * retain. Three heads at 0.7 are worth it, and leave the attention
 # with 98 % of its parameters (docs/log.md, 2026-11-25).
 GROWTH = 2.25
 
-Merge = int | Literal["all", "auto"] | None
+Merge = Count | Literal["all", "auto"] | None
 
 
 @dataclass(frozen=True)
@@ -249,8 +250,6 @@ def check_merging(method: Any) -> None:
     merge = method.merge
     if merge == 1:
         return
-    if isinstance(merge, int) and merge < 1:
-        raise RapError(f"merge {merge} is not possible; use 1 or more, all, or auto")
     if needed := _excluded(method):
         raise RapError(f"merge={merge} needs {needed}")
 

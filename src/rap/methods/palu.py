@@ -22,6 +22,7 @@ from ..planning.budgets import allocate
 from ..planning.subspace import WeightFactors, whitened_factors
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
+from .settings import Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +42,9 @@ class Palu(Replacing):
     summary: ClassVar[str] = "one latent of every group of KV heads for keys, and one for values"
     reconstructs: ClassVar[str] = "keys"
 
-    group_size: int = 4
+    group_size: Count = 4
     ranks: Literal["fisher", "uniform"] = "fisher"
-    multiple: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.group_size < 1 or self.multiple < 1:
-            raise RapError(
-                f"group_size {self.group_size} and multiple {self.multiple} must be at least 1"
-            )
+    multiple: Count = 1
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
         """As of every method; groups of heads must be whole."""

@@ -35,6 +35,7 @@ from .merged import (
     noted,
     with_record,
 )
+from .settings import Count, NotNegative
 from .trials import Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
 
@@ -90,9 +91,9 @@ class Rap(PairPruning):
     metric: Metric = "loss"
     keys: Literal["pairs", "fold"] = "fold"
     values: Literal["channels", "subspace"] = "subspace"
-    context: int | None = None
-    reach: int | Literal["far"] | None = None
-    shrinkage: float = 0.0
+    context: Count | None = None
+    reach: Count | Literal["far"] | None = None
+    shrinkage: NotNegative = 0.0
     profile: Literal["per-head", "stock"] = "per-head"
     merge: Merge = None
     queries: Queries = "auto"
@@ -118,13 +119,10 @@ class Rap(PairPruning):
             )
         if self.metric != "loss" and not self._reads_metric:
             raise RapError(f"nothing reads metric {self.metric!r} with these settings: omit it")
-        for name, distance in (("context", self.context), ("reach", self._reach)):
-            if distance is not None and distance < 1:
-                raise RapError(f"{name} is a distance in tokens, 1 or more: not {distance}")
         if self.keys != "fold" and self._says_how_to_fold:
             raise RapError("context and reach are of folded keys: they need keys 'fold'")
-        if self.shrinkage and (self.values != "subspace" or self.shrinkage < 0):
-            raise RapError("shrinkage is 0 or more, and of a value subspace: values 'subspace'")
+        if self.shrinkage and self.values != "subspace":
+            raise RapError("shrinkage is of a value subspace: it needs values 'subspace'")
         check_merging(self)
         if self.queries == "factored" and (self.keys != "fold" or self.profile == "stock"):
             raise RapError("queries 'factored' needs keys 'fold' and profile 'per-head'")

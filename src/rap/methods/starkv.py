@@ -11,17 +11,17 @@ Shapes: G KV heads, D head dim, E model dim.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..calibration.statistics import Statistics
-from ..model.errors import RapError
 from ..model.kinds.base import WeightsPlan
 from ..planning.subspace import WeightFactors, whitened_factors
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, latent_layer
+from .settings import Within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +38,13 @@ class StarKv(Replacing):
     summary: ClassVar[str] = "a latent of every head for keys, one of all heads for values"
     reconstructs: ClassVar[str] = "keys and values"
 
-    gap: float = 0.2
+    gap: Annotated[float, Within(least=0, below=1)] = 0.2
     whiten: bool = False
 
     @classmethod
     def plus(cls, **settings: Any) -> "StarKv":
         """With the whitening that the other low-rank methods have."""
         return cls(**{"whiten": True, **settings})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.gap < 1:
-            raise RapError(f"gap {self.gap} is not possible: use a number in [0, 1)")
 
     @property
     def needs(self) -> frozenset[str]:

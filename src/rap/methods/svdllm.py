@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..calibration.statistics import Statistics
-from ..model.errors import RapError
 from ..model.kinds.base import WeightsPlan
 from ..planning.subspace import whitened_factors
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, latent_layer, nearest_rank
+from .settings import Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,7 @@ class SvdLlm(Replacing):
     summary: ClassVar[str] = "one latent of all heads of a layer for keys, and one for values"
     reconstructs: ClassVar[str] = "keys and values"
 
-    multiple: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.multiple < 1:
-            raise RapError(f"multiple {self.multiple} makes no ranks: give 1 or more")
+    multiple: Count = 1
 
     @property
     def needs(self) -> frozenset[str]:

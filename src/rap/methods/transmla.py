@@ -25,6 +25,7 @@ from ..model.rope import AttentionShape
 from ..planning.subspace import whitened_factors
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, as_stored, linear
+from .settings import Count
 from .trials import Trials
 
 ROTATED = 64  # channels that rotate in DeepSeek's models, for which the original converts
@@ -45,14 +46,12 @@ class TransMla(Replacing):
     reconstructs: ClassVar[str] = "keys and values"
 
     rotated: int | None = None
-    freqfold: int | Literal["auto"] = "auto"
+    freqfold: Count | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rotated is not None and (self.rotated < 2 or self.rotated % 2):
             raise RapError(f"{self.rotated} channels are not RoPE pairs; use an even `rotated`")
-        if isinstance(self.freqfold, int) and self.freqfold < 1:
-            raise RapError(f"freqfold cannot be {self.freqfold}: give 1 or more")
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
         """As of every method; pairs divide into what rotates, and into folds.

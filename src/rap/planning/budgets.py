@@ -168,9 +168,9 @@ def kv_budgets(
 def check_settings(key_share: KeyShare, align: int) -> None:
     """Raise RapError for a share or an alignment that no budget can follow."""
     if align < 1 or (align > 1 and align % 2):
-        raise RapError(f"align {align} is not possible: use 1 or an even number of channels")
+        raise RapError(f"align cannot be {align}: give 1 or an even number of channels")
     if key_share != "pooled" and not (isinstance(key_share, (int, float)) and 0 < key_share < 1):
-        raise RapError(f"key_share {key_share!r} is not possible: use a number in (0, 1) or pooled")
+        raise RapError(f"key_share cannot be {key_share!r}: give a number in (0, 1) or pooled")
 
 
 def select(

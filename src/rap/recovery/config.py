@@ -1,20 +1,12 @@
 """Settings of recovery by distillation: one dataclass, and the named presets as a table."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
+from ..methods.settings import Count, NotNegative, Positive, Within, check_fields
 from ..model.errors import RapError
 
-SCHEDULES = ("plateau", "cosine")
-DIVERGENCES = ("reverse", "forward")
-LOGGERS = ("tensorboard", "trackio")
-TUNED = ("lora", "full")
-
-
-def _names(kinds: tuple[Any, ...]) -> str:
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    shown = [kind for kind in kinds if kind in words and not (kind is int and float in kinds)]
-    return " or ".join(words[kind] for kind in shown)
+Steps = Annotated[int, Within(least=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,66 +29,41 @@ class RecoveryConfig:
     and lumps the others together.
     """
 
-    window: int = 256
-    num_windows: int | None = None
-    validation_windows: int = 64
-    epochs: int = 20
-    steps: int | None = None
-    match_steps: int = 0
-    global_batch: int = 128
-    micro_batch: int = 8
-    evaluate_every: int | None = None
-    learning_rate: float = 1e-4
-    schedule: str = "plateau"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    tune: str = "lora"
-    rank: int = 8
-    alpha: int = 16
-    dropout: float = 0.05
-    ce_weight: float = 1.0
-    kl_weight: float = 1.0
-    temperature: float = 2.0
-    divergence: str = "reverse"
-    top_k: int | None = None
+    window: Annotated[int, Within(least=2)] = 256  # it predicts from its second token on
+    num_windows: Count | None = None
+    validation_windows: Count = 64
+    epochs: Count = 20
+    steps: Count | None = None
+    match_steps: Steps = 0
+    global_batch: Count = 128
+    micro_batch: Count = 8
+    evaluate_every: Count | None = None
+    learning_rate: Positive = 1e-4
+    schedule: Literal["plateau", "cosine"] = "plateau"
+    warmup_steps: Steps = 0
+    weight_decay: NotNegative = 0.0
+    clip: Positive = 1.0
+    tune: Literal["lora", "full"] = "lora"
+    rank: Count = 8
+    alpha: Count = 16
+    dropout: Annotated[float, Within(least=0, below=1)] = 0.05
+    ce_weight: NotNegative = 1.0
+    kl_weight: NotNegative = 1.0
+    temperature: Positive = 2.0
+    divergence: Literal["reverse", "forward"] = "reverse"
+    top_k: Count | None = None
     gradient_checkpointing: bool = False
-    report_to: str | None = None
+    report_to: Literal["tensorboard", "trackio"] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            kinds = get_args(field.type) or (field.type,)
-            kinds = (*kinds, int) if float in kinds else kinds
-            self._check(
-                field.name, type(getattr(self, field.name)) in kinds, f"give {_names(kinds)}"
+        check_fields(self, "recovery")
+        if self.steps is not None and self.match_steps > self.steps:
+            raise RapError(
+                f"recovery match_steps cannot be {self.match_steps}: all steps are {self.steps}"
             )
-        self._check_choice("schedule", SCHEDULES)
-        self._check_choice("divergence", DIVERGENCES)
-        self._check_choice("tune", TUNED)
-        if self.report_to is not None:
-            self._check_choice("report_to", LOGGERS)
-        for name in ("epochs", "global_batch", "micro_batch", "rank", "validation_windows"):
-            self._check(name, getattr(self, name) >= 1, "give 1 or more")
-        for name in ("num_windows", "steps", "evaluate_every", "top_k"):
-            value = getattr(self, name)
-            self._check(name, value is None or value >= 1, "give 1 or more, or remove it")
-        self._check("window", self.window >= 2, "a window predicts from its second token on")
-        for name in ("learning_rate", "temperature", "alpha", "clip"):
-            self._check(name, getattr(self, name) > 0, "give a positive number")
-        for name in ("ce_weight", "kl_weight", "weight_decay", "match_steps", "warmup_steps"):
-            self._check(name, getattr(self, name) >= 0, "give zero or a positive number")
-        few = self.steps is None or self.match_steps <= self.steps
-        self._check("match_steps", few, f"all steps are {self.steps}")
-        self._check("dropout", 0 <= self.dropout < 1, "give a share from 0 up to 1")
-        self._check("kl_weight", self.ce_weight + self.kl_weight > 0, "ce_weight is 0 as well")
-
-    def _check_choice(self, name: str, known: tuple[str, ...]) -> None:
-        self._check(name, getattr(self, name) in known, f"use one of {', '.join(known)}")
-
-    def _check(self, name: str, good: bool, remedy: str) -> None:
-        if not good:
-            raise RapError(f"recovery {name} cannot be {getattr(self, name)!r}: {remedy}")
+        if self.ce_weight + self.kl_weight == 0:
+            raise RapError("recovery kl_weight cannot be 0: ce_weight is 0 as well")
 
 
 # `paper` is the schedule of the paper's appendix. `fast` was tuned on the bundled model: a short

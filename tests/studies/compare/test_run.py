@@ -538,7 +538,7 @@ def test_what_is_given_wins_over_the_demo(tmp_path, monkeypatch, arguments, reta
         ("--retain ,", "retain ',' is no list of ratios"),
         ("--recover ,", "a comparison needs recoveries: name at least one"),
         ("--recover fast --set steps=abc", "recovery steps cannot be 'abc': give a whole number"),
-        ("--recover fit --set fit.steps=abc", "steps 'abc' is not possible: give a whole number"),
+        ("--recover fit --set fit.steps=abc", "steps cannot be 'abc': give a whole number"),
         ("--recover fit --set fit.foo=3", "fit has no setting foo; it has: batch"),
         (
             "--recover none,fit --set steps=3",

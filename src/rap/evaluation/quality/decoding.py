@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...data.sampling import nucleus
+from ...methods.settings import Positive, Share, check_fields
 from ...model.attention import ATTENTION
-from ...model.errors import RapError
 from ...model.kernels.growing_cache import grow
 from ...runtime.logits import Head, decoder_of
 from ...runtime.progress import Progress
@@ -41,16 +41,12 @@ class Sampling:
     alike.
     """
 
-    temperature: float = 0.7
-    top_p: float = 0.9
+    temperature: Positive = 0.7
+    top_p: Share = 0.9
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """RapError for a temperature that is not above 0, or a `top_p` outside (0, 1]."""
-        if not self.temperature > 0:
-            raise RapError(f"temperature {self.temperature} is not above 0: remove it for greedy")
-        if not 0 < self.top_p <= 1:
-            raise RapError(f"top_p {self.top_p} is not above 0 and at most 1: 1 keeps all tokens")
+        check_fields(self)
 
 
 @dataclass(frozen=True)

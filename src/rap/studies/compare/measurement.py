@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from ...evaluation.quality.fidelity import DenseStates
 from ...evaluation.quality.perplexity import perplexity
 from ...evaluation.retrieval.documents import check_wording
 from ...evaluation.retrieval.recall import copy_loss, recall_grid
-from ...methods.settings import read_value, split_setting
+from ...methods.settings import Count, Within, check_fields, read_value, split_setting
 from ...model.errors import RapError
 from ...model.fingerprint import fingerprint_model
 from ...runtime.state import evaluating
+
+OrNone = Annotated[int, Within(least=0)]  # 0 skips what it is a number of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,36 +45,24 @@ class Measures:
     """
 
     text: str = HELD_OUT
-    window: int | None = None
-    num_windows: int | None = EVALUATION_WINDOWS
+    window: Count | None = None
+    num_windows: Count | None = EVALUATION_WINDOWS
     fidelity: bool = True
     other_texts: str = ""
-    recall_distances: tuple[int, ...] = (256, 1000)
-    recall_facts: int = 4
-    recall_documents: int = 32
+    recall_distances: tuple[Count, ...] = (256, 1000)
+    recall_facts: Count = 4
+    recall_documents: OrNone = 32
     recall_wording: str = "plain"
-    copy_documents: int = 16
-    decode_context: int = 1024
-    decode_steps: int = 24
-    prefill_tokens: int = 0
+    copy_documents: Count = 16
+    decode_context: Count = 1024
+    decode_steps: OrNone = 24
+    prefill_tokens: OrNone = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool):
-                good, remedy = type(value) is bool, "give true or false"
-            elif isinstance(field.default, str):
-                empty = field.name == "other_texts"
-                good, remedy = isinstance(value, str) and (bool(value) or empty), "give a name"
-            elif isinstance(field.default, tuple):
-                good, remedy = _counts(value), "give whole numbers, such as 256,1000"
-            elif value is None:
-                good, remedy = field.name in ("num_windows", "window"), "give a whole number"
-            else:
-                least = 0 if field.name in SKIPPED_BY_ZERO else 1
-                good, remedy = type(value) is int and value >= least, f"give {least} or more"
-            if not good:
-                raise RapError(f"measure {field.name} cannot be {value!r}: {remedy}")
+        check_fields(self, "measure")
+        for name in ("text", "recall_distances"):
+            if not getattr(self, name):
+                raise RapError(f"measure {name} cannot be empty: name it, or remove the setting")
         check_wording(self.recall_wording)
         self.texts()
 
@@ -99,7 +89,6 @@ class Measures:
 SAME = {"value": 0.0, "low": 0.0, "high": 0.0}
 ALL = {"value": 1.0, "low": 1.0, "high": 1.0}
 ITSELF = {"kl": SAME, "kl_p99": 0.0, "top1": ALL, "perplexity_ratio": ALL}
-SKIPPED_BY_ZERO = ("recall_documents", "decode_steps", "prefill_tokens")
 # Fields that came after cells had been measured, and what all cells had been measured with.
 LATER = {"recall_wording": "plain", "other_texts": "", "prefill_tokens": 0}
 PREFILL_ROUNDS = 5
@@ -238,14 +227,6 @@ def _context_use(
     )
     copied = copy_loss(model, text, num_documents=measures.copy_documents, seed=seed, bos=bos)
     return {"recall": [asdict(cell) for cell in recall], "copy_gain": copied.gain}
-
-
-def _counts(value: object) -> bool:
-    return (
-        isinstance(value, tuple)
-        and bool(value)
-        and all(type(item) is int and item > 0 for item in value)
-    )
 
 
 @torch.no_grad()
