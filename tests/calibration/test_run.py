@@ -15,7 +15,7 @@ from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
 from rap.calibration import memory
 from rap.calibration import statistics as statistics_file
-from rap.calibration.loss import next_token_loss, output_gradient
+from rap.calibration.backward import next_token_loss, output_gradient
 from rap.calibration.memory import estimate_memory
 from rap.calibration.observers import ObservedLayer
 from rap.calibration.registry import STATISTICS, Fisher, GateFisher

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import rap
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
-from rap.checkpoint.writing import write_model
+from rap.checkpoint.files import write_model
 from rap.pipeline import save
 from rap.serving.stock import export_stock
 

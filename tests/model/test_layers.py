@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap.checkpoint.load import load_dense
-from rap.methods.dense import dense_layers
+from rap.methods.dense import dense_layers, key_mixing_limit, value_mixing_limit
 from rap.model.errors import CheckpointError, UnsupportedModelError
 from rap.model.layers import (
     attention_layers,
@@ -21,7 +21,6 @@ from rap.model.layers import (
     sliding_window,
 )
 from rap.model.rope import AttentionShape, HeadGeometry
-from rap.planning.mixing import key_mixing_limit, value_mixing_limit
 from rap.surgery.apply import apply
 
 REFUSED = {

@@ -12,6 +12,7 @@ from torch import Tensor
 from cases.family_cases import CASES, Case, masked_by_hooks, random_case_plan
 from cases.models import random_tokens
 from rap.methods import Rap
+from rap.methods.dense import key_mixing_limit
 from rap.methods.replacing import check_plain
 from rap.model.attention import RapAttention
 from rap.model.errors import UnsupportedModelError
@@ -19,7 +20,6 @@ from rap.model.families import FAMILIES
 from rap.model.layers import attention_layers, rotary_module
 from rap.model.rope import pair_tables
 from rap.model.specs import AttentionSpec
-from rap.planning.mixing import key_mixing_limit
 from rap.surgery.apply import apply
 
 TOKENS, PROMPT = 11, 6

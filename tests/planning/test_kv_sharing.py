@@ -14,7 +14,7 @@ from rap.calibration.registry import STATISTICS
 from rap.calibration.run import calibrate
 from rap.evaluation.cost.footprint import footprint
 from rap.methods import Rap
-from rap.methods.baselines import Random
+from rap.methods.registry import Random
 from rap.model.errors import PlanError
 from rap.model.fingerprint import fingerprint_model
 from rap.model.kinds.pairs import value_rotation

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rap.planning.local_search import local_search, most_measures
+from rap.planning.knapsack import local_search, most_measures
 
 OFFERED = [range(1, 9)] * 6
 

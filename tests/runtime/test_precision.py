@@ -7,8 +7,8 @@ from cases.models import random_tokens, tiny_model
 from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.calibration.run import calibrate
 from rap.evaluation.quality.perplexity import perplexity
-from rap.runtime import precision
-from rap.runtime.precision import for_calibration, in_precision
+from rap.runtime import memory
+from rap.runtime.memory import for_calibration, in_precision
 
 WINDOW = 20
 LOW = {
@@ -70,7 +70,7 @@ def test_precision_is_left_alone_where_there_is_no_room_or_no_need(monkeypatch):
     assert for_calibration(finer) is finer
     assert for_calibration(low).dtype == torch.float32
     size = sum(4 * parameter.numel() for parameter in low.parameters())
-    monkeypatch.setattr(precision, "free_memory", lambda device: 2 * size - 1)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * size - 1)
     assert for_calibration(low) is low
-    monkeypatch.setattr(precision, "free_memory", lambda device: 2 * size)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * size)
     assert for_calibration(low) is not low

@@ -8,7 +8,7 @@ import torch
 from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of
 from rap.planning.plan import PairPlan
-from rap.runtime.precision import in_precision
+from rap.runtime.memory import in_precision
 from rap.surgery.apply import apply
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}

@@ -27,8 +27,7 @@ from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..data.text import fingerprint_windows, load_windows, named_sources, shown_name
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense
-from ..runtime.memory import describe_memory
-from ..runtime.precision import for_calibration, in_precision
+from ..runtime.memory import describe_memory, for_calibration, in_precision
 from ..runtime.sources import LayerSource, LoadedLayers, StoredLayers
 from .memory import estimate_memory, must_recompute
 from .registry import backward_needs

@@ -28,10 +28,9 @@ from ..runtime.logits import decoder_of
 from ..runtime.progress import Progress, track
 from ..runtime.sources import LayerSource, source_of
 from ..runtime.state import removed, restored
-from .backward import check_gradient, watch_gradients
+from .backward import check_gradient, output_gradient, watch_gradients
 from .forward import watch_activations
 from .kv_sharing import has_part, join_statistics, values_apart
-from .loss import output_gradient
 from .memory import FORWARD_BATCH, must_recompute
 from .observers import (
     BackwardStatistic,

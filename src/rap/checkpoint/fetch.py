@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 from ..model.errors import CheckpointError
-from .files import whole_directory, write_json
+from .files import home, whole_directory, write_json
 from .gguf import convert, file_digest
-from .home import home
 from .provenance import provenance
 
 PROVENANCE_FILE = "PROVENANCE.json"

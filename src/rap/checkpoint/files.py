@@ -1,4 +1,4 @@
-"""Files and directories that are written atomically."""
+"""Files and directories that are written atomically, and the folder of what is fetched."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..model.errors import CheckpointError, RapError
 
@@ -275,3 +278,35 @@ def _remove_abandoned(target: Path) -> None:
         process = old.name.rpartition("-")[2]
         if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():
             old.unlink() if old.is_file() else shutil.rmtree(old, ignore_errors=True)
+
+
+def write_model(model: Any, folder: Path) -> None:
+    """`model.save_pretrained`, with the generation config as the model has it.
+
+    transformers loads one that sets, say, a temperature without sampling, and raises ValueError
+    where it is to be saved; the same settings are written as they are.
+    """
+    own = getattr(model, "generation_config", None)
+    if own is None or _is_strict(own):
+        model.save_pretrained(folder)
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = own
+    own.to_json_file(folder / GENERATION_CONFIG_NAME, use_diff=True)
+
+
+def _is_strict(config: GenerationConfig) -> bool:
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True
+
+
+def home() -> Path:
+    """Where models and datasets are kept: RAP_HOME, or the user's cache; it may not exist yet."""
+    given = os.environ.get("RAP_HOME")
+    return Path(given).expanduser() if given else platformdirs.user_cache_path("rap-kv")

@@ -11,9 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..model.errors import CheckpointError
-from .files import whole_directory, write_json
+from .files import home, whole_directory, write_json
 from .gguf_header import FACTORS_BY_LENGTH, FREQUENCY_FACTORS, Header, begun, completed
-from .home import home
 from .reading import reading
 
 SOURCE_FILE = "gguf_source.json"

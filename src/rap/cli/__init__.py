@@ -78,7 +78,8 @@ TOPICS: dict[str, dict[str, Entry]] = {
     },
 }
 # The module of a command, where it is not named after it.
-MODULES = {"plan": "compress", "apply": "compress", "serve": "serving", "verify": "serving"}
+MODULES = {"plan": "compress", "apply": "compress"}
+MODULES |= dict.fromkeys(("export", "serve", "verify"), "serving")
 STOPPED = 130
 EXIT_CODES = {
     0: "done",
@@ -116,7 +117,7 @@ class Commands(MutableMapping[str, Any]):
         if name not in self.names:
             raise KeyError(name)
         if name not in self.loaded:
-            self._load(MODULES.get(name, name))
+            self.loaded[name] = self._load(name)
         return self.loaded[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
@@ -131,13 +132,17 @@ class Commands(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def _load(self, module: str) -> None:
-        """Import the commands of a module, after the package, which registers with transformers."""
+    def _load(self, name: str) -> Any:
+        """NAME_command or the group NAME_app; the package registers with transformers before."""
         importlib.import_module("rap.api")
         _quiet()
         made = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
-        importlib.import_module(f".{module}", __package__).add_commands(made)
-        self.loaded |= typer.main.get_group(made).commands
+        module = importlib.import_module(f".{MODULES.get(name, name)}", __package__)
+        if hasattr(module, f"{name}_app"):
+            made.add_typer(getattr(module, f"{name}_app"), name=name)
+        else:
+            made.command(name)(getattr(module, f"{name}_command"))
+        return typer.main.get_group(made).commands[name]
 
 
 def _quiet() -> None:
@@ -226,7 +231,7 @@ def _explained(error: Exception) -> str | None:
 
 def _console() -> Any:
     # Imported here: help and version need neither rich nor what options bring along.
-    from .console import console
+    from .options import console
 
     return console
 

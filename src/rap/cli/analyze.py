@@ -14,7 +14,7 @@ from ..data.digests import check_digests, note_digests
 from ..data.held_out import HELD_OUT, split
 from ..data.protocol import EVALUATION_WINDOWS
 from ..model.errors import RapError
-from ..studies.analyses.registry import ANALYSES
+from ..studies.analyses import ANALYSES
 from ..studies.analyses.study import Analysis, Study, figure_of
 from . import options
 from .groups import LoadingOptions, ReadingOptions, WindowOptions, grouped
@@ -28,11 +28,6 @@ EvaluateWindow = Annotated[
     typer.Option(help="Tokens per evaluation window; default 2048 or the model's maximum."),
 ]
 STUDY_LOADING = LoadingOptions(dtype="float32")
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("analyze")(analyze_command)
 
 
 @grouped

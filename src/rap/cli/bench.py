@@ -29,11 +29,6 @@ from . import options
 from .options import console, print_json, print_table, write_result
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("bench")(bench_command)
-
-
 def bench_command(
     model: options.Model,
     dense: Annotated[

@@ -85,11 +85,6 @@ class Axes:
     recover: Recovers = "none"
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("compare")(compare_command)
-
-
 @grouped
 def compare_command(
     context: typer.Context,

@@ -28,11 +28,6 @@ complete -o filenames -F _rap rap
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("completion")(completion_command)
-
-
 def completion_command(
     context: typer.Context,
     shell: Annotated[str, typer.Argument(help=f"One of: {', '.join(SHELLS)}.")],

@@ -137,13 +137,6 @@ Recover = Annotated[
 ]
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("compress")(compress_command)
-    app.command("plan")(plan_command)
-    app.command("apply")(apply_command)
-
-
 @grouped
 def compress_command(
     model: options.Model,

@@ -21,7 +21,7 @@ from ..methods import Rap
 from ..model.errors import CheckpointError, RapError
 from ..recovery.layer_fit import FitConfig
 from ..recovery.stages import recover_stage
-from ..studies.report.figures import quality_against_cache
+from ..studies.report.charts import quality_against_cache
 from . import options
 from .options import console, print_json, print_table
 
@@ -95,11 +95,6 @@ SHOWS = {
         recovery="fast",
     ),
 }
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("demo")(demo_command)
 
 
 def demo_command(

@@ -4,7 +4,6 @@ import sys
 from typing import Any
 
 import torch
-import typer
 
 from ..checkpoint.provenance import PACKAGES, device_name, installed_version
 from ..checkpoint.version import __version__
@@ -18,11 +17,6 @@ _FEATURES = (
     ("Triton kernels", "triton", "pip install triton, on a CUDA machine"),
     ("weight quantization", "torchao", "pip install torchao bitsandbytes"),
 )
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("doctor")(doctor_command)
 
 
 def doctor_command(as_json: options.Json = False) -> None:

@@ -37,16 +37,6 @@ from .retrieval import retrieval_command
 evaluate_app = typer.Typer(no_args_is_help=True, help="Measure the quality of a checkpoint.")
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    evaluate_app.command("fidelity")(fidelity_command)
-    evaluate_app.command("cache")(cache_command)
-    evaluate_app.command("retrieval")(retrieval_command)
-    evaluate_app.command("zero-shot")(zero_shot_command)
-    evaluate_app.command("generation")(generation_command)
-    app.add_typer(evaluate_app, name="evaluate")
-
-
 @evaluate_app.command("perplexity")
 def perplexity_command(
     model: options.Model,
@@ -238,3 +228,10 @@ def zero_shot_command(
 
 def _error(stderr: float | None) -> str:
     return "" if stderr is None else f"{stderr:.4f}"
+
+
+evaluate_app.command("fidelity")(fidelity_command)
+evaluate_app.command("cache")(cache_command)
+evaluate_app.command("retrieval")(retrieval_command)
+evaluate_app.command("zero-shot")(zero_shot_command)
+evaluate_app.command("generation")(generation_command)

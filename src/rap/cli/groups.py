@@ -22,7 +22,8 @@ from ..model.layers import text_config
 from ..pipeline import AUTO as DEFAULT
 from ..planning.budgets import nearest_width
 from ..planning.shared import STOCK_TARGETS, target_settings
-from ..serving.targets import check_target
+from ..serving.gguf.plain import check_plain
+from ..serving.plain_forms import check_stock, check_widely_read
 from . import options
 
 # What a method lacks that has no such setting of a target.
@@ -197,3 +198,16 @@ class StreamingOptions:
             "gradients of the loss.",
         ),
     ] = None
+
+
+def check_target(config: Any, target: str) -> None:
+    """Raise UnsupportedModelError for a dense config whose pruned form `target` cannot load.
+
+    Read from the config alone, so that nobody pays for a profile that leads nowhere.
+    """
+    if target in STOCK_TARGETS:
+        check_stock(config)
+    if target == "mlx":
+        check_widely_read(config, "mlx-lm")
+    if target == "llamacpp":
+        check_plain(config)

@@ -11,6 +11,7 @@ from ..calibration.kv_sharing import joined_shapes
 from ..checkpoint.load import is_pruned, load_config, without_tensors
 from ..evaluation.cost.footprint import cached_channels
 from ..methods import Rap
+from ..methods.dense import key_mixing_limit, value_mixing_limit
 from ..model.errors import RapError
 from ..model.layers import (
     AttentionLayer,
@@ -21,18 +22,12 @@ from ..model.layers import (
 )
 from ..model.rope import AttentionShape
 from ..planning.budgets import kv_budgets
-from ..planning.mixing import key_mixing_limit, value_mixing_limit
 from ..planning.plan import PairPlan, Plan, ranges
 from ..planning.scores import LayerScores
 from . import options
 from .options import print_json, print_table
 
 NOTES = ("key_limit", "value_limit")
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("inspect")(inspect_command)
 
 
 def inspect_command(

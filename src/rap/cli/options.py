@@ -29,7 +29,10 @@ from ..methods import METHODS
 from ..methods.naming import GRAMMAR
 from ..model.errors import RapError
 from ..planning.shared import TARGETS
-from .console import console
+
+# Plain text in, plain text out: messages name extras with brackets, and paths stay in one piece.
+console = Console(stderr=True, markup=False, soft_wrap=True)
+
 
 # A pipe has no width; tables there should neither wrap nor lose columns.
 PIPE_WIDTH = 160

@@ -101,11 +101,6 @@ class Loaded:
     device_map: options.DeviceMap = None
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("recover")(recover_command)
-
-
 @grouped
 def recover_command(
     pruned: Annotated[Path, typer.Argument(help="Pruned checkpoint written by `rap compress`.")],

@@ -17,11 +17,6 @@ ARCHIVE = EXPERIMENTS / "archive"  # of finished studies
 PAGES = {".md": markdown_report, ".html": html_report}
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("report")(report_command)
-
-
 def report_command(
     results: Annotated[
         list[Path] | None,

@@ -19,11 +19,6 @@ from .options import print_json
 TEXT = ".jsonl"
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Register this module's commands."""
-    app.command("sample")(sample_command)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What is drawn: the fields of Corpus, as options."""

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import whole_directory, write_json
-from ..checkpoint.home import home
+from ..checkpoint.files import home, whole_directory, write_json
 from ..checkpoint.provenance import provenance
 from ..model.errors import CalibrationError
 from .entries import text_of

@@ -16,13 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ..checkpoint.files import read_json, write_json
-from ..checkpoint.home import home
+from ..checkpoint.files import home, read_json, write_json
 from ..checkpoint.provenance import provenance
-from ..checkpoint.tokenizer import fingerprint_tokenizer
 from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import trained_length
+from .digests import fingerprint_tokenizer
 from .sampling import Corpus, first_token, write_documents
 from .splits import REPEATED
 

@@ -1,9 +1,11 @@
-"""The methods there are, by name: one line each."""
+"""The methods there are, by name, and the two that any score must beat: by size and by chance."""
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ..planning.plan import Plan
 from .a3 import A3
-from .base import Method, traits
-from .baselines import Magnitude, Random
+from .base import Control, Method, traits
 from .elitekv import EliteKv
 from .heads import Heads
 from .kvpruner import IndexedKvPruner, KvPruner
@@ -14,6 +16,23 @@ from .starkv import StarKv
 from .svdllm import SvdLlm
 from .svdllm2 import SvdLlm2
 from .transmla import TransMla
+
+
+@dataclass(frozen=True, kw_only=True)
+class Magnitude(Control):
+    """RoPE pairs and value channels by the L2 norm of their rows of W_k and W_v."""
+
+    name: ClassVar[str] = "magnitude"
+    summary: ClassVar[str] = "the whole pairs and value channels with the largest weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Control):
+    """RoPE pairs and value channels at random, the same for the same `seed`."""
+
+    name: ClassVar[str] = "random"
+    summary: ClassVar[str] = "whole pairs and value channels, by chance"
+
 
 METHODS: dict[str, type[Method]] = {
     method.name: method

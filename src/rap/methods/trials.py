@@ -28,17 +28,16 @@ from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..calibration.loss import next_token_loss
+from ..calibration.backward import next_token_loss
 from ..calibration.statistics import Statistics
-from ..checkpoint.files import write_json
-from ..checkpoint.home import home
+from ..checkpoint.files import home, write_json
 from ..checkpoint.version import __version__
 from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_tensors
 from ..model.kinds.base import DenseAttention, LayerPlan
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 from ..model.modeling import build_attention
-from ..planning.local_search import local_search, most_measures
+from ..planning.knapsack import local_search, most_measures
 from ..planning.plan import Plan
 from ..runtime.logits import Head, chunk_tokens, decoder_of
 from ..runtime.progress import Progress
@@ -194,7 +193,7 @@ class Widths:
 class Search:
     """A search for the widths of `method`, a Rap, for a dense model.
 
-    What it measures is kept under `rap.checkpoint.home`, by all that decides it.
+    What it measures is kept under `rap.checkpoint.files`, by all that decides it.
     """
 
     def __init__(self, method: Any, model: PreTrainedModel, statistics: Statistics):

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ..calibration.dense_context import DenseContext
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
-from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
+from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json, write_model
 from ..checkpoint.load import copy_processor, load_tokenizer
 from ..checkpoint.provenance import provenance
 from ..checkpoint.stored import StoredModel
-from ..checkpoint.writing import write_model
 from ..data.bos import Bos, bos_token
 from ..data.held_out import check_enough, dataset_name, evaluation_tokens
 from ..data.own import with_samples

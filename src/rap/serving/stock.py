@@ -32,10 +32,10 @@ from ..checkpoint.files import (
     read_json,
     whole_directory,
     write_json,
+    write_model,
 )
 from ..checkpoint.load import is_pruned, load, load_tokenizer
 from ..checkpoint.source import check_apart
-from ..checkpoint.writing import write_model
 from ..model.cache_layout import PairEntry
 from ..model.errors import CheckpointError
 from ..model.layers import base_model_type, rotary_module

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cases.characters import Characters
-from rap.evaluation.retrieval import documents, needle, recall, scoring
+from rap.evaluation.retrieval import documents, needle, recall
 from rap.model.errors import RapError
 
 VOCAB = 128
@@ -122,7 +122,7 @@ def test_a_score_is_as_long_as_its_document(text):
     """Shorter ones are padded, and nothing is said of what was padded."""
     writer, rng = documents.FactWriter(Characters()), documents.evaluation_rng(2)
     made = [needle.needle_document(writer, text, rng, size, 0.5, 3) for size in (300, 200)]
-    scored = list(scoring.score_documents(Stub(look_up), made, 2))
+    scored = list(documents.score_documents(Stub(look_up), made, 2))
     assert [len(part) for _, *both in scored for part in both] == [299, 299, 199, 199]
 
 

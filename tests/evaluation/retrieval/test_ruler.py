@@ -13,8 +13,15 @@ import torch
 from cases.characters import Characters
 from cases.command import error_violations, run
 from rap.evaluation.quality.intervals import Interval
-from rap.evaluation.retrieval import ruler, scoring
-from rap.evaluation.retrieval.documents import ANSWER, STATED, TEXT, encoder, evaluation_rng
+from rap.evaluation.retrieval import ruler
+from rap.evaluation.retrieval.documents import (
+    ANSWER,
+    STATED,
+    TEXT,
+    answer_runs,
+    encoder,
+    evaluation_rng,
+)
 from rap.evaluation.retrieval.ruler import TASKS, WORDS
 from rap.model.errors import RapError
 
@@ -30,7 +37,7 @@ def words_of(document) -> str:
 
 
 def answers_of(document) -> list[str]:
-    return [words_of(document)[run[0] : run[-1] + 1] for run in scoring.answer_runs(document)]
+    return [words_of(document)[run[0] : run[-1] + 1] for run in answer_runs(document)]
 
 
 def _of(words: str, key: str, pattern: str) -> list[str]:

@@ -19,8 +19,7 @@ from rap.methods.dense import dense_layers
 from rap.model.errors import RapError, UnsupportedModelError
 from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_layers, layer_frequencies
-from rap.studies.analyses import expected_loss, kept_pairs, orphans, rope_base
-from rap.studies.analyses.registry import ANALYSES
+from rap.studies.analyses import ANALYSES, expected_loss, kept_pairs, orphans, rope_base
 from rap.studies.analyses.study import Study, figure_of, overlap, paper_cut, ranks, spearman
 
 

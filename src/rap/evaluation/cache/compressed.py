@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from ...data.bos import Bos, bos_token
 from ...model.errors import RapError
 from ...runtime.logits import decoder_of
-from ...runtime.precision import in_precision
+from ...runtime.memory import in_precision
 from ...runtime.state import evaluating
 from ..quality.perplexity import whole_windows
 from ..retrieval.documents import ANSWER, Document, FactWriter, check_grid

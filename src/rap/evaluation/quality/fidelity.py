@@ -17,7 +17,7 @@ from torch import Tensor
 from ...data.bos import Bos, bos_token
 from ...model.errors import RapError
 from ...runtime.logits import Head, chunk_tokens, decoder_of, vocabulary
-from ...runtime.precision import in_precision
+from ...runtime.memory import in_precision
 from ...runtime.progress import Progress
 from ...runtime.state import evaluating
 from .intervals import Interval, mean_interval, perplexity_ratio_interval

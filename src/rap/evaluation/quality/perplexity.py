@@ -17,7 +17,7 @@ from ...data.protocol import EVALUATION_WINDOW
 from ...model.errors import RapError
 from ...model.layers import trained_length
 from ...runtime.logits import Head, chunk_tokens, decoder_of, vocabulary
-from ...runtime.precision import in_precision
+from ...runtime.memory import in_precision
 from ...runtime.progress import Progress
 from ...runtime.state import evaluating
 from .intervals import exponential

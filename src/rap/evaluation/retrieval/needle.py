@@ -24,11 +24,11 @@ from .documents import (
     check_grid,
     draw_facts,
     evaluation_rng,
+    grade,
     interleave,
     opened,
     stretch,
 )
-from .scoring import grade
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from .documents import (
     check_grid,
     copy_document,
     evaluation_rng,
+    grade,
     opened,
     recall_document,
+    score_documents,
 )
-from .scoring import grade, score_documents
 
 MOST_LOGITS = 2**28  # held at once: 1 GiB of float32, which eight documents of Gemma's would pass
 

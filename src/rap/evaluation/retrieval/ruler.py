@@ -38,12 +38,12 @@ from .documents import (
     check_grid,
     encoder,
     evaluation_rng,
+    grade,
     interleave,
     num_shared,
     opened,
     stretch,
 )
-from .scoring import grade
 
 NUM_NEEDLES = 4  # keys, values of one key, or people with a box each
 CHAIN = 4  # variables of a chain

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...calibration.dense_context import CalibrationText, DenseContext
 from ...calibration.statistics import Statistics
 from ...checkpoint.device import AUTO, placement
-from ...checkpoint.files import check_folder, read_json, whole_directory, write_json
+from ...checkpoint.files import check_folder, read_json, whole_directory, write_json, write_model
 from ...checkpoint.load import load
 from ...checkpoint.provenance import provenance
-from ...checkpoint.writing import write_model
 from ...data.digests import check_digests, note_digests
 from ...data.held_out import split
 from ...data.text import check_sources

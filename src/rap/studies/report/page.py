@@ -22,7 +22,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...model.errors import RapError
-from ..analyses.registry import ANALYSES
+from ..analyses import ANALYSES
 from ..analyses.study import figure_of
 from .comparison import DENSE, comparison_of
 from .report import (
