@@ -68,14 +68,13 @@ def dense_layouts(config: PreTrainedConfig) -> list[CacheLayout]:
     return [CacheLayout(heads, dim, dim) for heads, dim in sizes]
 
 
-def cache_layouts(config: PreTrainedConfig, engine: str = "vllm") -> list[CacheLayout | None]:
+def cache_layouts(config: PreTrainedConfig) -> list[CacheLayout | None]:
     """What every layer of a pruned config caches, None where it was left dense.
 
     Raises CheckpointError if the `rap` section is missing, of a newer version, of the wrong length,
-    or has widths that are impossible; UnsupportedModelError for attention that the `engine` does
-    not run.
+    or has widths that are impossible; UnsupportedModelError for attention that vLLM does not run.
     """
-    entries = layer_entries(config, config.num_hidden_layers, engine)
+    entries = layer_entries(config, config.num_hidden_layers, "vllm")
     return [
         None if entry is None else _layout(index, entry, config.num_attention_heads, dense)
         for index, (entry, dense) in enumerate(zip(entries, dense_layouts(config), strict=True))

@@ -27,7 +27,7 @@ from ...runtime.logits import decoder_of
 from ...runtime.memory import in_precision
 from ...runtime.state import evaluating
 from ..quality.perplexity import whole_windows
-from ..retrieval.documents import ANSWER, Document, FactWriter, check_grid
+from ..retrieval.documents import ANSWER, NAMES, Document, FactWriter, check_grid
 from ..retrieval.recall import RecallCell, recall_documents
 from .presses import Press, check_press, pressed
 from .quantized_cache import check_cache_kind, quantized_cache
@@ -207,7 +207,7 @@ def question_start(document: Document, writer: FactWriter) -> int:
     """The first token of the question that a recall document ends in."""
     answered = int(np.flatnonzero(document.kinds == ANSWER)[0])
     lengths = []
-    for name in writer.names:
+    for name in NAMES:
         ids, kinds = writer.question(name, 1000)  # of four digits, as all are
         stem = ids[: kinds.index(ANSWER)]
         if list(document.ids[answered - len(stem) : answered]) == stem:

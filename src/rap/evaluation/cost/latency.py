@@ -273,23 +273,23 @@ class LatencyPoint:
         seconds = self.seconds[model].get(variant or self.best(model) or "")
         return statistics.median(seconds) if seconds else None
 
-    def ratio(self, pruned: str, dense: str = "dense", variant: str | None = None) -> float | None:
+    def ratio(self, pruned: str, variant: str | None = None) -> float | None:
         """Dense over pruned time: the median over rounds, each at its best or at one variant."""
         pair = [
-            self.seconds[name].get(variant or self.best(name) or "") for name in (dense, pruned)
+            self.seconds[name].get(variant or self.best(name) or "") for name in ("dense", pruned)
         ]
         if not all(pair):
             return None
         return statistics.median(a / b for a, b in zip(*pair, strict=True))  # type: ignore[arg-type]
 
-    def roofline(self, pruned: str, dense: str = "dense") -> float | None:
+    def roofline(self, pruned: str) -> float | None:
         """What the ratio would be if a step took as long as reading its bytes.
 
         None where memory did not hold the cache of both.
         """
-        if not {pruned, dense} <= self.read_bytes.keys():
+        if not {pruned, "dense"} <= self.read_bytes.keys():
             return None
-        return self.read_bytes[dense] / self.read_bytes[pruned]
+        return self.read_bytes["dense"] / self.read_bytes[pruned]
 
 
 def measure_point(

@@ -131,13 +131,13 @@ def compare(ours_T: Tensor, theirs_T: Tensor) -> Continuation:
     return Continuation(share, prefix, repetition_rate(ours), repetition_rate(theirs))
 
 
-def repetition_rate(tokens: Sequence[int], size: int = NGRAM) -> float:
-    """Share of n-grams of `size` tokens that occurred before in the sequence.
+def repetition_rate(tokens: Sequence[int]) -> float:
+    """Share of n-grams of `NGRAM` tokens that occurred before in the sequence.
 
     1 - (different n-grams) / (n-grams), the seq-rep-n of Welleck et al. 2020, arXiv 1908.04319,
     section 6.1. Of a sequence that is shorter than an n-gram it is 0.
     """
-    grams = list(zip(*(tokens[start:] for start in range(size)), strict=False))
+    grams = list(zip(*(tokens[start:] for start in range(NGRAM)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 

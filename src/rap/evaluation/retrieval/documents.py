@@ -98,10 +98,8 @@ class FactWriter:
     Raises RapError for a wording that is not one of WORDINGS.
     """
 
-    def __init__(
-        self, tokenizer: Any, names: Sequence[str] = NAMES, wording: str = "plain"
-    ) -> None:
-        self.names, self.wording = tuple(names), WORDINGS[check_wording(wording)]
+    def __init__(self, tokenizer: Any, wording: str = "plain") -> None:
+        self.wording = WORDINGS[check_wording(wording)]
         self._encode = encoder(tokenizer)
 
     def fact(self, name: str, number: int) -> tuple[list[int], list[int]]:
@@ -174,9 +172,9 @@ def draw_facts(writer: FactWriter, rng: np.random.Generator, count: int) -> list
 
     Raises RapError unless there is one to ask for, and a name for each.
     """
-    _check_facts(count, len(writer.names))
-    picked = rng.choice(len(writer.names), count, replace=False)
-    return [(writer.names[i], int(rng.integers(1000, 10000))) for i in picked]
+    _check_facts(count, len(NAMES))
+    picked = rng.choice(len(NAMES), count, replace=False)
+    return [(NAMES[i], int(rng.integers(1000, 10000))) for i in picked]
 
 
 def interleave(filler: np.ndarray, events: Iterable[tuple[int, list[int], list[int]]]) -> Document:

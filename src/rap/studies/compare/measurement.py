@@ -230,8 +230,9 @@ def _context_use(
 
 
 @torch.no_grad()
-def prefill_bytes(model: Any, tokens: int = 16) -> float:
+def prefill_bytes(model: Any) -> float:
     """Bytes of the real cache tensors after a prefill, per token of it."""
+    tokens = 16
     device = model.get_input_embeddings().weight.device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     with evaluating(model):

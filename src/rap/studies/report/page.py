@@ -41,7 +41,7 @@ Record = dict[str, Any]
 FOLDER, TEMPLATE = Path(__file__).parent, "page.html.j2"
 
 
-def html_report(sources: Sequence[Path], title: str = "Results") -> str:
+def html_report(sources: Sequence[Path]) -> str:
     """A page that needs no other file and no network; RapError as of `report.read_results`."""
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
@@ -57,7 +57,7 @@ def html_report(sources: Sequence[Path], title: str = "Results") -> str:
         _section(f"r{number}", name, one)
         for number, (name, one) in enumerate(zip(names, results, strict=True))
     ]
-    return environment.get_template(TEMPLATE).render(title=title, sections=sections)
+    return environment.get_template(TEMPLATE).render(title="Results", sections=sections)
 
 
 def _names(results: Sequence[Record]) -> list[str]:
