@@ -17,7 +17,7 @@ from cases.command import run
 from cases.scripts import load_script
 from rap.calibration.registry import STATISTICS
 from rap.cli import app
-from rap.cli.completion import command_tree
+from rap.cli.setup import command_tree
 from rap.methods import METHODS
 from rap.recovery.config import RecoveryConfig
 from rap.recovery.layer_fit import FitConfig

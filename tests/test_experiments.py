@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cases.scripts import load_script
-from rap.cli.report import ARCHIVE, default_sources
+from rap.cli.compare import ARCHIVE, default_sources
 from rap.studies.compare.grid import CONFIG, RESULT
 
 REPOSITORY = Path(__file__).parents[1]

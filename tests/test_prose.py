@@ -9,7 +9,7 @@ import typer
 
 from cases.scripts import load_script
 from rap.cli import TOPICS, app
-from rap.cli.completion import command_tree
+from rap.cli.setup import command_tree
 from rap.studies.compare.tables import tables
 
 prose = load_script("docs/prose.py")

@@ -8,7 +8,7 @@ import typer
 
 from rap.cli import EXIT_CODES, TOPICS
 from rap.cli import app as rap_app
-from rap.cli.completion import command_tree
+from rap.cli.setup import command_tree
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

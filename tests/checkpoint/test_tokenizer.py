@@ -7,7 +7,7 @@ from tokenizers.normalizers import Lowercase
 
 from cases.characters import Characters
 from rap import assets
-from rap.data.digests import fingerprint_tokenizer
+from rap.checkpoint.load import fingerprint_tokenizer
 
 
 def lowercased(tokenizer: Any) -> None:

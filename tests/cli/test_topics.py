@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from cases.command import error_violations, run
 from rap.cli import EXIT_CODES, TOPICS, app, compress, dry_run, stopped
-from rap.cli.completion import command_tree, completion_script
+from rap.cli.setup import command_tree, completion_script
 from rap.model.errors import RapError
 
 ROOT = typer.main.get_command(app)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cases.command import run
-from rap.cli.fetch import NAMES
+from rap.cli.setup import NAMES
 from rap.data.held_out import evaluation_tokens
 from rap.data.hub import fetch_dataset
 from rap.data.text import read_text

@@ -78,7 +78,8 @@ TOPICS: dict[str, dict[str, Entry]] = {
     },
 }
 # The module of a command, where it is not named after it.
-MODULES = {"plan": "compress", "apply": "compress"}
+MODULES = {"plan": "compress", "apply": "compress", "report": "compare"}
+MODULES |= dict.fromkeys(("doctor", "fetch", "completion"), "setup")
 MODULES |= dict.fromkeys(("export", "serve", "verify"), "serving")
 STOPPED = 130
 EXIT_CODES = {
@@ -231,9 +232,9 @@ def _explained(error: Exception) -> str | None:
 
 def _console() -> Any:
     # Imported here: help and version need neither rich nor what options bring along.
-    from .options import console
+    from rich.console import Console
 
-    return console
+    return Console(stderr=True, markup=False)
 
 
 def main() -> None:

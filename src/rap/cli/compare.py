@@ -1,4 +1,7 @@
-"""`rap compare`: methods compared on one model, run by run, with a report at the end."""
+"""`rap compare`: methods compared on one model, run by run, with a report at the end.
+
+`rap report` makes one page of result files, Markdown or HTML, or a folder of pages.
+"""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -6,14 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ..checkpoint.files import whole_file
+from ..checkpoint.files import check_folder, check_output_file, whole_file
 from ..methods.naming import GRAMMAR
 from ..methods.settings import read_settings
+from ..model.errors import RapError
 from ..recovery.stages import RECOVERIES
 from ..studies.compare.measurement import Measures, changed_measures
 from ..studies.compare.run import compare
 from ..studies.compare.variants import all_variants, parse_names, parse_retains
-from ..studies.report.page import html_report
+from ..studies.report.page import INDEX, html_report, markdown_pages
+from ..studies.report.report import markdown_report
 from . import options
 from .groups import ReadingOptions, grouped
 from .options import console, print_json, print_table, read_figures
@@ -161,3 +166,62 @@ def _show(result: dict[str, Any], report: Path, as_json: bool) -> None:
         number = len(failed) + len(result["cells"])
         left = f"{len(failed)} of {number} cells failed: the same command tries them again"
     console.print(f"wrote {report}; {left}")
+
+
+EXPERIMENTS, BENCHMARKS = Path("experiments"), Path("benchmarks/results")
+ARCHIVE = EXPERIMENTS / "archive"  # of finished studies
+PAGES = {".md": markdown_report, ".html": html_report}
+
+
+def report_command(
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Result files or directories, such as the output of `rap compare` "
+            "[experiments/*/ and benchmarks/results]."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write (.html or .md), or a directory for one page per topic "
+            "[Markdown on the screen].",
+        ),
+    ] = None,
+    config: options.ConfigFile = None,
+) -> None:
+    """Build one page from the tables, and the figures of comparisons, in RESULTS; or several.
+
+    The topics of several pages are those of topics.yaml in their folder, else a page a folder.
+    """
+    for source in results or ():
+        if not source.exists():
+            raise RapError(f"there is no {source}: name result files, or folders that hold them")
+    sources = results or default_sources(Path())
+    if output is None:
+        typer.echo(markdown_report(sources))
+    elif output.is_dir() or not output.suffix:
+        check_folder(output)
+        for name, text in markdown_pages(sources, output).items():
+            _write(output / name, text)
+        console.print(f"wrote {output / INDEX} and the pages beside it")
+    elif output.suffix in PAGES:
+        check_output_file(output, force=True)
+        _write(output, PAGES[output.suffix](sources))
+        console.print(f"wrote {output}")
+    else:
+        raise RapError(f"cannot write {output}: a report ends in {' or '.join(PAGES)}")
+
+
+def default_sources(root: Path) -> list[Path]:
+    """Every experiment of a checkout, archived ones first, and its benchmarks' results."""
+    found = [*(root / EXPERIMENTS).glob("*"), *(root / ARCHIVE).glob("*")]
+    experiments = sorted(path for path in found if path.is_dir() and path != root / ARCHIVE)
+    return [*experiments, *([root / BENCHMARKS] if (root / BENCHMARKS).is_dir() else [])]
+
+
+def _write(path: Path, text: str) -> None:
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -2,7 +2,7 @@
 
 A folder of results keeps it of texts in `texts.sha256`, as `sha256sum` writes it, and of dense
 models' configs in `dense.configs` and their tokenizers in `dense.tokenizers`, for results are named
-by the weights alone. A tokenizer's hash is over all that decides the tokens of a text.
+by the weights alone.
 """
 
 import hashlib
@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .. import assets
 from ..checkpoint.files import whole_file
+from ..checkpoint.load import fingerprint_tokenizer
 from ..model.errors import CalibrationError
 from .splits import without_prefixes
 from .text import named_sources
@@ -105,31 +105,3 @@ def _noted(folder: Path) -> dict[str, str]:
     path = folder / NOTED
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-
-
-_PASSING = ("truncation", "padding")  # of a call, and no part of the tokenizer
-_PROBE = 20_000  # characters
-
-
-def fingerprint_tokenizer(tokenizer: Any) -> str:
-    """64 hexadecimal digits of the rules, the vocabulary and the special tokens.
-
-    Of a tokenizer without rules that can be read, one in plain Python, the tokens that it makes of
-    a stretch of the bundled novels stand for them.
-    """
-    known: dict[str, Any] = {"special": _special(tokenizer)}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        rules = json.loads(backend.to_str())
-        known["rules"] = {name: x for name, x in rules.items() if name not in _PASSING}
-    else:
-        text = assets.reference_text("test")[:_PROBE]
-        known["tokens"] = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        vocabulary = getattr(tokenizer, "get_vocab", dict)
-        known["vocabulary"] = sorted(vocabulary().items())
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-
-
-def _special(tokenizer: Any) -> dict[str, str]:
-    found = getattr(tokenizer, "special_tokens_map", {})
-    return {name: str(token) for name, token in found.items()}

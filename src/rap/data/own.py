@@ -1,6 +1,6 @@
 """The source `own`: samples that a model wrote, drawn once for its weights and then kept.
 
-OUT = the folder `own` of the user's cache (`checkpoint.home`)
+OUT = the folder `own` of the user's cache (`checkpoint.files.home`)
 OUT/<key>.jsonl    the documents, as `rap sample` writes them
 OUT/<key>.json     what they were drawn from and with, and what it took
 """
@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Console
 
 from ..checkpoint.files import home, read_json, write_json
+from ..checkpoint.load import fingerprint_tokenizer
 from ..checkpoint.provenance import provenance
 from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import trained_length
-from .digests import fingerprint_tokenizer
 from .sampling import Corpus, first_token, write_documents
 from .splits import REPEATED
 

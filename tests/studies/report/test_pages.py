@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cases.command import error_violations, run
-from rap.cli.report import default_sources
+from rap.cli.compare import default_sources
 from rap.model.errors import RapError
 from rap.studies.report.page import INDEX, TOPICS, Topic, markdown_pages, read_topics
 
