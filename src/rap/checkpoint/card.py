@@ -1,9 +1,9 @@
 """The model card of a pruned checkpoint; every number is from its report or plan."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -87,27 +87,14 @@ def model_card(report: dict[str, Any], title: str) -> str:
     )
 
 
-class Planned(Protocol):
-    """What a card reads of a plan, of whatever kind."""
-
-    @property
-    def shapes(self) -> Sequence[Any]: ...
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def kept_fraction(self) -> float: ...
-    @property
-    def method(self) -> dict[str, Any]: ...
-
-
 def unmeasured(
-    plan: Planned,
+    plan: Any,
     source: str,
     dense: PreTrainedModel,
     small: PreTrainedModel,
     traits: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The part of a card from plan and sizes alone; both models may be on the meta device."""
+    """The part of a card from a Plan and sizes alone; both models may be on the meta device."""
     shapes = [shape for shape in plan.shapes if shape is not None]
     elements = sum(2 * shape.num_cached_heads * shape.head_dim for shape in shapes)
     return {

@@ -13,8 +13,7 @@ from .matryoshka import Matryoshka
 from .palu import Palu
 from .rap import Rap
 from .starkv import StarKv
-from .svdllm import SvdLlm
-from .svdllm2 import SvdLlm2
+from .svdllm import SvdLlm, SvdLlm2
 from .transmla import TransMla
 
 

@@ -4,7 +4,6 @@ Shapes: N windows, T tokens of a window.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,23 +17,12 @@ from ..data.hub import ALIASES
 from ..data.splits import REPEATED, repeat_passages
 from ..data.text import named_sources, read_text, windows_from_text
 from ..model.errors import RapError
+from .config import RecoveryConfig
+from .layer_fit import FitConfig
 
 SHARED_RUN = 16  # tokens: natural text repeats fewer
 HELD_OUT_SHARE = 10  # without a validation text, one window in so many is held out
 _CHARACTERS_PER_TOKEN = 16
-
-
-class TextSettings(Protocol):
-    """A recovery's settings of its training data."""
-
-    @property
-    def window(self) -> int: ...
-    @property
-    def num_windows(self) -> int | None: ...
-    @property
-    def validation_windows(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
 
 
 class WindowDataset(Dataset):
@@ -53,7 +41,7 @@ class WindowDataset(Dataset):
 def recovery_windows(
     sources: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    config: TextSettings,
+    config: RecoveryConfig | FitConfig,
     *,
     longest: int | None = None,
     bos: Bos = "auto",

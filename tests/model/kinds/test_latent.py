@@ -11,7 +11,7 @@ from torch import Tensor
 import rap
 from cases.models import random_tokens, tiny_model
 from rap.methods import METHODS
-from rap.methods.svdllm2 import kept_shares
+from rap.methods.svdllm import kept_shares
 from rap.planning.budgets import allocate
 from rap.planning.subspace import whitened_factors
 
