@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from memory import resident_peak
 
-from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.calibration.backward import next_token_loss
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
 from rap.cli.groups import ReadingOptions

@@ -317,7 +317,7 @@ EVALUATIONS = [
 @pytest.mark.parametrize(("arguments", "message"), EVALUATIONS)
 def test_numbers_are_checked_before_a_model_or_a_text_is_read(monkeypatch, arguments, message):
     monkeypatch.setattr("rap.cli.checkpoints.resolve_source", lambda _: pytest.fail("looked for"))
-    monkeypatch.setattr("rap.cli.cache.CacheCompression.check", lambda _: None)  # a package
+    monkeypatch.setattr("rap.cli.evaluate.CacheCompression.check", lambda _: None)  # a package
     result = run("evaluate", *arguments.split())
     assert error_violations(result) == []
     assert message in result.err

@@ -178,7 +178,7 @@ def report_command(
         list[Path] | None,
         typer.Argument(
             help="Result files or directories, such as the output of `rap compare` "
-            "[experiments/*/ and benchmarks/results]."
+            "[those of experiments/ and benchmarks/results]."
         ),
     ] = None,
     output: Annotated[

@@ -1,13 +1,15 @@
 """`rap evaluate`: quality of a dense or pruned checkpoint.
 
-Perplexity, fidelity (how near a pruned checkpoint stays to its dense model) and zero-shot
-(benchmark tasks of lm-eval) are here; the other commands of the group have a module each.
+Perplexity, fidelity (how near a pruned checkpoint stays to its dense model), zero-shot (benchmark
+tasks of lm-eval) and cache (the cost of quantizing or evicting the cache further) are here; the
+other commands of the group have a module each.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from ..checkpoint.card import interval_text
@@ -15,6 +17,14 @@ from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
 from ..data.bos import bos_token
 from ..data.held_out import evaluation_tokens
+from ..evaluation.cache.compressed import (
+    CacheCompression,
+    check_pieces,
+    compressed_perplexity,
+    compressed_recall,
+)
+from ..evaluation.cache.presses import PRESSES, parse_press
+from ..evaluation.cache.quantized_cache import CACHE_KINDS
 from ..evaluation.quality.fidelity import Fidelity, fidelity
 from ..evaluation.quality.harness import (
     GROUPS,
@@ -26,11 +36,23 @@ from ..evaluation.quality.harness import (
 )
 from ..evaluation.quality.intervals import exponential
 from ..evaluation.quality.perplexity import check_sizes, perplexity
+from ..evaluation.retrieval.documents import check_grid
+from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from . import options
-from .cache import cache_command
-from .checkpoints import Dense, Quantize, ResultFile, deliver, label, open_checkpoint, open_dense
+from .checkpoints import (
+    Dense,
+    Opened,
+    Quantize,
+    ResultFile,
+    Words,
+    deliver,
+    label,
+    open_checkpoint,
+    open_dense,
+)
 from .generation import generation_command
+from .groups import LoadingOptions, grouped
 from .options import print_table
 from .retrieval import retrieval_command
 
@@ -228,6 +250,136 @@ def zero_shot_command(
 
 def _error(stderr: float | None) -> str:
     return "" if stderr is None else f"{stderr:.4f}"
+
+
+CACHE_LOADING = LoadingOptions(dtype="float32")
+HEADER = ["cache", "perplexity", "recall", "after the prefix", "at the end", "of exact"]
+
+
+Bits = Annotated[
+    str | None,
+    typer.Option(help=f"Quantize the cache (transformers): {', '.join(CACHE_KINDS)}."),
+]
+Evict = Annotated[
+    str | None,
+    typer.Option(help=f"Evict tokens (kvpress), as in knorm:0.5: {', '.join(PRESSES)}."),
+]
+CacheWindow = Annotated[int, typer.Option(help="Tokens per window.")]
+Prefix = Annotated[int, typer.Option(help="Tokens per window before the cache is compressed.")]
+Piece = Annotated[int, typer.Option(help="Tokens per forward pass afterwards; 1 equals decoding.")]
+Distance = Annotated[int, typer.Option(help="Recall: tokens between a fact and its question.")]
+Documents = Annotated[int, typer.Option(help="Recall: number of questions, 0 for none.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is read with a compressed cache: windows of text, and questions."""
+
+    window: CacheWindow = 512
+    prefix: Prefix = 256
+    piece: Piece = 32
+    max_windows: MaxWindows = None
+    distance: Distance = 256
+    documents: Documents = 16
+    wording: Words = "plain"
+
+    def check(self) -> None:
+        """RapError for windows or questions that there cannot be."""
+        check_pieces(self.window, self.prefix, self.piece)
+        check_sizes(self.window, self.max_windows)
+        if self.documents:
+            check_grid(self.documents, [self.distance])
+
+
+@grouped
+def cache_command(
+    model: options.Model,
+    *,
+    bits: Bits = None,
+    press: Evict = None,
+    text: Text = "bundled",
+    asked: Asked,
+    quantize: Quantize = None,
+    load: LoadingOptions = CACHE_LOADING,
+    output: ResultFile = None,
+    as_json: options.Json = False,
+    config: options.ConfigFile = None,
+) -> None:
+    """Quality and bytes with the cache compressed after a prefix, in bits, in tokens, or in both.
+
+    A prefix is read, its cache is compressed, and the continuation is read with that cache. The
+    first row is the same measure with the cache as it is. Needs pip install hqq or
+    optimum-quanto; for presses: pip install --no-deps kvpress cachetools fire termcolor.
+    """
+    if bits is None and press is None:
+        raise RapError("no cache compression is given; use --bits hqq4, --press knorm:0.5, or both")
+    compression = CacheCompression(bits, parse_press(press) if press else None)
+    compression.check()
+    asked.check()
+    opened = open_checkpoint(
+        model, load.device, load.device_map, [output], quantize, load.dtype, load.bos
+    )
+    ids = evaluation_tokens(text, opened.tokenizer)
+    exact, compressed = (
+        _measured(opened, ids, one, asked, load.seed) for one in (CacheCompression(), compression)
+    )
+    title = f"{label(opened)}: {asked.prefix} tokens read, then the cache compressed"
+    rows = [_row(row, exact) for row in (exact, compressed)]
+    made = provenance(seed=load.seed, quantize=quantize, dtype=load.dtype)
+    figures = {
+        "text": text,
+        "bits": bits,
+        "press": press,
+        "wording": asked.wording,
+        "exact": exact,
+        "compressed": compressed,
+    }
+    table = {"title": title, "header": HEADER, "rows": rows}
+    deliver(opened, figures, table, made, output, as_json)
+
+
+def _measured(
+    opened: Opened, ids: Any, compression: CacheCompression, asked: Asked, seed: int
+) -> dict[str, Any]:
+    """Perplexity, bytes and, if questions are asked, recall, as JSON-able data."""
+    quality = compressed_perplexity(
+        opened.model,
+        ids,
+        compression,
+        window=asked.window,
+        prefix=asked.prefix,
+        piece=asked.piece,
+        max_windows=asked.max_windows,
+        bos=opened.bos,
+        dtype=None,
+    )
+    recall = compressed_recall(
+        opened.model,
+        opened.tokenizer,
+        np.asarray(ids),
+        compression,
+        distances=[asked.distance] if asked.documents else [],
+        num_documents=asked.documents,
+        seed=seed,
+        bos=opened.bos,
+        wording=asked.wording,
+    )
+    cells = [asdict(cell) for cell in recall]
+    return {"compression": str(compression), **asdict(quality), "recall": cells}
+
+
+def _row(row: dict[str, Any], exact: dict[str, Any]) -> list[str]:
+    """Bytes are per token read."""
+    recall = ", ".join(f"{cell['accuracy']:.0%}" for cell in row["recall"])
+    share = row["kv_bytes_per_token"] / exact["kv_bytes_per_token"]
+    return [
+        row["compression"],
+        f"{row['perplexity']:.4f}",
+        recall or "-",
+        f"{row['prefix_bytes_per_token']:,.0f} B",
+        f"{row['kv_bytes_per_token']:,.0f} B",
+        f"{share:.0%}",
+    ]
 
 
 evaluate_app.command("fidelity")(fidelity_command)
