@@ -1,11 +1,13 @@
 """What the fit costs a layer: seconds and memory, and with them the whole of a large model.
 
-    python benchmarks/fit.py [--device cpu] [--retain 0.5] [--scope block]
+    python benchmarks/fit.py [--device cpu] [--retain 0.5] [--scope block] [--whole]
 
 One layer of Llama-3-8B's shape, and one of SmolLM2-135M's as a check against a real run, with
 random weights in float32. The fit's time is a number of steps and a number of windows: three short
 runs tell what one of each takes, and the defaults of `--recover fit` are added up from that. Peak
 memory is the process's (Linux) or the device's, beyond the weights that are there before.
+With `--whole` (for a GPU) nothing is computed: all layers of SmolLM2's shape and one of the 8B's
+are distilled with the default settings.
 """
 
 import json
@@ -16,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from speed import LLAMA_3_8B, clock_of, figure, is_cuda, parser, write
+from speed import LLAMA_3_8B, clock_note, clock_of, figure, is_cuda, parser, write
 from transformers import LlamaConfig
 
 from rap.evaluation.cost.latency import synchronize
@@ -35,6 +37,8 @@ SHAPES = {
     },
     "Llama-3-8B": LLAMA_3_8B,
 }
+WHOLE = {"SmolLM2-135M": 30, "Llama-3-8B": 1}  # layers that --whole distils
+TINY = {"hidden_size": 288, "intermediate_size": 64, "num_hidden_layers": 1}
 SMALL = {"num_hidden_layers": 1, "vocab_size": 512}
 # Windows and steps of the runs that are timed: one more of each than in the first.
 RUNS = ((4, 1), (4, 2), (8, 1))
@@ -68,6 +72,54 @@ def measure(arguments: Any, shape: str) -> dict[str, Any]:
     }
 
 
+def measure_whole(arguments: Any, shape: str) -> dict[str, Any]:
+    """Seconds and bytes of all the fit with the default settings, in which models warm up."""
+    device, layers = arguments.device, WHOLE[shape]
+    fields = SHAPES[shape] | {"num_hidden_layers": layers, "vocab_size": SMALL["vocab_size"]}
+    settings = FitConfig(scope=arguments.scope)
+    if arguments.quick:
+        fields |= TINY
+        settings = replace(settings, window=16, num_windows=4, steps=1)
+    config = LlamaConfig(**fields)
+    dense = random_model(config, dtype=torch.float32, device=device)
+    small = random_model(
+        uniform_config(config, arguments.retain), dtype=torch.float32, device=device
+    )
+    windows = torch.randint(0, SMALL["vocab_size"], (settings.num_windows, settings.window))
+    before, started = peak(device), clock_of(arguments)()
+    found = fit_layers(small, dense, windows, settings)
+    synchronize(torch.device(device))
+    seconds = clock_of(arguments)() - started
+    return {
+        "shape": shape,
+        "layers": len(found),
+        "seconds": seconds,
+        "peak": peak(device) - before,
+        "settings": asdict(settings),
+    }
+
+
+def whole_table(rows: list[dict[str, Any]], arguments: Any) -> dict[str, Any]:
+    """The table of what was measured with `--whole`."""
+    settings = FitConfig(**rows[0]["settings"])
+    return {
+        "title": f"The whole fit at retain {arguments.retain:g}, {arguments.scope}",
+        "note": f"{settings.num_windows} windows of {settings.window} tokens, {settings.steps} "
+        f"steps a layer; float32, random weights; {clock_note(arguments)}.",
+        "header": ["shape", "layers", "seconds", "seconds a layer", "peak memory"],
+        "rows": [
+            [
+                row["shape"],
+                row["layers"],
+                figure(row["seconds"], ",.0f"),
+                figure(row["seconds"] / row["layers"], ",.1f"),
+                figure(row["peak"] / 2**30, ".2f", " GiB"),
+            ]
+            for row in rows
+        ],
+    }
+
+
 def peak(device: str) -> int:
     """Most bytes this process (or the device) has held so far."""
     if is_cuda(device):
@@ -95,15 +147,25 @@ def main() -> None:
     made.add_argument("--retain", type=float, default=0.5)
     made.add_argument("--scope", choices=SCOPES, default=FitConfig.scope)
     made.add_argument("--shape", choices=tuple(SHAPES), help="measure one, print JSON")
+    made.add_argument("--whole", action="store_true", help="time all of it: SmolLM2, an 8B layer")
+    made.add_argument("--quick", action="store_true", help="with --whole: tiny sizes")
     arguments = made.parse_args()
     if arguments.shape:
-        print(json.dumps(measure(arguments, arguments.shape)))
+        measured = measure_whole if arguments.whole else measure
+        print(json.dumps(measured(arguments, arguments.shape)))
         return
     rows = []
     for shape in SHAPES:
+        if arguments.quick:  # peaks then are of no interest
+            rows.append(measure_whole(arguments, shape))
+            continue
         command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         rows.append(json.loads(output.splitlines()[-1]))
+    if arguments.whole:
+        table = whole_table(rows, arguments)
+        write("fit-whole", {"rows": rows, "table": table}, arguments)
+        return
     settings = FitConfig(scope=arguments.scope)
     table = {
         "title": "Layer-wise distillation of one layer at retain "

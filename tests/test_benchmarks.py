@@ -1,7 +1,9 @@
 """Scripts of benchmarks/ at tiny sizes: that they run, and what their result files hold."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from transformers import LlamaConfig
 
 from cases.models import random_tokens
-from cases.scripts import load_script
+from cases.scripts import REPOSITORY, load_script
 from rap import calibrate, footprint
+from rap.evaluation.cost.latency import weight_bytes
 from rap.methods import parse_method
 
 # All heads merge at both ratios; some do, and maps are larger than what they save.
@@ -83,6 +86,14 @@ def test_roofline_writes_every_point_and_where_it_ran(
             assert row["kv_bytes"] == dense["kv_bytes"] / 2
     assert rows["dense", 16]["rounds_ms"].keys() == {"sdpa", "rap"}
     assert rows["rap@0.5", 16]["rounds_ms"].keys() == {"rap"}
+    # Shared parts count for every model that reads them.
+    roofline, layouts = (load_script(f"benchmarks/{name}.py") for name in ("roofline", "layouts"))
+    config = LlamaConfig(**roofline.SHAPES["smollm2"] | roofline.TINY)
+    for name in ("dense", "rap@0.5", "rap:profile=stock:merge=auto@0.7", "palu@0.7"):
+        made = layouts.pruned_config(config, name)
+        whole = layouts.random_model(made, dtype=torch.float32, device="cpu")
+        row = rows[name, 16]
+        assert row["read_bytes"] - row["kv_bytes"] == weight_bytes(whole), name
     table = result["tables"][0]
     assert [row[0] for row in table["rows"]] == list(dict.fromkeys(name for name, _ in rows))
 
@@ -103,3 +114,62 @@ def test_roofline_records_what_it_had_no_time_for(
         "context": 9,
         "reason": "time",
     }
+
+
+@pytest.mark.slow
+def test_all_runs_each_and_says_what_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What takes minutes on a GPU, at tiny sizes; one that runs out of time stops no other."""
+    script = load_script("benchmarks/all.py")
+    monkeypatch.setitem(script.SHARE, "roofline", 1e-9)
+    options = ["--device", "cpu", "--quick", "--minutes", "60", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [script.__file__, *options])
+    with pytest.raises(SystemExit, match=r"^not done: roofline \(out of time\)$"):
+        script.main()
+    assert "fit: done in" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "fit.json").read_text("utf-8"))["rows"]
+    assert [(row["shape"], row["layers"]) for row in rows] == [
+        ("SmolLM2-135M", 1),
+        ("Llama-3-8B", 1),
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_what_runs_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    script = load_script("benchmarks/all.py")
+    note = tmp_path / "process"
+    code = (
+        f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(note)!r}, 'w').write"
+    )
+    command = [sys.executable, "-c", f"{code}(str(p.pid)); p.wait()"]
+    assert script.exit_code(command, dict(os.environ), 5) is None
+    started = Path("/proc") / note.read_text("utf-8") / "stat"
+    for _ in range(300):
+        if not started.exists() or started.read_text("utf-8").split(")")[1].split()[0] in "XZ":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("what the command started still runs")
+    assert script.exit_code([sys.executable, "-c", "raise SystemExit(3)"], {}, None) == 3
+
+
+def test_all_on_a_gpu_is_what_ten_minutes_suffice_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("benchmarks/all.py")
+    ran: list[tuple[list[str], float, str | None]] = []
+
+    def noted(command: list[str], environment: dict[str, str], timeout: float) -> int:
+        ran.append((command[1:], timeout, environment.get("TRITON_INTERPRET")))
+        return 0
+
+    monkeypatch.setattr(script, "exit_code", noted)
+    monkeypatch.setattr(sys, "argv", [script.__file__, "--device", "cuda"])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    script.main()
+    tests, roofline, fit = ran
+    assert (tests[0][-1], tests[2]) == (str(REPOSITORY / "tests" / "gpu"), "0")
+    assert Path(roofline[0][0]).name == "roofline.py"
+    assert roofline[0][1:] == ["--device", "cuda", "--minutes", "3.2"]
+    assert fit[0][1:] == ["--whole", "--device", "cuda"]
+    assert [tests[1], roofline[1]] == [240, 240]
+    assert 590 < fit[1] <= 600

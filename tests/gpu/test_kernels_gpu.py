@@ -21,6 +21,7 @@ from cases.kernel_cases import (
     check_rotation,
     check_step,
 )
+from cases.scripts import load_script
 from rap.evaluation.cost.latency import CUDA_VARIANTS, DecodeStep
 from rap.evaluation.cost.random_models import random_model, uniform_config
 from rap.model.kernels.decode_attention import decode_step
@@ -35,6 +36,7 @@ pytestmark = [
     ),
 ]
 
+LAYOUTS, ROOFLINE = (load_script(f"benchmarks/{name}.py") for name in ("layouts", "roofline"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LLAMA = Shape(groups=8, per_group=4, slots=44, value_width=88, tokens=1000, cached=8192)
 CONFIG = LlamaConfig(
@@ -68,6 +70,8 @@ LONG = [
 @pytest.mark.parametrize("case", [*DECODE_CASES, *LONG], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decode(case, dtype, strided):
+    if case.quantized and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8: the reference runs in its place")
     check_decode(case, Layer(replace(case.shape, tokens=1), dtype, "cuda", strided))
 
 
@@ -138,3 +142,17 @@ def test_every_variant_of_the_benchmark_runs(variant):
     assert step.logits is not None
     assert step.logits.isfinite().all()
     assert step.transient_bytes > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ROOFLINE.METHODS["cuda"])
+def test_every_layout_of_the_benchmark_runs(name):
+    """Merged and latent layers too, as CUDA graphs where they can be captured."""
+    config = LlamaConfig(**CONFIG.to_dict() | {"num_attention_heads": 16, "num_key_value_heads": 8})
+    made = LAYOUTS.pruned_config(config, name)
+    for variant in ROOFLINE.variants_of(name, "cuda"):
+        model = LAYOUTS.random_model(made, dtype=torch.float32, device="cuda")
+        step = DecodeStep(model, variant, batch=2, context=100, steps=3)
+        step()
+        assert step.logits.isfinite().all()
+        assert int(step.cache.get_seq_length()) > 100
