@@ -23,10 +23,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rap.methods.naming import result_today
+from rap.recovery.layer_fit import FitConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE, RECORD = ROOT / "runs" / "evidence", ROOT / "runs" / "evidence.json"
@@ -102,7 +104,7 @@ def commands(names: list[str]) -> list[tuple[str, str]]:
         if names and folder.name not in names:
             continue
         for file in sorted(folder.glob("*.json")):
-            found[folder.name, _command(json.loads(file.read_text()))] = None
+            found[folder.name, _command(json.loads(file.read_text()), folder)] = None
     return list(found)
 
 
@@ -117,13 +119,26 @@ def in_place(command: str) -> str:
     return re.sub(r"experiments/([\w.-]*\w)", lambda found: folder_of(found[1]), command)
 
 
-def _command(result: dict[str, Any]) -> str:
-    """The command that writes a result where it lies today."""
-    return in_place(_complete(result))
+def _command(result: dict[str, Any], folder: Path) -> str:
+    """The command that writes a result of a folder where it lies today."""
+    return in_place(_complete(result, _fit_of(folder)))
 
 
-def _complete(result: dict[str, Any]) -> str:
-    """The command of a result, with what it left to the defaults of its time: sizes, and heads."""
+def _fit_of(folder: Path) -> dict[str, Any]:
+    """What the layer-wise distillation of a comparison was set to, where that is no default now."""
+    for file in sorted(folder.glob("cells/*/config.json")):
+        fit = json.loads(file.read_text()).get("fit")
+        if fit:
+            today = asdict(FitConfig())
+            return {name: x for name, x in fit.items() if name != "seed" and today[name] != x}
+    return {}
+
+
+def _complete(result: dict[str, Any], fit: dict[str, Any] | None = None) -> str:
+    """The command of a result, with what it left to the defaults of its time.
+
+    They are sizes, whether heads are merged, and settings of layer-wise distillation.
+    """
     # As it was called when the results were written.
     command = str(result_today(result)["command"])
     command = command.replace("rap evaluate ruler ", "rap evaluate retrieval ")
@@ -141,6 +156,9 @@ def _complete(result: dict[str, Any]) -> str:
         given = any(word.startswith(f"{name}=") for word in words)
         if name in ("text", "window", "num_windows") and not given:
             more += ["--measure", f"{name}={'null' if value is None else value}"]
+    for name, value in (fit or {}).items() if words[1] == "compare" else ():
+        if not any(word.startswith(f"fit.{name}=") for word in words):
+            more += ["--set", f"fit.{name}={value}"]
     return shlex.join([*words, *more]) if more else command
 
 
@@ -241,9 +259,10 @@ def link_model(model: str, texts: Path) -> str | None:
 def compared(name: str, command: str) -> dict[str, Any]:
     """How many figures of a command's results are in both trees, and which differs most."""
     worst, where, count = 0.0, None, 0
-    for file in sorted((ROOT / folder_of(name)).glob("*.json")):
+    folder = ROOT / folder_of(name)
+    for file in sorted(folder.glob("*.json")):
         old, path = json.loads(file.read_text()), TREE / folder_of(name) / file.name
-        if _command(old) != command:
+        if _command(old, folder) != command:
             continue
         new = json.loads(path.read_text()) if path.exists() else {}
         for place, before, after in figures(old, new, file.name):
@@ -287,7 +306,7 @@ def _forget(name: str, command: str) -> None:
     """Remove what a command would take as measured: its results, and cells of a comparison."""
     folder = TREE / folder_of(name)
     for file in folder.glob("*.json"):
-        if _command(json.loads(file.read_text())) == command:
+        if _command(json.loads(file.read_text()), ROOT / folder_of(name)) == command:
             file.unlink()
     for cells in folder.glob("cells"):
         shutil.rmtree(cells)

@@ -3,10 +3,12 @@
 import json
 import math
 import subprocess
+from dataclasses import asdict
 
 import pytest
 
 from cases.scripts import REPOSITORY, load_script
+from rap.recovery.layer_fit import FitConfig
 
 SCRIPT = """import json, os, pathlib
 runs = pathlib.Path("runs.txt")
@@ -221,6 +223,20 @@ def test_a_figure_or_a_file_that_is_gone_is_no_equal_one(again):
 def test_times_and_what_others_published_are_no_figures(again):
     same = {"paper": [1.0], "decode_seconds": 2.0, "tables": [3], "rap:paper at 0.5": {"kl": 0.4}}
     assert list(again.figures(same, same, "file")) == [("file rap:paper at 0.5 kl", 0.4, 0.4)]
+
+
+def test_a_distillation_of_other_defaults_is_set_to_what_it_was(tmp_path):
+    """Cells keep all its settings, a command only those that were given."""
+    cell = tmp_path / "cells" / "one"
+    cell.mkdir(parents=True)
+    default = asdict(FitConfig())
+    fit = default | {"steps": default["steps"] + 7, "rate": default["rate"] * 2, "seed": 3}
+    (cell / "config.json").write_text(json.dumps({"fit": fit}))
+    settings = {"num_windows": 24, "window": 1024, "measures": {}}
+    command = "rap compare --windows 24 --window 1024 --recover fit --set fit.rate=0.5 -o x"
+    made = {"command": command, "provenance": {"settings": settings}}
+    repeated = load_script("experiments/again.py")._command(made, tmp_path)
+    assert repeated == f"{command} --set fit.steps={default['steps'] + 7}"
 
 
 def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given():
