@@ -292,7 +292,7 @@ def _parts(shares: Iterator[float]) -> str:
 def draw(evidence: Evidence, path: Path) -> None:
     """KL against the share of the cache, on a logarithmic axis."""
     with matplotlib.rc_context(themed.SETTINGS):
-        figure = Figure(figsize=(8.2, 4.8), layout="constrained")
+        figure = Figure(figsize=(6.4, 6.4), layout="constrained")
         axes = figure.subplots()
         methods = dict.fromkeys(key.method for key in evidence.cells if key != DENSE)
         merged = (method for method in methods if is_merged(method))
@@ -301,6 +301,11 @@ def draw(evidence: Evidence, path: Path) -> None:
             _curves(axes, evidence, method, colors.get(method, GREY))
         what, shown = "KL to the dense model, nats/token", StrMethodFormatter("{x:g}")
         over_share(axes, what, [0.03, 0.1, 0.3, 1, 3, 10], shown)
+        handles, names = axes.get_legend_handles_labels()
+        axes.get_legend().remove()
+        # Below the axes, which keep their width on a phone.
+        where = {"loc": "outside lower center", "ncols": 2, "fontsize": 9}
+        figure.legend(handles, names, frameon=False, **where)
         themed.save(figure, path)
 
 

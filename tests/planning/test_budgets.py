@@ -249,8 +249,8 @@ def test_layers_without_scores_are_passed_over():
     ("setting", "message"),
     [
         ({"budget": "even"}, "unknown budget"),
-        ({"align": 3}, "align 3"),
-        ({"align": 0}, "align 0"),
+        ({"align": 3}, "align cannot be 3"),
+        ({"align": 0}, "align cannot be 0"),
         ({"key_share": 1.0}, "key_share"),
         ({"key_share": "values"}, "key_share"),
     ],
