@@ -17,7 +17,6 @@ from ..model.errors import RapError
 
 GIB = 2**30
 LOG_LINES = 30
-TIMEOUT = 1200  # seconds
 
 
 class EngineError(RapError):
@@ -83,6 +82,9 @@ def engine_environment(
 def run_vllm(
     source: str | Path,
     rounds: Sequence[Round],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 1200,
     **engine: Any,
 ) -> EngineRun:
     """Start vLLM on a checkpoint, run the rounds, and stop it.
@@ -105,8 +107,8 @@ def run_vllm(
         paths = [Path(folder) / name for name in ("job.json", "result.json")]
         paths[0].write_text(json.dumps(job), encoding="utf-8")
         command = [sys.executable, "-m", "rap.serving.vllm.worker", *map(str, paths)]
-        surroundings = engine_environment(eager=job["engine"]["enforce_eager"])
-        log = run_engine(command, "vLLM", TIMEOUT, surroundings)
+        surroundings = engine_environment(environment, eager=job["engine"]["enforce_eager"])
+        log = run_engine(command, "vLLM", timeout, surroundings)
         result = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else {}
     if "error" in result or not result:
         raise failure(log, result.get("error", ""))
