@@ -42,13 +42,14 @@ FIGURE = "docs/measurements/methods.svg"
 RATIOS = (0.7, 0.5)
 RECOVERIES = {"none": "no recovery", "fit": "layer-wise", "fit+full": "end-to-end"}
 MORE = ("smollm2-starkv", "smollm2-fit-svdllm", "smollm2-fit-others", "smollm2-fit-shrinkage")
-MORE += ("smollm2-merged-sweep", "smollm2-sweep-quarter")
+MORE += ("smollm2-merged-sweep",)
 # The methods that are followed from ratio to ratio.
-SWEPT = ("rap:merge=all", "rap:merge=all:profile=stock", SEPARATE, "palu", "transmla", "rap:paper")
+FOLLOWED = ("rap:merge=all", "rap:merge=all:profile=stock", SEPARATE, "palu", "transmla")
+FOLLOWED += ("rap:paper",)
 TIMED = "smollm2-times"
 TEXTS = ("smollm2-fit-texts", "smollm2-texts", "smollm2-texts-distilled", "smollm2-fit-shrinkage")
 RECALLED = ("smollm2-recall", "smollm2-recall-fit", "smollm2-texts", "smollm2-texts-distilled")
-SWEPT = ("smollm2-sweep", "smollm2-fit-sweep")  # ratios that have no table
+SWEPT = ("smollm2-sweep", "smollm2-fit-sweep", "smollm2-merged-sweep")  # from ratio to ratio
 RULED = {"4k": "smollm2-ruler", "8k": "smollm2-ruler-8k"}
 OTHER, RECALL = ((*TEXTS, *MERGED), "other_texts"), ((*RECALLED, *MERGED), "recall")
 TASKS = ("single-needle", "multi-key", "multi-value")
@@ -213,13 +214,13 @@ def main_table(evidence: Evidence, retain: float) -> str:
 
 
 def sweep_table(evidence: Evidence) -> str:
-    """The methods of SWEPT at every ratio that two of them were measured at, in Markdown."""
+    """The methods of FOLLOWED at every ratio that two of them were measured at, in Markdown."""
     recoveries = ("none", "fit")
     header = ["KV", "method", "reconstructs", "parameters", "FLOPs", "decode"]
     header += [f"{what}, {RECOVERIES[name]}" for what in ("PPL", "KL") for name in recoveries]
     dense, rows = evidence.dense, []
     for retain in sorted({key.retain for key in evidence.cells if key != DENSE}, reverse=True):
-        swept = [method for method in SWEPT if Key(method, retain) in evidence.cells]
+        swept = [method for method in FOLLOWED if Key(method, retain) in evidence.cells]
         for method in swept if len(swept) > 1 else []:
             cell = evidence.cells[Key(method, retain)]
             found = [evidence.cells.get(Key(method, retain, name)) for name in recoveries]
@@ -230,7 +231,7 @@ def sweep_table(evidence: Evidence) -> str:
                     "yes" if cell["reconstructs"] else "no",
                     _share(cell, dense, "attention_parameters"),
                     f"{cell['attention_flops']['value'] / dense['attention_flops']['value']:.0%}",
-                    _time(evidence.timed.get(Key(method, retain), cell), "decode"),
+                    _time(evidence.timed.get(Key(method, retain), {}), "decode"),
                     *(_number(one and one["perplexity"]) for one in found),
                     *("" if one is None else f"{one['kl']['value']:.3f}" for one in found),
                 ]
@@ -344,7 +345,8 @@ def methods_page(evidence: Evidence) -> str:
         f"{timed_on(evidence, retain)}{main_table(evidence, retain)}\n"
         for retain in RATIOS
     ]
-    parts.append(f"## From 90% to 25% of the KV cache\n\n{sweep_table(evidence)}\n")
+    swept = f"{runs([*SWEPT, *MERGED], METHODS)}\n\n{sweep_table(evidence)}\n"
+    parts.append(f"## From 90% to 35% of the KV cache\n\n{swept}")
     return "\n".join(parts)
 
 

@@ -49,11 +49,12 @@ def test_methods_that_reconstruct_nothing_come_first_and_by_their_best(script):
     order = [keys[0].method for keys in evidence.at(0.7)]
     reconstructing = [evidence.cells[keys[0]]["reconstructs"] for keys in evidence.at(0.7)]
     assert reconstructing == sorted(reconstructing)
-    assert order[:2] == [name, script.SEPARATE]
+    plain = f"{name}:profile=stock"
+    assert order[:3] == [name, plain, script.SEPARATE]
     # Its fit alone puts it there.
     evidence.cells.pop(script.Key(name, 0.7, "fit"))
     evidence.cells[merged] = evidence.cells[merged] | {"kl": {"value": 50.0}}
-    assert next(keys[0].method for keys in evidence.at(0.7)) == script.SEPARATE
+    assert [keys[0].method for keys in evidence.at(0.7)][:2] == [plain, script.SEPARATE]
     (row,) = _rows(script.main_table(evidence, 0.7), name)
     assert row[6:] == ["21.40", "", "", "50.000", "", ""]
 
@@ -120,3 +121,14 @@ def test_times_of_prompts_are_shown_once_there_are_some(script):
     assert "prefill (512 tokens)" in script.methods_page(evidence)
     (row,) = _rows(script.main_table(evidence, 0.7), script.SEPARATE)
     assert row[6] == "50%"
+
+
+def test_methods_are_followed_from_ratio_to_ratio(script):
+    evidence = script.Evidence()
+    rows = script.sweep_table(evidence).splitlines()[2:]
+    shares = {line.split("|")[1].strip() for line in rows}
+    assert {"90%", "80%", "70%", "60%", "50%", "35%"} <= shares
+    for method in script.FOLLOWED:
+        row = next(line for line in rows if f"| {method} |" in line.replace("**", ""))
+        cell = evidence.cells[script.Key(method, 0.9)]
+        assert f"| {cell['perplexity']:.2f} |" in row
