@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from speed import LLAMA_3_8B, clock_note, clock_of, figure, is_cuda, parser, write
+from speed import LLAMA_3_8B, SMOLLM2, clock_note, clock_of, figure, is_cuda, parser, write
 from transformers import LlamaConfig
 
 from rap.evaluation.cost.latency import synchronize
@@ -26,17 +26,7 @@ from rap.evaluation.cost.random_models import random_model, uniform_config
 from rap.recovery.fit import fit_layers
 from rap.recovery.layer_fit import SCOPES, FitConfig
 
-SHAPES = {
-    "SmolLM2-135M": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-    },
-    "Llama-3-8B": LLAMA_3_8B,
-}
+SHAPES = {"SmolLM2-135M": SMOLLM2, "Llama-3-8B": LLAMA_3_8B}
 WHOLE = {"SmolLM2-135M": 30, "Llama-3-8B": 1}  # layers that --whole distils
 TINY = {"hidden_size": 288, "intermediate_size": 64, "num_hidden_layers": 1}
 SMALL = {"num_hidden_layers": 1, "vocab_size": 512}

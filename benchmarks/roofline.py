@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from layouts import DENSE, pruned_config, random_model
-from speed import LLAMA_3_8B, clock_note, clock_of, figure, is_cuda, parser, write
+from speed import LLAMA_3_8B, SMOLLM2, clock_note, clock_of, figure, is_cuda, parser, write
 from transformers import LlamaConfig
 
 from rap.evaluation.cost.latency import (
@@ -45,17 +45,7 @@ LLAMA_1B = {
     "max_position_embeddings": 32768,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 32768,
-    },
+    "smollm2": SMOLLM2,
     "llama-1b-layer": LLAMA_1B | ONE_LAYER,
     "llama-8b-layer": LLAMA_3_8B | ONE_LAYER,
     # Next to no feed-forward: what remains is the attention.

@@ -30,6 +30,17 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 32768,
 }
+SMOLLM2 = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
 # A quarter of the width and an eighth of the layers; heads and their groups as in Llama 3.
 SCALED = LLAMA_3_8B | {
     "vocab_size": 8192,

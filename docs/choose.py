@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from first_page import COMPARED, EXPERIMENTS, MERGED, REPOSITORY, is_merged
-from sources import anchor, link
+from sources import anchor, link, put
 
 from rap.methods.naming import result_today
 from rap.studies.report.report import caption, markdown_table
@@ -155,11 +155,7 @@ def notes(choices: Choices) -> str:
 
 def with_table(text: str, choices: Choices) -> str:
     """The page with the table as it is measured."""
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{PAGE} has no place for the table: {BEGIN.strip()}")
-    return f"{before}{BEGIN}\n{table(choices)}\n\n{END}{after}"
+    return put(text, BEGIN, END, f"{table(choices)}\n", PAGE)
 
 
 def main() -> None:

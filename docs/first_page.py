@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, Formatter, PercentFormatter
+from sources import put
 
 from rap.methods.naming import result_today, shown_today
 from rap.studies.report.report import caption, markdown_table
@@ -238,11 +239,7 @@ def over_share(axes: Axes, what: str, ticks: list[float], shown: Formatter) -> N
 
 def with_table(text: str, measured: Measured) -> str:
     """README.md with the table as it is measured."""
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{README.name} has no place for the table: {BEGIN.strip()}")
-    return f"{before}{BEGIN}\n{table(measured)}\n{END}{after}"
+    return put(text, BEGIN, END, table(measured), README)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-from sources import REPOSITORY, anchor, linked
+from sources import REPOSITORY, anchor, linked, put
 
 from rap.studies.report.page import read_topics
 from rap.studies.report.report import markdown_table
@@ -122,11 +122,7 @@ def _shown(folder: Path, pages: dict[str, set[str]]) -> str:
 
 def with_index(text: str) -> str:
     """experiments/README.md with the index as it is."""
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{README} has no place for the index: {BEGIN.strip()}")
-    return f"{before}{BEGIN}\n{index()}\n\n{END}{after}"
+    return put(text, BEGIN, END, f"{index()}\n", README)
 
 
 def main() -> None:

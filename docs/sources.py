@@ -1,6 +1,7 @@
-"""Links from a page to the commands of its results: headings of docs/results/README.md.
+"""What is generated on a page, and its links to the commands of results.
 
-`rap report` writes a heading for each folder of results there, with each file and its command.
+Links lead to headings of docs/results/README.md. `rap report` writes one for each folder of
+results, with each file and its command.
 """
 
 import os
@@ -33,6 +34,18 @@ def runs(folders: Iterable[str], page: str, what: str = "Runs and commands") -> 
     """A paragraph of links, for what stands above or below it; each folder once."""
     links = ", ".join(link(folder, page) for folder in dict.fromkeys(folders))
     return textwrap.fill(f"{what}: {links}.", 100, break_long_words=False, break_on_hyphens=False)
+
+
+def put(text: str, begin: str, end: str, generated: str, page: str | Path) -> str:
+    """The text of a page with what is generated between two marks as it is now.
+
+    Ends the program if the page has no such place.
+    """
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{Path(page).name} has no place for what is generated: {begin.strip()}")
+    return f"{before}{begin}\n{generated}\n{end}{after}"
 
 
 def linked(text: str) -> set[str]:

@@ -5,6 +5,7 @@ python experiments/smollm2-pareto/page.py
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
-from sources import runs
+from sources import put, runs
 
 from rap.methods.naming import result_today, shown_today
 from rap.studies.report.report import markdown_table
@@ -141,7 +142,7 @@ def _scale(axes: Axes, rows: Sequence[front.Row]) -> None:
 
 
 def verdicts(rows: Sequence[front.Row]) -> str:
-    """A line a budget: what to pick, and what comes next to it."""
+    """An item for each budget: what to pick, and what comes next to it."""
     found = front.cache_rows(rows)
     lines = []
     for times in front.BUDGETS:
@@ -152,10 +153,10 @@ def verdicts(rows: Sequence[front.Row]) -> str:
         best = {way: front.best(some, times) for way, some in ways.items()}
         named = {way: row for way, row in best.items() if row is not None}
         first, *others = sorted(named.items(), key=lambda one: one[1]["kl"])
-        said = f"* **{times:g}x smaller: {_named(first[1])}**, {_figures(first[1])}."
+        said = f"* **{times:g}x smaller: `{_named(first[1])}`**, {_figures(first[1])}."
         for way, row in others:
-            said += f" The best {way} is {_named(row)}, {_figures(row)}."
-        lines.append(said)
+            said += f" The best {way} is `{_named(row)}`, {_figures(row)}."
+        lines.append(textwrap.fill(said, 100, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines)
 
 
@@ -177,11 +178,7 @@ def measured(result: dict[str, Any]) -> str:
 
 def with_measured(text: str, result: dict[str, Any]) -> str:
     """The page with what was measured."""
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{PAGE.name} has no place for what is measured: {BEGIN.strip()}")
-    return f"{before}{BEGIN}\n{measured(result)}\n{END}{after}"
+    return put(text, BEGIN, END, measured(result), PAGE)
 
 
 def main() -> None:

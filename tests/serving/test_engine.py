@@ -1,8 +1,11 @@
 """What the package says when a serving engine fails: read from logs, without an engine."""
 
+import json
+
 import pytest
 
-from rap.serving.engine import failure
+from rap.serving import engine
+from rap.serving.engine import EngineError, failure
 
 WORKER = "(VllmWorker-0 pid=7) ERROR 11-20 20:14:21 [multiproc_executor.py:953] "
 NOISE = "(APIServer pid=6) WARNING 11-20 [system_utils.py:255] such as `OSError: [Errno 24]`\n"
@@ -27,3 +30,21 @@ NOISE = "(APIServer pid=6) WARNING 11-20 [system_utils.py:255] such as `OSError:
 )
 def test_failure_names_the_cause(log, error, sentence):
     assert str(failure(log, error)) == sentence
+
+
+def test_an_environment_is_set_and_does_not_reach_the_engine_as_a_setting(monkeypatch):
+    """Two ranks on one machine need one, which only the tests of real engines would miss."""
+    started = {}
+
+    def run_engine(command, name, timeout, surroundings):
+        with open(command[-2], encoding="utf-8") as job:
+            started.update(surroundings=surroundings, job=json.load(job))
+        return "Killed\n"
+
+    monkeypatch.setattr(engine, "require_vllm", lambda: None)
+    monkeypatch.setattr(engine, "run_engine", run_engine)
+    with pytest.raises(EngineError, match="died without a result"):
+        engine.run_vllm("model", [], environment={"RANKS": "2"}, tensor_parallel_size=2)
+    assert started["surroundings"]["RANKS"] == "2"
+    assert started["job"]["engine"]["tensor_parallel_size"] == 2
+    assert "environment" not in started["job"]["engine"]

@@ -17,6 +17,7 @@ from ..model.errors import RapError
 
 GIB = 2**30
 LOG_LINES = 30
+TIMEOUT = 1200  # seconds
 
 
 class EngineError(RapError):
@@ -84,13 +85,13 @@ def run_vllm(
     rounds: Sequence[Round],
     *,
     environment: Mapping[str, str] | None = None,
-    timeout: float = 1200,
     **engine: Any,
 ) -> EngineRun:
     """Start vLLM on a checkpoint, run the rounds, and stop it.
 
-    `engine` goes to `vllm.LLM` (eager, float32 and a cache of 1 GiB unless told otherwise). Raises
-    EngineError with vLLM's own message.
+    `environment` is set in addition, as two ranks on one machine need. `engine` goes to `vllm.LLM`
+    (eager, float32 and a cache of 1 GiB unless told otherwise). Raises EngineError with vLLM's own
+    message.
     """
     require_vllm()
     defaults = {
@@ -108,7 +109,7 @@ def run_vllm(
         paths[0].write_text(json.dumps(job), encoding="utf-8")
         command = [sys.executable, "-m", "rap.serving.vllm.worker", *map(str, paths)]
         surroundings = engine_environment(environment, eager=job["engine"]["enforce_eager"])
-        log = run_engine(command, "vLLM", timeout, surroundings)
+        log = run_engine(command, "vLLM", TIMEOUT, surroundings)
         result = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else {}
     if "error" in result or not result:
         raise failure(log, result.get("error", ""))

@@ -78,9 +78,7 @@ def serve(server: Server) -> None:
 
 
 @contextlib.contextmanager
-def running(
-    server: Server, *, environment: Mapping[str, str] | None = None, timeout: float = 600
-) -> Iterator[Server]:
+def running(server: Server, *, timeout: float = 600) -> Iterator[Server]:
     """The server in a subprocess, ready when the block starts and gone when it ends.
 
     Raises EngineError: with vLLM's own message if it dies, or if it is not ready in `timeout`
@@ -88,8 +86,7 @@ def running(
     """
     runs_in(server.source)
     base = engine_environment(
-        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
-        eager="--enforce-eager" in server.arguments,
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, eager="--enforce-eager" in server.arguments
     )
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
@@ -108,11 +105,11 @@ def running(
             _stop(process)
 
 
-def complete(server: Server, prompt: str, *, max_tokens: int = 8) -> dict[str, Any]:
+def complete(server: Server, prompt: str) -> dict[str, Any]:
     """One greedy completion over HTTP, as the API returns it. Raises EngineError if it fails."""
     try:
         name = _ask(server, "/v1/models")["data"][0]["id"]  # --served-model-name changes it
-        body = {"model": name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         return _ask(server, "/v1/completions", body)
     except urllib.error.URLError as error:
         raise EngineError(f"the server did not complete a prompt: {error}") from error

@@ -114,7 +114,6 @@ def verify(
     tolerance: float | None = None,
     device: str = AUTO,
     tensor_parallel_size: int = 1,
-    environment: dict[str, str] | None = None,
 ) -> Verification:
     """Run the bundled prompts through an engine and compare with the reference model.
 
@@ -138,7 +137,6 @@ def verify(
         run = run_vllm(
             source,
             [Round(prompts, MAX_TOKENS, prompt_logprobs=True)],
-            environment=environment,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
             max_model_len=max(map(len, prompts)) + MAX_TOKENS,

@@ -24,7 +24,7 @@ from ...checkpoint.load import load, load_tokenizer
 from ...checkpoint.reading import reading
 from ...checkpoint.source import resolve_source
 from ...model.errors import CheckpointError, RapError
-from ..engine import GIB, LOG_LINES, EngineError, run_engine
+from ..engine import GIB, LOG_LINES, TIMEOUT, EngineError, run_engine
 from ..gguf.export import export_gguf
 from ..verify import (
     MAX_TOKENS,
@@ -101,7 +101,6 @@ def run_llamacpp(
     cache: str = "f16",
     flash_attention: str = "auto",
     threads: int = 1,
-    timeout: float = 1200,
 ) -> Answered:
     """Start llama.cpp on a GGUF file, ask it, and stop it.
 
@@ -125,7 +124,7 @@ def run_llamacpp(
     with tempfile.TemporaryDirectory(prefix="rap-llamacpp-") as folder:
         paths = [Path(folder) / name for name in ("job.json", "result.json")]
         paths[0].write_text(json.dumps(job), encoding="utf-8")
-        log = run_engine([sys.executable, str(WORKER), *map(str, paths)], "llama.cpp", timeout)
+        log = run_engine([sys.executable, str(WORKER), *map(str, paths)], "llama.cpp", TIMEOUT)
         result = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else None
     if result is None:
         raise failure(log)
