@@ -74,7 +74,7 @@ def test_a_question_or_a_place_that_is_not_there_is_said(questions, tmp_path):
     (tmp_path / "README.md").write_text("What?\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="does not begin with"):
         questions.question(tmp_path)
-    with pytest.raises(SystemExit, match="README.md has no place for what is generated"):
+    with pytest.raises(SystemExit, match=r"README\.md has no place for what is generated"):
         questions.with_index("# Experiments\n")
 
 
