@@ -7,8 +7,8 @@ import pytest
 import rap
 from rap.methods import METHODS, Method, Rap, parse_method
 from rap.methods.naming import named_today, read_method, recipes, result_today
-from rap.methods.settings import read_settings, read_value
 from rap.model.errors import RapError
+from rap.runtime.settings import read_settings, read_value
 
 
 @pytest.mark.parametrize(

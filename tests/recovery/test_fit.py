@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -238,7 +238,7 @@ def test_what_it_will_hold_is_told_before(pair: tuple[Any, Any], capfd: Any) -> 
     assert "layer-wise distillation needs about 0." in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("scope", layer_fit.SCOPES)
+@pytest.mark.parametrize("scope", get_args(layer_fit.Scope))
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     pair: tuple[Any, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> None:

@@ -11,9 +11,9 @@ import typer
 
 from ..checkpoint.files import check_folder, check_output_file, whole_file
 from ..methods.naming import GRAMMAR
-from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..recovery.stages import RECOVERIES
+from ..runtime.settings import read_settings
 from ..studies.compare.measurement import Measures, changed_measures
 from ..studies.compare.run import compare
 from ..studies.compare.variants import all_variants, parse_names, parse_retains

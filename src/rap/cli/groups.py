@@ -16,12 +16,12 @@ from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..methods import METHODS, Method, parse_method
 from ..methods.merged import most_merged
 from ..methods.naming import read_method
-from ..methods.settings import read_value
 from ..model.errors import RapError
 from ..model.layers import text_config
 from ..pipeline import AUTO as DEFAULT
 from ..planning.budgets import nearest_width
 from ..planning.shared import STOCK_TARGETS, target_settings
+from ..runtime.settings import read_value
 from ..serving.gguf.plain import check_plain
 from ..serving.plain_forms import check_stock, check_widely_read
 from . import options

@@ -20,7 +20,6 @@ from ..evaluation.quality.perplexity import evaluation_window
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
 from ..methods.base import traits
-from ..methods.settings import read_settings
 from ..model.errors import RapError
 from ..pipeline import AUTO as DEFAULT
 from ..pipeline import Defaults, measure, measure_against, save
@@ -29,6 +28,7 @@ from ..recovery.config import PRESETS, RecoveryConfig, preset
 from ..recovery.layer_fit import FitConfig, fit_config
 from ..recovery.runs import clear_work, processes
 from ..recovery.stages import RECOVERIES, recover_stage, work_folder
+from ..runtime.settings import read_settings
 from ..surgery.weights import check_teacher
 from . import dry_run as dry
 from . import options

@@ -21,6 +21,7 @@ from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import trained_length
 from ..runtime.progress import Progress
+from ..runtime.settings import Count, Positive, Share, check_fields
 from ..runtime.state import evaluating
 
 FEW = 2048  # tokens
@@ -34,22 +35,15 @@ class Corpus:
     RapError for a count below one, or a temperature or `top_p` out of range.
     """
 
-    documents: int = 256
-    tokens: int = 512
-    temperature: float = 1.0
-    top_p: float = 0.95
-    batch_size: int = 64
+    documents: Count = 256
+    tokens: Count = 512
+    temperature: Positive = 1.0
+    top_p: Share = 0.95
+    batch_size: Count = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("documents", "tokens", "batch_size"):
-            self._check(name, getattr(self, name) >= 1, "use 1 or more")
-        self._check("temperature", self.temperature > 0, "give a number above 0")
-        self._check("top_p", 0 < self.top_p <= 1, "give a share above 0 and up to 1")
-
-    def _check(self, name: str, good: bool, remedy: str) -> None:
-        if not good:
-            raise RapError(f"sampling {name} cannot be {getattr(self, name)!r}: {remedy}")
+        check_fields(self, "sampling")
 
 
 def write_documents(

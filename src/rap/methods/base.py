@@ -17,10 +17,10 @@ from ..planning.kv_sharing import divide
 from ..planning.norms import NORM_ROWS, with_denominators
 from ..planning.plan import PairPlan, Plan
 from ..planning.scores import LayerScores, Named, equal_scores, score_layers
+from ..runtime.settings import Count, Share, check_fields
 from ..runtime.sources import LayerSource, LoadedLayers
 from ..surgery.apply import apply
 from .dense import DenseLayers, dense_layers
-from .settings import Count, Share, check_fields
 
 # Kernels of attention and matrix products lose their fast paths at widths that are no multiple of
 # 8 channels; heads narrower than this keep any number of pairs, or little would be left to choose.

@@ -21,9 +21,9 @@ from ..model.kinds.base import LayerPlan, WeightsPlan
 from ..model.kinds.elite import EliteEntry
 from ..model.rope import AttentionShape
 from ..planning.subspace import whitened_factors
+from ..runtime.settings import Count
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, as_stored, linear
-from .settings import Count
 from .trials import Trials
 
 

@@ -29,8 +29,8 @@ from ..planning.merging import (
 )
 from ..planning.plan import PairPlan, Plan
 from ..planning.shared import shared_frequencies, shared_slots
+from ..runtime.settings import Count
 from .dense import DenseLayers
-from .settings import Count
 
 # auto: W_q and W_o grow by merge * retain. Three heads at 0.7 are worth it, and leave the attention
 # with 98 % of its parameters (docs/log.md, 2026-11-25).

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..model.errors import RapError
+from ..runtime.settings import read_settings
 from .base import Method
 from .registry import METHODS
-from .settings import read_settings
 
 GRAMMAR = "name[:recipe][:setting=value]..."
 

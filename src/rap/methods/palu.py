@@ -20,9 +20,9 @@ from ..model.kinds.latent import LatentEntry
 from ..model.rope import AttentionShape
 from ..planning.budgets import allocate
 from ..planning.subspace import WeightFactors, whitened_factors
+from ..runtime.settings import Count
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
-from .settings import Count
 
 
 @dataclass(frozen=True, kw_only=True)

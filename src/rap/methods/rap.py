@@ -21,6 +21,7 @@ from ..planning.losses import DIRECTIONS, Metric, Orders, one_width
 from ..planning.plan import PairPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
+from ..runtime.settings import Count, NotNegative
 from ..runtime.sources import LayerSource
 from .base import PairPruning
 from .dense import DenseLayers, dense_layers, kept_budgets
@@ -35,7 +36,6 @@ from .merged import (
     noted,
     with_record,
 )
-from .settings import Count, NotNegative
 from .trials import Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from ..calibration.statistics import Statistics
 from ..model.kinds.base import WeightsPlan
 from ..planning.subspace import WeightFactors, whitened_factors
+from ..runtime.settings import Within
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, latent_layer
-from .settings import Within
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from ..calibration.statistics import Statistics
 from ..model.kinds.base import WeightsPlan
 from ..planning.budgets import allocate
 from ..planning.subspace import whitened_factors
+from ..runtime.settings import Count
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, latent_layer, nearest_rank
-from .settings import Count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
-from ..methods.settings import Count, NotNegative, Positive, Within, check_fields
 from ..model.errors import RapError
+from ..runtime.settings import Count, NotNegative, Positive, Within, check_fields
 
 Steps = Annotated[int, Within(least=0)]
 

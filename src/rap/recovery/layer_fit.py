@@ -11,17 +11,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..methods.settings import check_fields
 from ..model.errors import RapError
 from ..runtime.layerwise import LayerwiseRunner
+from ..runtime.settings import Count, Positive, Within, check_fields
 from .streams import call_of
 
-SCOPES = ("attention", "block")
+Scope = Literal["attention", "block"]
 WARMUP_STEPS = 5
 BETAS = (0.9, 0.95)  # in a few hundred steps the second moment must not remember the first ones
 
@@ -41,33 +41,20 @@ class FitConfig:
     their routers stay.
     """
 
-    window: int = 512
-    num_windows: int = 96
-    validation_windows: int = 32
-    held_out: float = 0.125
-    steps: int = 160
-    batch: int = 2
-    rate: float = 0.01
-    drift: float = 1.0
-    scope: str = "block"
-    feed_forward_rate: float = 0.01
+    window: Annotated[int, Within(least=2)] = 512
+    num_windows: Annotated[int, Within(least=2)] = 96
+    validation_windows: Count = 32
+    held_out: Annotated[float, Within(above=0, below=1)] = 0.125
+    steps: Count = 160
+    batch: Count = 2
+    rate: Positive = 0.01
+    drift: Annotated[float, Within(least=0, most=1)] = 1.0
+    scope: Scope = "block"
+    feed_forward_rate: Positive = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("window", "num_windows"):
-            self._check(name, getattr(self, name) >= 2, "give 2 or more")
-        for name in ("validation_windows", "steps", "batch"):
-            self._check(name, getattr(self, name) >= 1, "give 1 or more")
-        self._check("held_out", 0 < self.held_out < 1, "give a share between 0 and 1")
-        for name in ("rate", "feed_forward_rate"):
-            self._check(name, getattr(self, name) > 0, "give a positive number")
-        self._check("scope", self.scope in SCOPES, f"use one of {', '.join(SCOPES)}")
-        self._check("drift", 0 <= self.drift <= 1, "give a share from 0 to 1")
-
-    def _check(self, name: str, good: bool, remedy: str) -> None:
-        if not good:
-            raise RapError(f"fit {name} cannot be {getattr(self, name)!r}: {remedy}")
+        check_fields(self, "fit")
 
 
 def fit_config(**changes: Any) -> FitConfig:

@@ -20,11 +20,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...data.sampling import nucleus
-from ...methods.settings import Positive, Share, check_fields
 from ...model.attention import ATTENTION
 from ...model.kernels.growing_cache import grow
 from ...runtime.logits import Head, decoder_of
 from ...runtime.progress import Progress
+from ...runtime.settings import Positive, Share, check_fields
 from ...runtime.state import evaluating
 from ..retrieval.documents import evaluation_rng
 

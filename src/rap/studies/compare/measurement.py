@@ -18,9 +18,9 @@ from ...evaluation.quality.fidelity import DenseStates
 from ...evaluation.quality.perplexity import perplexity
 from ...evaluation.retrieval.documents import check_wording
 from ...evaluation.retrieval.recall import copy_loss, recall_grid
-from ...methods.settings import Count, Within, check_fields, read_value, split_setting
 from ...model.errors import RapError
 from ...model.fingerprint import fingerprint_model
+from ...runtime.settings import Count, Within, check_fields, read_value, split_setting
 from ...runtime.state import evaluating
 
 OrNone = Annotated[int, Within(least=0)]  # 0 skips what it is a number of
