@@ -132,8 +132,6 @@ def check_sources(*texts: str | Path | None) -> None:
             raise CalibrationError(f"{name!r} names no text: give {POSSIBLE}")
         if once.startswith(GENERAL):
             raise CalibrationError(f"{name!r} has 'general:' inside: write it once, and first")
-        if once.startswith(GENERAL):
-            raise CalibrationError(f"{name!r} has 'general:' inside: write it once, and first")
         if path.is_dir() and not alias:
             raise CalibrationError(f"{once} is a directory: give {POSSIBLE}")
         if path.suffix in FILE_TYPES or (path.is_file() and not alias):
