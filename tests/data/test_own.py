@@ -209,3 +209,21 @@ def test_samples_that_a_killed_process_left_unfinished_are_drawn_to_the_end(
     assert not whole.exists()
     monkeypatch.setattr(sampling, "draw", taken)
     assert own_samples(reference_model, tokenizer).read_bytes() == bytes_before
+
+
+@pytest.mark.parametrize(
+    ("opening", "chats"), [((5, 6), 0.5), (tuple(range(200)), 0.0), (None, 0.0)]
+)
+def test_a_chat_model_writes_chats_too_where_its_template_leaves_room(
+    drawn: list[Any],
+    tokenizer: Any,
+    reference_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    opening: tuple[int, ...] | None,
+    chats: float,
+) -> None:
+    monkeypatch.setattr(own, "SAMPLES", replace(FEW, chats=0.5))
+    for module in (own, sampling):
+        monkeypatch.setattr(module, "chat_opening", lambda _: opening)
+    path = own_samples(reference_model, tokenizer)
+    assert json.loads(path.with_suffix(".json").read_text())["samples"]["chats"] == chats

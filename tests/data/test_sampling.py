@@ -1,5 +1,6 @@
 """Text that a model writes by itself: as it is drawn, kept over a kill, whole or not there."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from cases.models import tiny_model
 from rap import RapError
 from rap.data import sampling
-from rap.data.sampling import Corpus, draw, first_token, nucleus, write_documents
+from rap.data.sampling import Corpus, chat_opening, draw, first_token, nucleus, write_documents
 from rap.data.text import load_windows
 from rap.model.errors import CheckpointError
 
@@ -31,7 +32,7 @@ def test_every_token_follows_from_those_before(model: Any) -> None:
     with torch.no_grad():
         for _ in range(asked.tokens):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(draw(model, 3, 1, asked), ids[:, 1:])
+    assert torch.equal(draw(model, [3], 1, asked), ids[:, 1:])
 
 
 @pytest.mark.parametrize("few", [1024, 2])  # a small vocabulary at once, or first without its tail
@@ -61,7 +62,7 @@ def test_a_flat_distribution_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> N
 def test_temperature_spreads_what_is_drawn(model: Any) -> None:
     def kinds(temperature: float) -> int:
         asked = Corpus(tokens=64, temperature=temperature, top_p=1.0)
-        return len(draw(model, 3, 4, asked).unique())
+        return len(draw(model, [3], 4, asked).unique())
 
     assert kinds(0.05) < kinds(1.0)
 
@@ -158,8 +159,74 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("documents", 0), ("tokens", 0), ("batch_size", 0), ("temperature", 0.0), ("top_p", 1.5)],
+    [
+        ("documents", 0),
+        ("tokens", 0),
+        ("batch_size", 0),
+        ("temperature", 0.0),
+        ("top_p", 1.5),
+        ("chats", 1.1),
+    ],
 )
 def test_settings_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(RapError, match=f"sampling {name}"):
         Corpus(**{name: value})
+
+
+def with_template(tokenizer: Any, template: str) -> Any:
+    """The tokenizer with a chat template."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    return own
+
+
+TEMPLATE = "{% for m in messages %}Q: {{ m['content'] | trim }}\n{% endfor %}A:"
+
+
+def test_the_opening_of_a_chat_is_what_stands_before_the_first_message(tokenizer: Any) -> None:
+    found = chat_opening(with_template(tokenizer, TEMPLATE))
+    assert found is not None
+    assert tokenizer.decode(found) == "Q: "
+    assert chat_opening(tokenizer) is None
+    assert chat_opening(with_template(tokenizer, "A template without messages.")) is None
+
+
+def test_a_share_of_chats_is_spread_among_the_documents(
+    reference_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    own = with_template(tokenizer, TEMPLATE)
+    asked = Corpus(documents=8, tokens=16, batch_size=3, chats=0.25)
+    write_documents(reference_model, own, tmp_path / "mixed.jsonl", asked)
+    write_documents(reference_model, own, tmp_path / "plain.jsonl", replace(asked, chats=0.0))
+    mixed, plain = (
+        [json.loads(line)["text"] for line in (tmp_path / name).read_text("utf-8").splitlines()]
+        for name in ("mixed.jsonl", "plain.jsonl")
+    )
+    chats = [number for number, text in enumerate(mixed) if text.startswith("Q: ")]
+    assert chats == [2, 6]
+    assert [text for text in mixed if not text.startswith("Q: ")] == plain[:6]
+
+
+@pytest.mark.parametrize(("adds", "text"), [(True, "Q: "), (False, "<bos>Q: ")])
+def test_a_chat_keeps_no_bos_that_the_tokenizer_adds(
+    adds: bool, text: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    own = with_template(tokenizer, "<bos>" + TEMPLATE)
+    own.add_special_tokens({"bos_token": "<bos>"})
+    bos = own.bos_token_id if adds else None
+    monkeypatch.setattr(sampling, "bos_token", lambda *_: bos)
+    (prompt, kept), *_ = sampling._prompts(own, Corpus(documents=1, tokens=16, chats=1.0))
+    assert prompt[0] == own.bos_token_id
+    assert kept == text
+
+
+def test_chats_without_a_template_or_room_are_refused(
+    model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    output = tmp_path / "own.jsonl"
+    with pytest.raises(RapError, match="no chat template"):
+        write_documents(model, tokenizer, output, replace(ASKED, chats=0.5))
+    wordy = with_template(tokenizer, "A system prompt of many words. " + TEMPLATE)
+    with pytest.raises(RapError, match=r"draw documents of more than \d+ tokens"):
+        write_documents(model, wordy, output, replace(ASKED, chats=0.5))
+    assert list(tmp_path.iterdir()) == []

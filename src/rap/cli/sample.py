@@ -27,6 +27,9 @@ class Asked:
     tokens: Annotated[int, typer.Option(help="Tokens per document.")] = Corpus.tokens
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = Corpus.temperature
     top_p: Annotated[float, typer.Option(help="Nucleus (top-p) threshold.")] = Corpus.top_p
+    chats: Annotated[
+        float, typer.Option(help="Share of documents that begin as a chat, by the chat template.")
+    ] = Corpus.chats
     batch_size: Annotated[int, typer.Option(help="Documents per batch.")] = Corpus.batch_size
 
 

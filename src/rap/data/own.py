@@ -22,7 +22,7 @@ from ..checkpoint.provenance import provenance
 from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import trained_length
-from .sampling import Corpus, first_token, write_documents
+from .sampling import Corpus, chat_opening, first_token, write_documents
 from .splits import REPEATED
 
 OWN = "own"
@@ -42,6 +42,9 @@ def own_samples(model: Any, tokenizer: Any, *, progress: bool = False) -> Path:
     """
     longest = trained_length(model.config) or SAMPLES.tokens
     asked = replace(SAMPLES, tokens=min(SAMPLES.tokens, longest))
+    opening = chat_opening(tokenizer)
+    if opening is None or len(opening) >= asked.tokens // 2:
+        asked = replace(asked, chats=0.0)
     path, drawn = _place(model, tokenizer, asked)
     record = path.with_suffix(".json")
     console = Console(stderr=True, markup=False, soft_wrap=True, quiet=not progress)

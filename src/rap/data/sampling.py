@@ -3,14 +3,17 @@
 What a model was trained on is seldom at hand, and a text of one kind teaches a cut model that kind
 alone. Documents drawn from the dense model are spread as its own training text was
 (self-calibration: https://arxiv.org/abs/2410.17170; LLM-QAT: https://arxiv.org/abs/2305.17888).
+Behind the opening of its chat template a model writes what a user asks, and the answer to it
+(Magpie: https://arxiv.org/abs/2406.08464).
 
-Shapes: B documents of a batch, T tokens of a document, V vocabulary, N tokens of it.
+Shapes: B documents of a batch, P tokens of a prompt, T of a document, V vocabulary, N tokens of it.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -21,18 +24,21 @@ from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import trained_length
 from ..runtime.progress import Progress
-from ..runtime.settings import Count, Positive, Share, check_fields
+from ..runtime.settings import Count, Positive, Share, Within, check_fields
 from ..runtime.state import evaluating
+from .bos import bos_token
 
 FEW = 2048  # tokens
+MESSAGE = "What a user says"  # stands for it in a chat template
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """What a model writes: documents of `tokens` tokens, `batch_size` of them side by side.
 
-    Each token is drawn at `temperature` among the likeliest that have `top_p` together. Raises
-    RapError for a count below one, or a temperature or `top_p` out of range.
+    Each token is drawn at `temperature` among the likeliest that have `top_p` together. A share of
+    `chats` documents begins in the chat template, where a user's first message would. Raises
+    RapError for a count below one, or a temperature or share out of range.
     """
 
     documents: Count = 256
@@ -40,6 +46,7 @@ class Corpus:
     temperature: Positive = 1.0
     top_p: Share = 0.95
     batch_size: Count = 64
+    chats: Annotated[float, Within(least=0, most=1)] = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,29 +64,72 @@ def write_documents(
 ) -> None:
     """Draw documents from a model and write them to a JSONL file, `text` by line.
 
-    Special tokens stay in the text, where the tokenizer finds them again. Finished batches are kept
-    beside the file until it is whole, and the same call goes on behind them.
+    Special tokens stay in the text, where the tokenizer finds them again, but for a BOS that it
+    adds by itself. Chats are spread evenly among the others. Finished batches are kept beside the
+    file until it is whole, and the same call goes on behind them.
 
-    Raises RapError for a tokenizer without a token to begin with, and for documents longer than the
-    model was made for, CheckpointError if `output` may not be replaced.
+    Raises RapError for a tokenizer without a token to begin with, without a chat template where
+    chats are asked for, and for documents longer than the model was made for, CheckpointError if
+    `output` may not be replaced.
     """
     check_output_file(output, force=force)
     check_length(model.config, asked)
-    first, kept = first_token(tokenizer), output.with_name(f".{output.name}.kept")
+    prompts = _prompts(tokenizer, asked)
+    kept = output.with_name(f".{output.name}.kept")
+    first = first_token(tokenizer)
     record = {"model": fingerprint_model(model), "first": first, **asdict(asked)}
     settings = json.dumps(record, sort_keys=True)
     lines = _kept(kept, settings)
     total, done = asked.documents * asked.tokens, len(lines) * asked.tokens
     with Progress("sampling", total, "tokens", tokens=1, done=done, shown=progress) as bar:
         while len(lines) < asked.documents:
-            count = min(asked.batch_size, asked.documents - len(lines))
-            documents = draw(model, first, count, asked, start=len(lines), bar=bar)
-            lines += [json.dumps({"text": tokenizer.decode(row)}) for row in documents]
+            (prompt, text), left = prompts[len(lines)], prompts[len(lines) :]
+            count = min(asked.batch_size, left.count((prompt, text)))
+            documents = draw(model, prompt, count, asked, start=len(lines), bar=bar)
+            lines += [json.dumps({"text": text + tokenizer.decode(row)}) for row in documents]
             with whole_file(kept) as partial:
                 partial.write_text("\n".join([settings, *lines, ""]), encoding="utf-8")
     with whole_file(output) as partial:
-        partial.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        partial.write_text("\n".join([*_spread(lines, asked), ""]), encoding="utf-8")
     kept.unlink(missing_ok=True)  # processes of one run may write the same
+
+
+def _prompts(tokenizer: Any, asked: Corpus) -> list[tuple[tuple[int, ...], str]]:
+    """What stands before each document, and how much of that is in its text; chats are last."""
+    plain, chats = ((first_token(tokenizer),), ""), round(asked.chats * asked.documents)
+    if not chats:
+        return [plain] * asked.documents
+    opening = chat_opening(tokenizer)
+    if opening is None:
+        raise RapError(
+            "the tokenizer has no chat template that opens a user's message: leave out chats"
+        )
+    if len(opening) >= asked.tokens:
+        raise RapError(
+            f"a chat begins with {len(opening)} tokens of its template, as many as a document's "
+            f"{asked.tokens} or more: draw documents of more than {len(opening)} tokens"
+        )
+    own_bos = opening[0] == bos_token("auto", tokenizer)
+    chat = (opening, tokenizer.decode(opening[own_bos:]))
+    return [plain] * (asked.documents - chats) + [chat] * chats
+
+
+def _spread(lines: list[str], asked: Corpus) -> list[str]:
+    """Chats in even steps among the other documents, behind which they were drawn."""
+    chats = round(asked.chats * asked.documents)
+    plain = asked.documents - chats
+    places = [n / max(plain, 1) for n in range(plain)] + [(n + 0.5) / chats for n in range(chats)]
+    return [lines[n] for n in sorted(range(len(lines)), key=places.__getitem__)]
+
+
+def chat_opening(tokenizer: Any) -> tuple[int, ...] | None:
+    """The tokens [P] of the chat template before a user's first message; None without one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    asked = [{"role": "user", "content": MESSAGE}]
+    before, found, _ = tokenizer.apply_chat_template(asked, tokenize=False).partition(MESSAGE)
+    ids = tokenizer(before, add_special_tokens=False).input_ids if found else []
+    return tuple(ids) or None
 
 
 def check_length(config: PreTrainedConfig, asked: Corpus) -> None:
@@ -109,14 +159,14 @@ def first_token(tokenizer: Any) -> int:
 @torch.no_grad()
 def draw(
     model: Any,
-    first: int,
+    prompt_P: Sequence[int],
     count: int,
     asked: Corpus,
     *,
     start: int = 0,
     bar: Progress | None = None,
 ) -> Tensor:
-    """Documents [B, T] behind the token `first`, which is no part of them, B = `count`.
+    """Documents [B, T + 1 - P] behind the tokens of a prompt, B = `count`.
 
     `start` is the number of the first, so that batches drawn by themselves are those of one run. An
     end of text is a token like any other: the model goes on with what it knows to stand behind it.
@@ -124,9 +174,9 @@ def draw(
     device = model.get_input_embeddings().weight.device
     # Drawn on the CPU, whose generator gives the same numbers on every machine.
     generator = torch.Generator().manual_seed(asked.seed * 2**32 + start)
-    ids, cache, drawn = torch.full((count, 1), first), None, []
+    ids, cache, drawn = torch.tensor([list(prompt_P)] * count), None, []
     with evaluating(model):
-        for _ in range(asked.tokens):
+        for _ in range(asked.tokens + 1 - len(prompt_P)):
             output = model(
                 input_ids=ids.to(device), past_key_values=cache, use_cache=True, logits_to_keep=1
             )
@@ -137,6 +187,8 @@ def draw(
             drawn.append(ids)
             if bar is not None:
                 bar.advance(count)
+    if bar is not None:
+        bar.advance(count * (len(prompt_P) - 1))
     return torch.cat(drawn, 1)
 
 
