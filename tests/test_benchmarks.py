@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,46 @@ def test_all_on_a_gpu_is_what_ten_minutes_suffice_for(monkeypatch: pytest.Monkey
     assert fit[0][1:] == ["--whole", "--device", "cuda"]
     assert [tests[1], roofline[1]] == [240, 240]
     assert 590 < fit[1] <= 600
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("dense", (3, 64)),
+        ("48", (3, 48)),
+        ("rap:merge=all:profile=stock@0.5", (1, 96)),
+        ("rap:merge=all:profile=stock@0.67", (1, 128)),
+    ],
+)
+def test_llamacpp_measures_plain_shapes(name: str, heads: tuple[int, int]) -> None:
+    script = load_script("benchmarks/llamacpp.py")
+    found = script.shaped(LlamaConfig(**WIDE | SMALL), name)
+    assert (found.num_key_value_heads, found.head_dim) == heads
+    assert not hasattr(found, "rap")
+
+
+def test_serving_steps_are_compared_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of ratios, not the ratio of medians: a slow round slows both."""
+    script = load_script("benchmarks/serving_steps.py")
+    monkeypatch.setattr(sys, "argv", ["serving_steps.py", "--points", "1x8", "--layers", "1"])
+    rounds = {  # seconds of each engine, in the order they are started; the second round is slow
+        "dense": iter([2.0, 40.0, 2.2]),
+        "rap:merge=1@0.5": iter([1.0, 10.0, 1.0]),
+    }
+    methods = dict(zip(map(str, range(2)), rounds, strict=True))
+
+    def timed(job: dict[str, Any], _: Path) -> list[dict[str, float]]:
+        seconds = next(rounds[methods[Path(job["model"]).name]])
+        return [{"prefill": 3 * seconds, "decode_step": seconds}]
+
+    monkeypatch.setattr(script, "run_worker", timed)
+    arguments = script.parse()
+    arguments.methods = list(rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = script.compare(arguments, Path(folder))
+    assert [(row["method"], row["decode_step"], row["prefill"]) for row in rows] == [
+        ("dense", 1.0, 1.0),
+        ("rap:merge=1@0.5", 2.2, pytest.approx(2.2)),
+    ]
+    table = script.table(rows, "vLLM", arguments)["rows"]
+    assert table[1] == ["eager", "1 x 8", "rap:merge=1@0.5", "3,000.0 (2.20)", "1,000.0 (2.20)"]
