@@ -22,7 +22,7 @@ import torch
 from rap import Rap, apply, assets, calibrate, load_windows
 from rap.checkpoint.provenance import provenance
 from rap.evaluation.quantization import KINDS, quantize_weights
-from rap.recovery.config import RecoveryConfig, preset
+from rap.recovery.config import RecoveryConfig, recovery_config
 from rap.recovery.data import recovery_windows
 from rap.recovery.distillation import distill
 from rap.recovery.loss import distillation_loss, token_loss
@@ -59,7 +59,7 @@ def measure_teacher(dtype: str, steps: int) -> dict[str, Any]:
     method = Rap.paper(retain=0.5)
     calibration = load_windows("bundled", tokenizer, num_windows=8, window=256)
     small = apply(model, method.plan(model, calibrate(model, calibration, method.needs)))
-    config = preset("fast", steps=steps, evaluate_every=steps, validation_windows=16)
+    config = recovery_config("fast", steps=steps, evaluate_every=steps, validation_windows=16)
     windows, validation = recovery_windows(["bundled"], tokenizer, config)
     if dtype in KINDS:
         teacher = quantize_weights(assets.reference_model(torch.float32), dtype)

@@ -42,7 +42,7 @@ SHIPPED = {
     "errors",
     "fingerprint",
     "rope",
-    "roles",
+    "projections",
     "specs",
     "families",
     "refusals",

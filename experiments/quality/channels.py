@@ -94,9 +94,9 @@ def reindexed(dense: PreTrainedModel, kept: Sequence[LayerChannels]) -> Any:
     for layer, channels in zip(attention_layers(dense), kept, strict=True):
         shape = layer.shape
         assert shape is not None
-        for role, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads)):
-            name = f"{layer.path}.{role}_proj.weight"
-            scale = (width / shape.head_dim) ** 0.5 if role == "q" else 1.0
+        for projection, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads)):
+            name = f"{layer.path}.{projection}_proj.weight"
+            scale = (width / shape.head_dim) ** 0.5 if projection == "q" else 1.0
             state[name] = scale * _rows(state[name], channels.keys_GW, heads)
         name = f"{layer.path}.v_proj.weight"
         state[name] = _rows(state[name], channels.values_GC, shape.num_kv_heads)

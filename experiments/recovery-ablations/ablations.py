@@ -19,7 +19,7 @@ import rap
 from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import provenance
-from rap.recovery.config import preset
+from rap.recovery.config import recovery_config
 from rap.recovery.distillation import distill
 from rap.studies.report.report import markdown_table
 
@@ -50,11 +50,11 @@ class Bench:
 
     def distilled(self, small: Any, windows: torch.Tensor, **changes: Any) -> Any:
         """After the fast recovery, judged on held-out windows of its own text."""
-        return distill(small, self.dense.model, windows, preset("fast", **changes)).model
+        return distill(small, self.dense.model, windows, recovery_config("fast", **changes)).model
 
     def novels(self) -> torch.Tensor:
         """Windows of the calibration novels for distillation."""
-        fast = preset("fast")
+        fast = recovery_config("fast")
         count = fast.num_windows or 640
         return rap.load_windows(
             "bundled", self.dense.tokenizer, num_windows=count, window=fast.window, seed=1
@@ -72,7 +72,7 @@ def rank(bench: Bench) -> Iterator[list[str]]:
 
 def corpus(bench: Bench) -> Iterator[list[str]]:
     """A short distillation at retain 0.5 on novels, or on text of another kind."""
-    small, fast = bench.cut(retain=0.5), preset("fast")
+    small, fast = bench.cut(retain=0.5), recovery_config("fast")
     yield ["no recovery", bench.value(small)]
     yield ["novels", bench.value(bench.distilled(small, bench.novels()))]
     lines = "".join(FOREIGN.format(n, n % 97, n * (n % 97) + n % 97) for n in range(12000))

@@ -17,10 +17,10 @@ def seen_by(model, windows, index):
     layer, found = attention_layers(model)[index], {}
     parts = projections(layer, attention_spec(model.config))
     handles = [
-        parts[role].register_forward_hook(
-            lambda module, inputs, output, role=role: found.update({role: output})
+        parts[projection].register_forward_hook(
+            lambda module, inputs, output, projection=projection: found.update({projection: output})
         )
-        for role in "kv"
+        for projection in "kv"
     ]
     with torch.no_grad():
         model(input_ids=windows)
@@ -28,7 +28,7 @@ def seen_by(model, windows, index):
         handle.remove()
     dim = layer.shape.head_dim
     return layer.shape, {
-        role: x.flatten(0, 1).unflatten(-1, (-1, dim)) for role, x in found.items()
+        projection: x.flatten(0, 1).unflatten(-1, (-1, dim)) for projection, x in found.items()
     }
 
 

@@ -21,12 +21,12 @@ def test_moments_are_those_of_the_projections(name):
     layer, seen = attention_layers(model)[1], {}
     shape, parts = layer.shape, projections(layer, attention_spec(model.config))
     handles = [
-        parts[role].register_forward_hook(
-            lambda m, inputs, output, role=role: seen.update(
-                {role: output, f"{role} in": inputs[0]}
+        parts[projection].register_forward_hook(
+            lambda m, inputs, output, projection=projection: seen.update(
+                {projection: output, f"{projection} in": inputs[0]}
             )
         )
-        for role in "qkvo"
+        for projection in "qkvo"
     ]
     with torch.no_grad():
         model(input_ids=windows)

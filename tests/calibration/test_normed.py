@@ -36,18 +36,20 @@ def test_they_are_those_of_what_the_norm_gives(case):
     found, watched = statistics.layers[layer.index], observed_layer(model, layer)
     pairs, joint, gradient = PairMoment(watched), JointMoment(watched), GradientMoment(watched)
     outputs = {}
-    for role, norm in zip("qk", layer.norm.names, strict=True):
+    for projection, norm in zip("qk", layer.norm.names, strict=True):
         getattr(layer.module, norm).register_forward_hook(
-            lambda module, inputs, output, role=role: outputs.update({role: output})
+            lambda module, inputs, output, projection=projection: outputs.update(
+                {projection: output}
+            )
         )
     logits = model(windows).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction="sum"
     )
     (by_keys,) = torch.autograd.grad(loss, outputs["k"])
-    for role in "qk":
-        states = _flat(case, outputs[role].detach())
-        pairs.update(role, states, states)
+    for projection in "qk":
+        states = _flat(case, outputs[projection].detach())
+        pairs.update(projection, states, states)
     joint.update("k", states, states)
     gradient.update("k", _flat(case, by_keys))
     expected = pairs.compute(19) | joint.compute(19) | gradient.compute(19)

@@ -30,7 +30,7 @@ def model_of(name: str) -> Any:
 
 
 def held(thing: Any) -> int:
-    """Bytes of the tensors that a statistic keeps: its own, in lists, by role, of statistics."""
+    """Bytes of the tensors that a statistic keeps: its own, in lists, and of other statistics."""
     if isinstance(thing, torch.Tensor):
         return thing.nbytes
     if isinstance(thing, Statistic):

@@ -59,8 +59,8 @@ def window_loss(model, ids):
     return cross_entropy(logits, ids[1:])
 
 
-def gradients(model, loss, layer, role):
-    return torch.autograd.grad(loss, linears(model, layer)[role].weight)[0]
+def gradients(model, loss, layer, projection):
+    return torch.autograd.grad(loss, linears(model, layer)[projection].weight)[0]
 
 
 def canonical(model, layer, x):
@@ -76,16 +76,16 @@ def assert_same(mine, theirs, **bounds):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_fisher_is_the_mean_square_of_each_windows_gradient(model, windows, statistics, layer):
-    for role in "kv":
-        each = [gradients(model, window_loss(model, ids), layer, role) for ids in windows]
+    for projection in "kv":
+        each = [gradients(model, window_loss(model, ids), layer, projection) for ids in windows]
         fisher = torch.stack(each).double().square().mean(0)
-        weight = linears(model, layer)[role].weight.detach().double()
+        weight = linears(model, layer)[projection].weight.detach().double()
         expected = {
-            f"root_fisher_{role}": fisher.sqrt().sum(1).view(2, 16),
-            f"weighted_fisher_{role}": (fisher * weight.square()).sum(1).view(2, 16),
+            f"root_fisher_{projection}": fisher.sqrt().sum(1).view(2, 16),
+            f"weighted_fisher_{projection}": (fisher * weight.square()).sum(1).view(2, 16),
         }
         for name, value in expected.items():
-            value = canonical(model, layer, value) if role == "k" else value
+            value = canonical(model, layer, value) if projection == "k" else value
             torch.testing.assert_close(statistics.layers[layer][name], value.float(), **CLOSE)
 
 
@@ -110,14 +110,14 @@ def test_gradient_moments_are_those_of_explicit_gradients(name, windows):
         by = dict(zip("ko", torch.autograd.grad(loss, [kept["k"], kept["o"]]), strict=True))
         if shared is not parts["k"]:
             by["k"] = by["k"][..., parts["k"].rows]
-        for role, gradient in by.items():
+        for projection, gradient in by.items():
             heads = gradient[0].unflatten(-1, (-1, shape.head_dim)).double()
             groups = heads.unflatten(1, (shape.num_kv_heads, -1))
-            read = heads.unsqueeze(2) if role == "o" else groups
-            moments[role] = moments[role] + torch.einsum("tgrd,tgre->gde", read, read)
+            read = heads.unsqueeze(2) if projection == "o" else groups
+            moments[projection] = moments[projection] + torch.einsum("tgrd,tgre->gde", read, read)
     for handle in handles:
         handle.remove()
-    mean = {role: moment / windows.numel() for role, moment in moments.items()}
+    mean = {projection: moment / windows.numel() for projection, moment in moments.items()}
     close = {"rtol": 1e-4, "atol": 1e-5 * float(mean["o"].abs().max())}
     torch.testing.assert_close(found["value_gradient"].double(), mean["o"], **close)
     first, second = shape.geometry.pair_channels().unbind(1)
@@ -150,14 +150,14 @@ class Gate(nn.Module):
         return (heads * self.z.gather(1, self.channels)).flatten(-2)
 
 
-def explicit_gate_fisher(model, windows, layer, role):
+def explicit_gate_fisher(model, windows, layer, projection):
     shape = attention_layers(model)[layer].shape
     gate_of = torch.arange(shape.head_dim)
-    if role == "k":
+    if projection == "k":
         for pair, channels in enumerate(shape.geometry.pair_channels()):
             gate_of[channels] = pair
     gate = Gate(gate_of.expand(shape.num_kv_heads, -1).contiguous(), shape.head_dim)
-    linear = linears(model, layer)[role]
+    linear = linears(model, layer)[projection]
     handle = linear.register_forward_hook(lambda module, inputs, output: gate(output))
     squares = [torch.autograd.grad(window_loss(model, ids), gate.z)[0].square() for ids in windows]
     handle.remove()
@@ -175,19 +175,19 @@ def test_gate_fisher_is_the_derivative_by_an_explicit_gate(model, windows, stati
 @pytest.mark.parametrize("layer", [0, 1])
 def test_energy_is_the_mean_square_of_the_projections(model, windows, statistics, layer):
     seen = {}
-    for role in "qkv":
-        linear = linears(model, layer)[role]
+    for projection in "qkv":
+        linear = linears(model, layer)[projection]
 
-        def keep(module, inputs, output, role=role):
-            seen[role] = output
+        def keep(module, inputs, output, projection=projection):
+            seen[projection] = output
 
         handle = linear.register_forward_hook(keep)
         with torch.no_grad():
             model(input_ids=windows)
         handle.remove()
-        expected = seen[role].square().mean((0, 1)).view(-1, 16)
-        expected = expected if role == "v" else canonical(model, layer, expected)
-        torch.testing.assert_close(statistics.layers[layer][f"energy_{role}"], expected)
+        expected = seen[projection].square().mean((0, 1)).view(-1, 16)
+        expected = expected if projection == "v" else canonical(model, layer, expected)
+        torch.testing.assert_close(statistics.layers[layer][f"energy_{projection}"], expected)
 
 
 def test_partial_statistics_equal_those_collected_together(model, windows, statistics):
@@ -327,16 +327,16 @@ def test_a_gradient_that_is_not_finite_stops_with_layer_and_window(windows):
 
 
 @pytest.mark.parametrize(
-    ("role", "needs", "message"),
+    ("projection", "needs", "message"),
     [
         ("o", {"fisher"}, "window 0: the loss is nan, first in the attention of layer 1"),
         ("k", {"energy"}, "layer 1: k_proj gives values that are not finite in windows 0 to 1"),
     ],
 )
-def test_a_planted_nan_is_traced_to_its_layer(windows, role, needs, message):
+def test_a_planted_nan_is_traced_to_its_layer(windows, projection, needs, message):
     model = tiny_model()
     with torch.no_grad():
-        linears(model, 1)[role].weight[3, 5] = float("nan")
+        linears(model, 1)[projection].weight[3, 5] = float("nan")
     with pytest.raises(CalibrationError, match=message):
         calibrate(model, windows, needs, batch_size=2)
 
@@ -523,7 +523,7 @@ def test_a_trained_model_has_finite_scores_of_every_kind(reference_model, test_t
     layers = attention_layers(reference_model)
     spec = attention_spec(reference_model.config)
     weights = [
-        {role: linear.weight for role, linear in projections(layer, spec).items()}
+        {projection: linear.weight for projection, linear in projections(layer, spec).items()}
         for layer in layers
     ]
     shapes = [layer.shape for layer in layers]
@@ -536,7 +536,7 @@ def test_a_trained_model_has_finite_scores_of_every_kind(reference_model, test_t
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_gates_and_canonical_order_of_partial_rotary_heads(pairing):
     shape = AttentionShape(4, 2, 6, HeadGeometry(8, 4, pairing))
-    layer = ObservedLayer(0, shape, {role: nn.Linear(6, 16) for role in "kv"})
+    layer = ObservedLayer(0, shape, {projection: nn.Linear(6, 16) for projection in "kv"})
     fisher, gate = Fisher(layer), GateFisher(layer)
     weight, bias = layer.linears["k"].weight, layer.linears["k"].bias
     slopes = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(0))

@@ -31,9 +31,11 @@ def formula(config: Any, dtype: torch.dtype, biased: str = "") -> Footprint:
     example "qkv".
     """
     layers = layer_widths(config)
-    roles = {role: sum(weights_of(layer)[role] for layer in layers) for role in "qkvo"}
-    weights, kv = sum(roles.values()), roles["k"] + roles["v"]
-    biases = sum(biases_of(layer)[role] for layer in layers for role in biased)
+    projections = {
+        projection: sum(weights_of(layer)[projection] for layer in layers) for projection in "qkvo"
+    }
+    weights, kv = sum(projections.values()), projections["k"] + projections["v"]
+    biases = sum(biases_of(layer)[projection] for layer in layers for projection in biased)
     widths = [(layer, layer.key_width + layer.value_width) for layer in layers]
     return Footprint(
         kv_bytes_per_token=sum(
@@ -79,7 +81,9 @@ def weights_of(layer: LayerWidths) -> dict[str, int]:
 
 def biases_of(layer: LayerWidths) -> dict[str, int]:
     """Parameters of each projection's bias, where it has one."""
-    outputs = {role: size // layer.hidden_size for role, size in weights_of(layer).items()}
+    outputs = {
+        projection: size // layer.hidden_size for projection, size in weights_of(layer).items()
+    }
     return {**outputs, "o": layer.hidden_size}
 
 

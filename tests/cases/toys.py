@@ -30,15 +30,17 @@ class Peaks(ForwardStatistic):
     def __init__(self, layer: ObservedLayer):
         self.layer = layer
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
-        self.peaks = {role: layer.zeros(role, heads, width) for role in self.projections}
+        self.peaks = {
+            projection: layer.zeros(projection, heads, width) for projection in self.projections
+        }
 
     @staticmethod
     def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         return 2 * FLOAT * layer.shape.num_kv_heads * layer.shape.head_dim
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         seen = split_heads(outputs.float(), self.layer.shape.head_dim).abs().amax((0, 1))
-        self.peaks[role] = torch.maximum(self.peaks[role], seen)
+        self.peaks[projection] = torch.maximum(self.peaks[projection], seen)
 
     def compute(self, count: int) -> dict[str, Tensor]:
         return {"peak_k": self.layer.canonical(self.peaks["k"]), "peak_v": self.peaks["v"]}

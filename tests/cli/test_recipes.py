@@ -12,7 +12,7 @@ from rap.cli import compress as compress_command
 from rap.cli import recover as recover_command
 from rap.methods import Rap
 from rap.model.errors import RapError
-from rap.recovery.config import preset
+from rap.recovery.config import recovery_config
 from rap.studies.compare.grid import Grid
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -100,7 +100,7 @@ def test_small_and_large_models_are_recovered_as_the_paper_did(name, monkeypatch
     monkeypatch.setattr(recover_command, "configured", configured)
     monkeypatch.chdir(tmp_path)
     assert run("recover", "cut", "--config", path).err == "error: enough\n"
-    expected = preset("paper", learning_rate=2e-5, clip=0.3, **GENTLE[name])
+    expected = recovery_config("paper", learning_rate=2e-5, clip=0.3, **GENTLE[name])
     assert wanted["recover"] == expected
 
 
@@ -108,7 +108,7 @@ def test_small_and_large_models_are_recovered_as_the_paper_did(name, monkeypatch
 def test_the_grid_distils_as_the_paper_did(name, asked):
     (path,) = [path for path in RECIPES if path.stem == name]
     run("compare", "--config", path)
-    expected = preset("paper", learning_rate=2e-5, clip=0.3, **GENTLE[name])
+    expected = recovery_config("paper", learning_rate=2e-5, clip=0.3, **GENTLE[name])
     assert grid_of(asked).distillation("paper") == expected
 
 

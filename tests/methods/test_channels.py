@@ -43,7 +43,10 @@ def best_channels(statistics: rap.Statistics, width: int) -> list[LayerChannels]
     """The `width` best channels of every head by root-Fisher; half pairing: canonical is dense."""
     return [
         LayerChannels(
-            *(layer[f"root_fisher_{role}"].topk(width).indices.sort(1).values for role in "kv")
+            *(
+                layer[f"root_fisher_{projection}"].topk(width).indices.sort(1).values
+                for projection in "kv"
+            )
         )
         for layer in statistics.layers
     ]

@@ -46,7 +46,7 @@ def test_default_method_compresses_to_the_budget(name, settings):
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt_neox", "persimmon"])
-def test_gradients_of_a_shared_linear_are_split_by_role(name):
+def test_gradients_of_a_shared_linear_are_split_by_projection(name):
     """Scores of a fused linear are those of the same rows by plain differentiation."""
     case = next(case for case in CASES if case.name == name)
     model = case.model(dtype=torch.float32)

@@ -26,10 +26,12 @@ def calibrated() -> tuple[Any, rap.Statistics]:
     return model, rap.calibrate(model, random_tokens(4, 64), {"inputs"})
 
 
-def blocks(model: Any, role: str) -> list[Tensor]:
+def blocks(model: Any, projection: str) -> list[Tensor]:
     """What is decomposed by itself: W_k of every head, W_v of every layer."""
-    weights = [getattr(layer.self_attn, f"{role}_proj").weight for layer in model.model.layers]
-    if role == "v":
+    weights = [
+        getattr(layer.self_attn, f"{projection}_proj").weight for layer in model.model.layers
+    ]
+    if projection == "v":
         return [weight.detach() for weight in weights]
     return [head.detach() for weight in weights for head in weight.chunk(HEADS)]
 
@@ -37,17 +39,17 @@ def blocks(model: Any, role: str) -> list[Tensor]:
 def truncated(model: Any, retain: float, gap: float) -> tuple[Any, dict[str, list[int]]]:
     """A copy that keeps the singular values above one threshold a type, and how many of each."""
     found, ranks = copy.deepcopy(model), {}
-    for role, share in (("k", retain - gap / 2), ("v", retain + gap / 2)):
-        parts = blocks(found, role)
+    for projection, share in (("k", retain - gap / 2), ("v", retain + gap / 2)):
+        parts = blocks(found, projection)
         every = torch.cat([torch.linalg.svdvals(part) for part in parts])
         ordered, count = every.sort(descending=True).values, round(share * len(every))
         # Between two of them: another routine gives each to the last digit but one.
         least = ordered[count - 1 : count + 1].mean()
-        ranks[role] = []
+        ranks[projection] = []
         for part in parts:
             up, values, down = torch.linalg.svd(part, full_matrices=False)
             part.copy_(up * values.where(values >= least, 0) @ down)
-            ranks[role].append(int((values >= least).sum()))
+            ranks[projection].append(int((values >= least).sum()))
     return found, ranks
 
 
@@ -97,9 +99,12 @@ def test_whitened_ranks_keep_more_of_what_is_read(calibrated: tuple) -> None:
         for index, layer in enumerate(small.model.layers):
             dense, cut = model.model.layers[index].self_attn, layer.self_attn
             moment = statistics.layers[index]["input_moment"].double()
-            for role in "kv":
-                up = getattr(cut, f"{role}_up")[0].weight @ getattr(cut, f"{role}_proj").weight
-                lost = getattr(dense, f"{role}_proj").weight - up
+            for projection in "kv":
+                up = (
+                    getattr(cut, f"{projection}_up")[0].weight
+                    @ getattr(cut, f"{projection}_proj").weight
+                )
+                lost = getattr(dense, f"{projection}_proj").weight - up
                 total += float((lost @ moment @ lost.mT).trace().detach())
         missed.append(total)
     assert missed[1] < 0.9 * missed[0]

@@ -107,8 +107,8 @@ def test_projection_tensors_are_names_of_the_checkpoint(model_type):
     model = tiny_model(model_type)
     names = projection_tensors(attention_layers(model), attention_spec(model.config))
     assert set(names) == {name for name in model.state_dict() if "_proj" in name and "attn" in name}
-    for name, (layer, role) in names.items():
-        assert f"layers.{layer.index}.self_attn.{role}_proj" in name
+    for name, (layer, projection) in names.items():
+        assert f"layers.{layer.index}.self_attn.{projection}_proj" in name
 
 
 def test_pruned_layers_keep_the_dense_description():

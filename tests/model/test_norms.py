@@ -80,13 +80,13 @@ def test_ratios_are_all_energy_over_what_is_kept():
     model = case.model()
     plan = _with_rows(model, random_case_plan(model, case), 0)
     attention, kept, seen = model.model.layers[1].self_attn, plan.layers[1], {}
-    for role in "qk":
-        getattr(attention, f"{role}_proj").register_forward_hook(
-            lambda module, inputs, output, role=role: seen.update({role: output})
+    for projection in "qk":
+        getattr(attention, f"{projection}_proj").register_forward_hook(
+            lambda module, inputs, output, projection=projection: seen.update({projection: output})
         )
     model(random_tokens(4, 32))
-    for role, ratio in (("q", kept.query_ratio_H), ("k", kept.key_ratio_G)):
-        energy = seen[role].unflatten(-1, (-1, HEAD_DIM)).square().sum((0, 1))
+    for projection, ratio in (("q", kept.query_ratio_H), ("k", kept.key_ratio_G)):
+        energy = seen[projection].unflatten(-1, (-1, HEAD_DIM)).square().sum((0, 1))
         for head, own in enumerate(energy):
             group = head * len(kept.frequency_GM) // len(energy)
             channels = kept.kept_channels(plan.shapes[1])[group]
@@ -189,21 +189,23 @@ def test_importance_is_that_of_normalised_keys(name: str):
     windows = random_tokens(3, 16)
     seen: dict[str, Tensor] = {}
     attention = model.model.layers[1].self_attn
-    for role, norm in zip("qk", case.norms, strict=True):
+    for projection, norm in zip("qk", case.norms, strict=True):
         for part, bias in getattr(attention, norm).named_parameters():
             if part.endswith("bias"):
                 bias.zero_()
         getattr(attention, norm).register_forward_hook(
-            lambda module, inputs, output, role=role: seen.__setitem__(role, output)
+            lambda module, inputs, output, projection=projection: seen.__setitem__(
+                projection, output
+            )
         )
     found = calibrate(model, windows, {"energy"}).layers[1]
     model(windows)
     order = attention_layers(model)[1].shape.geometry.canonical_order()
-    for role, states in seen.items():
+    for projection, states in seen.items():
         if case.normed == "BHTD":
             states = states.transpose(1, 2)
         expected = states.reshape(3 * 16, -1, HEAD_DIM).square().mean(0)[:, order]
-        torch.testing.assert_close(found[f"energy_{role}"], expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found[f"energy_{projection}"], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "olmo2", "phi:norm"])

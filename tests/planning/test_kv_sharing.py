@@ -176,9 +176,9 @@ def test_statistics_of_a_source_are_those_of_all_that_read_it(case: Case):
     seen: dict[tuple[int, str], Tensor] = {}
     handles = []
     for layer in attention_layers(model):
-        for role, name in (("q", "q_norm"), ("o", "o_proj")):
+        for projection, name in (("q", "q_norm"), ("o", "o_proj")):
             module = getattr(layer.module, name)
-            handles.append(module.register_forward_hook(_keep(seen, (layer.index, role))))
+            handles.append(module.register_forward_hook(_keep(seen, (layer.index, projection))))
     tokens = random_tokens(1, 16)
     with torch.no_grad():
         model(tokens, use_cache=False)

@@ -26,8 +26,8 @@ def make_weights(shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     heads = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
     weights = {
-        role: torch.randn(count * shape.head_dim, HIDDEN, generator=generator)
-        for role, count in heads.items()
+        projection: torch.randn(count * shape.head_dim, HIDDEN, generator=generator)
+        for projection, count in heads.items()
     }
     weights["o"] = torch.randn(HIDDEN, shape.num_heads * shape.head_dim, generator=generator)
     return weights
@@ -103,7 +103,7 @@ def test_magnitude_is_the_norm_of_the_rows(shape):
 
 def test_energy_multiplies_queries_of_the_group_with_the_key(shape):
     statistics, weights = make_statistics(shape), make_weights(shape)
-    q, k = (dense_order(statistics[f"energy_{role}"], shape) for role in "qk")
+    q, k = (dense_order(statistics[f"energy_{projection}"], shape) for projection in "qk")
     output, found = weights["o"], score("energy", shape)
     for head in range(2):
         group = range(3 * head, 3 * head + 3)
@@ -124,7 +124,9 @@ def test_energy_multiplies_queries_of_the_group_with_the_key(shape):
 def test_a_pair_of_equal_channels_is_worth_two_free_ones():
     shape = AttentionShape(6, 2, HIDDEN, HeadGeometry(8, 4))
     alike = {name: torch.full_like(x, 0.5) for name, x in make_statistics(shape).items()}
-    weights = {role: torch.ones_like(weight) for role, weight in make_weights(shape).items()}
+    weights = {
+        projection: torch.ones_like(weight) for projection, weight in make_weights(shape).items()
+    }
     for name in ("fisher", "weighted-fisher", "magnitude", "energy"):
         [found] = score_layers(name, [alike], [weights], [shape])
         torch.testing.assert_close(found.pairs_GP, 2 * found.free_GF[:, :2])
@@ -152,7 +154,7 @@ def test_random_scores_depend_on_seed_and_layer_only(shape):
 
 
 def test_weights_in_bfloat16_give_float32_scores(shape):
-    weights = {role: weight.bfloat16() for role, weight in make_weights(shape).items()}
+    weights = {projection: weight.bfloat16() for projection, weight in make_weights(shape).items()}
     for name in ("magnitude", "energy"):
         [found] = score_layers(name, [make_statistics(shape)], [weights], [shape])
         assert {tensor.dtype for tensor in vars(found).values()} == {torch.float32}

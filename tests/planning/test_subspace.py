@@ -210,7 +210,7 @@ def test_folded_attention_is_the_complex_formula() -> None:
     with torch.no_grad():
         attention = small(ids, output_attentions=True).attentions[0][0]
         hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))[0]
-        q, k = (getattr(layer.module, f"{role}_proj")(hidden) for role in "qk")
+        q, k = (getattr(layer.module, f"{projection}_proj")(hidden) for projection in "qk")
     pairs_q, pairs_k = (
         torch.complex(x[..., :8], x[..., 8:])
         for x in (q.unflatten(-1, (4, 16)), k.unflatten(-1, (2, 16)))

@@ -19,7 +19,7 @@ from rap.evaluation.quantization import quantize_weights
 from rap.model.fingerprint import fingerprint_model
 from rap.recovery import distillation, runs, trainer
 from rap.recovery.adapters import add_adapters, merge
-from rap.recovery.config import RecoveryConfig, preset
+from rap.recovery.config import RecoveryConfig, recovery_config
 from rap.recovery.distillation import distill
 from rap.recovery.loss import attention_outputs, matching_loss
 from rap.recovery.trainer import BadSteps, DistillationTrainer
@@ -263,7 +263,7 @@ def test_a_preset_is_known_by_its_name(models, monkeypatch):
     found = distillation.Distillation(models[1], {})
     assert recover(models[1], models[0], WINDOWS, "fast") is found.model
     recover(models[1], models[0], WINDOWS, "long")
-    assert asked == [preset("fast"), preset("long")]
+    assert asked == [recovery_config("fast"), recovery_config("long")]
     with pytest.raises(RapError, match="unknown recovery preset 'quick': use one of paper, fast"):
         recover(models[1], models[0], WINDOWS, "quick")
 
@@ -395,10 +395,10 @@ def test_a_run_of_one_step_trains(models):
 
 def test_matching_that_leaves_nothing_to_distil_is_said():
     with pytest.raises(RapError, match="match_steps cannot be 41: all steps are 40"):
-        preset("fast", match_steps=41)
+        recovery_config("fast", match_steps=41)
     with pytest.raises(RapError, match="would not read temperature: all steps match"):
-        preset("fast", match_steps=40, temperature=1.0)
-    assert preset("fast", match_steps=40).match_steps == 40
+        recovery_config("fast", match_steps=40, temperature=1.0)
+    assert recovery_config("fast", match_steps=40).match_steps == 40
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

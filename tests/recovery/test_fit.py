@@ -135,10 +135,10 @@ def test_only_attention_changes_and_the_dense_model_does_not(pair: tuple[Any, An
     results = fit_layers(small, dense, WINDOWS, CONFIG)
     changed = {n for n, tensor in small.state_dict().items() if not torch.equal(tensor, before[n])}
     assert changed == {
-        f"model.layers.{found.layer}.self_attn.{role}_proj.weight"
+        f"model.layers.{found.layer}.self_attn.{projection}_proj.weight"
         for found in results
         if found.kept
-        for role in "qkvo"
+        for projection in "qkvo"
     }
     assert changed
     assert fingerprint_model(dense) == mark

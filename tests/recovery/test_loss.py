@@ -8,7 +8,7 @@ import torch
 from cases.models import random_tokens, tiny_model
 from rap.model.errors import RapError
 from rap.recovery import loss as module
-from rap.recovery.config import PRESETS, RecoveryConfig, preset
+from rap.recovery.config import PRESETS, RecoveryConfig, recovery_config
 from rap.recovery.loss import distillation_loss, matching_loss, token_loss
 from rap.recovery.trainer import logits_head
 
@@ -173,22 +173,22 @@ def test_settings_that_cannot_work_are_refused(wrong):
 )
 def test_a_setting_that_the_others_leave_unread_is_refused(name, unread, also):
     with pytest.raises(RapError, match=f"{name!r} would not read {next(iter(unread))}: "):
-        preset(name, **unread)
-    assert vars(preset(name, **unread | also)).items() >= (unread | also).items()
+        recovery_config(name, **unread)
+    assert vars(recovery_config(name, **unread | also)).items() >= (unread | also).items()
 
 
 def test_the_paper_preset_is_the_paper():
-    paper = preset("paper")
+    paper = recovery_config("paper")
     assert (paper.rank, paper.alpha, paper.dropout) == (8, 16, 0.05)
     assert (paper.learning_rate, paper.schedule, paper.global_batch) == (1e-4, "plateau", 128)
     assert (paper.window, paper.epochs, paper.steps) == (256, 20, None)
     assert (paper.temperature, paper.divergence, paper.top_k) == (2.0, "reverse", None)
     assert set(PRESETS) == {"fast", "full", "paper", "long"}
-    assert preset("fast", rank=4).rank == 4
+    assert recovery_config("fast", rank=4).rank == 4
     with pytest.raises(RapError, match="slow"):
-        preset("slow")
+        recovery_config("slow")
     with pytest.raises(RapError, match="ranks"):
-        preset("fast", ranks=4)
+        recovery_config("fast", ranks=4)
 
 
 def test_hidden_states_and_head_of_a_model_give_its_own_loss():

@@ -104,6 +104,18 @@ def test_windows_that_share_text_with_what_is_held_out_go(window):
         apart(held, held)
 
 
+def test_what_many_windows_begin_with_is_no_text_of_one_of_them():
+    """The system prompt of chats; a passage that three windows have is shared all the same."""
+    opening, others = torch.arange(30), 100 + torch.arange(12 * 40).view(12, 40)
+    chats = torch.cat([opening.expand(12, 30), others], 1)
+    train, held = chats[:8], chats[8:]
+    assert torch.equal(apart(train, held), train)
+    repeated = torch.cat([train, held[:1], held[:1].roll(5, 1)])
+    assert torch.equal(apart(repeated, held), train)
+    with pytest.raises(RapError, match="give a longer text"):
+        apart(chats[:3], chats[3:6])
+
+
 def test_what_the_fit_holds_out_no_later_stage_trains_on(models, tokenizer, tmp_path, monkeypatch):
     dense, small = models
     path = tmp_path / "own.txt"

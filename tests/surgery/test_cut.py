@@ -22,9 +22,9 @@ LAYER = PairPlan.of_indices([[0, 2], [1, 2]], [[0, 3, 7], [1, 2, 5]], [[1], [0]]
 HEADS = {"q": 6, "k": 2, "v": 2, "o": 6}
 
 
-def _kept(role: str, head: int, interleaved: bool) -> list[int]:
+def _kept(projection: str, head: int, interleaved: bool) -> list[int]:
     """Dense channels of a head that stay, in their new order."""
-    if role in "vo":
+    if projection in "vo":
         return LAYER.channels_GC[head].tolist()
     pairs = LAYER.frequency_GM[head].tolist()
     first = [2 * pair for pair in pairs] if interleaved else pairs
@@ -34,31 +34,31 @@ def _kept(role: str, head: int, interleaved: bool) -> list[int]:
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("role", "qkvo")
-def test_plain_cut_keeps_the_named_rows(role, dtype, pairing):
+@pytest.mark.parametrize("projection", "qkvo")
+def test_plain_cut_keeps_the_named_rows(projection, dtype, pairing):
     shape = dataclasses.replace(SHAPE, geometry=HeadGeometry(8, 6, pairing))
-    heads = HEADS[role]
+    heads = HEADS[projection]
     weight = torch.randn(heads * 8, 5).to(dtype)
     rows = [
         head * 8 + channel
         for head in range(heads)
-        for channel in _kept(role, head // (heads // 2), pairing == "interleaved")
+        for channel in _kept(projection, head // (heads // 2), pairing == "interleaved")
     ]
-    dense = weight.T.contiguous() if role == "o" else weight
-    result = cut(role, dense, LAYER, shape)
-    assert torch.equal(result, weight[rows].T if role == "o" else weight[rows])
+    dense = weight.T.contiguous() if projection == "o" else weight
+    result = cut(projection, dense, LAYER, shape)
+    assert torch.equal(result, weight[rows].T if projection == "o" else weight[rows])
     assert result.is_contiguous()
-    if role != "o":
-        assert torch.equal(cut(role, weight[:, 0], LAYER, shape), weight[rows, 0])
+    if projection != "o":
+        assert torch.equal(cut(projection, weight[:, 0], LAYER, shape), weight[rows, 0])
 
 
-@pytest.mark.parametrize("role", "qkvo")
-def test_cut_shares_no_memory_with_the_dense_tensor(role):
-    size = (5, 48) if role == "o" else (HEADS[role] * 8, 5)
+@pytest.mark.parametrize("projection", "qkvo")
+def test_cut_shares_no_memory_with_the_dense_tensor(projection):
+    size = (5, 48) if projection == "o" else (HEADS[projection] * 8, 5)
     dense = torch.randn(size)
     everything = PairPlan.of_indices([[0, 1, 2]] * 2, [list(range(8))] * 2, [[0, 1]] * 2)
     for layer in (LAYER, everything):
-        cut(role, dense, layer, SHAPE).zero_()
+        cut(projection, dense, layer, SHAPE).zero_()
     assert (dense != 0).all()
     bias = torch.ones(5)
     cut("o", bias, LAYER, SHAPE).zero_()
@@ -84,9 +84,9 @@ def test_rows_for_the_norm_are_cut_in_their_mode_alone():
 def test_what_works_on_single_channels_refuses_mixtures():
     mix = _one_hot(LAYER.frequency_GM, 3)
     folded = dataclasses.replace(LAYER, query_mix_GMP2=mix, key_mix_GMP2=mix)
-    for role, size in (("k", (16, 5)), ("q_norm.weight", (8,))):
+    for projection, size in (("k", (16, 5)), ("q_norm.weight", (8,))):
         with pytest.raises(PlanError, match="keys of a layer with QK-norm cannot be folded"):
-            cut(role, torch.ones(size), folded, SHAPE, norm=QKNorm())
+            cut(projection, torch.ones(size), folded, SHAPE, norm=QKNorm())
     subspace = dataclasses.replace(
         LAYER,
         channels_GC=None,
@@ -97,7 +97,7 @@ def test_what_works_on_single_channels_refuses_mixtures():
         cut("gate", torch.ones(48, 5), subspace, SHAPE)
 
 
-def test_unknown_role_is_an_assertion():
+def test_unknown_projection_is_an_assertion():
     with pytest.raises(AssertionError):
         cut("x", torch.zeros(5, 5), LAYER, SHAPE)
 

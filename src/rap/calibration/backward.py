@@ -56,9 +56,9 @@ class GradientMoment(GradientStatistic):
         values = layer.shape.num_heads * FLOAT * width**2
         return layer.shape.num_kv_heads * keys + values
 
-    def update(self, role: str, gradient: Tensor) -> None:
+    def update(self, projection: str, gradient: Tensor) -> None:
         states_BTHD = split_heads(gradient, self.shape.head_dim)
-        if role == "o":
+        if projection == "o":
             heads_HND = by_query_head(states_BTHD)
             self.values += heads_HND.mT @ heads_HND
             return
@@ -93,38 +93,38 @@ def watch_gradients(
     def attach(
         layer: ObservedLayer,
         statistic: GradientStatistic,
-        role: str,
+        projection: str,
         module: nn.Module,
         inputs: tuple[Tensor, ...],
         outputs: Tensor,
     ) -> None:
         if not torch.is_grad_enabled():  # attention is run again (AveragedValues)
             return
-        watched = inputs[0] if role == "o" else outputs
-        watched.register_hook(partial(arrive, layer, statistic, role))
+        watched = inputs[0] if projection == "o" else outputs
+        watched.register_hook(partial(arrive, layer, statistic, projection))
 
     def arrive(
-        layer: ObservedLayer, statistic: GradientStatistic, role: str, gradient: Tensor
+        layer: ObservedLayer, statistic: GradientStatistic, projection: str, gradient: Tensor
     ) -> None:
-        taken = statistic.taken(layer, role, gradient)
-        check_gradient(layer, role, taken, step.windows.start)
+        taken = statistic.taken(layer, projection, gradient)
+        check_gradient(layer, projection, taken, step.windows.start)
         # The loss is a mean over the window; moments are of the gradient of the sum.
-        statistic.update(role, taken.float() * (tokens - 1))
+        statistic.update(projection, taken.float() * (tokens - 1))
 
     return [
-        watched.register_forward_hook(partial(attach, layer, statistic, role))
+        watched.register_forward_hook(partial(attach, layer, statistic, projection))
         for layer, statistic in moments
-        for role in statistic.projections
-        if role in layer.linears
-        if (watched := statistic.watched(layer, role)) is not None
+        for projection in statistic.projections
+        if projection in layer.linears
+        if (watched := statistic.watched(layer, projection)) is not None
     ]
 
 
-def check_gradient(layer: ObservedLayer, role: str, gradient: Tensor, window: int) -> None:
+def check_gradient(layer: ObservedLayer, projection: str, gradient: Tensor, window: int) -> None:
     """Raise CalibrationError, naming layer and window, for a gradient that is not finite."""
     if not torch.isfinite(gradient).all():
         raise CalibrationError(
-            f"layer {layer.index}, window {window}: the gradient of {role}_proj is not "
+            f"layer {layer.index}, window {window}: the gradient of {projection}_proj is not "
             "finite: calibrate in float32 or bfloat16, and check the weights"
         )
 

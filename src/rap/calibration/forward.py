@@ -53,7 +53,7 @@ class InputMoment(ForwardStatistic):
     def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         return FLOAT * layer.shape.hidden_size**2
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         x_NE = inputs.float().flatten(0, -2)
         self.sum += x_NE.mT @ x_NE
 
@@ -71,8 +71,13 @@ class RotatedMoment(ForwardStatistic):
     def __init__(self, layer: ObservedLayer):
         self.layer = layer
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
-        self.moments = {role: layer.zeros(role, heads, width, width) for role in self.projections}
-        self.means = {role: layer.zeros(role, heads, width) for role in self.projections}
+        self.moments = {
+            projection: layer.zeros(projection, heads, width, width)
+            for projection in self.projections
+        }
+        self.means = {
+            projection: layer.zeros(projection, heads, width) for projection in self.projections
+        }
         # About a mean of the first states: biases may be a hundred times what varies, and in
         # float32 the difference of two such squares would be noise.
         self.centers: dict[str, Tensor] = {}
@@ -82,21 +87,21 @@ class RotatedMoment(ForwardStatistic):
         width = layer.shape.head_dim
         return FLOAT * 2 * layer.shape.num_kv_heads * (width**2 + 2 * width)
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTGD = split_heads(outputs.float(), self.layer.shape.head_dim)
-        if role == "k":
+        if projection == "k":
             states_BTGD = _rotated(states_BTGD, self.layer)
         states_GND = states_BTGD.flatten(0, 1).transpose(0, 1)
-        center_G1D = self.centers.setdefault(role, states_GND.mean(1, keepdim=True))
+        center_G1D = self.centers.setdefault(projection, states_GND.mean(1, keepdim=True))
         states_GND = states_GND - center_G1D
-        self.moments[role] += states_GND.mT @ states_GND
-        self.means[role] += states_GND.sum(1)
+        self.moments[projection] += states_GND.mT @ states_GND
+        self.means[projection] += states_GND.sum(1)
 
     def compute(self, num_tokens: int) -> dict[str, Tensor]:
-        means = {role: total / num_tokens for role, total in self.means.items()}
+        means = {projection: total / num_tokens for projection, total in self.means.items()}
         about = {
-            role: self.moments[role] / num_tokens - mean[:, :, None] * mean[:, None, :]
-            for role, mean in means.items()
+            projection: self.moments[projection] / num_tokens - mean[:, :, None] * mean[:, None, :]
+            for projection, mean in means.items()
         }
         return {
             "rotated_key_moment": about["k"],
@@ -129,10 +134,10 @@ class LogitSamples(ForwardStatistic):
         products = COMPLEX * layer.shape.num_heads * layer.shape.geometry.num_pairs
         return num_windows * SAMPLES_PER_WINDOW * (products + LONG)
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         shape = self.layer.shape
         pairs_BTHP = complex_pairs(split_heads(outputs.float(), shape.head_dim), shape)
-        if role == "q":
+        if projection == "q":
             self.query = pairs_BTHP
             return
         batch, length = pairs_BTHP.shape[:2]
@@ -173,7 +178,7 @@ def watch_activations(
     def see(
         layer: ObservedLayer,
         statistic: ForwardStatistic,
-        role: str,
+        projection: str,
         module: nn.Module,
         inputs: tuple[Tensor, ...],
         outputs: Tensor,
@@ -183,16 +188,16 @@ def watch_activations(
         if not torch.isfinite(outputs).all():
             first, last = step.windows[0], step.windows[-1]
             raise CalibrationError(
-                f"layer {layer.index}: {role}_proj gives values that are not finite in windows "
-                f"{first} to {last}: check the weights of this layer"
+                f"layer {layer.index}: {projection}_proj gives values that are not finite in "
+                f"windows {first} to {last}: check the weights of this layer"
             )
-        statistic.update(role, inputs[0].detach(), outputs.detach())
+        statistic.update(projection, inputs[0].detach(), outputs.detach())
 
     handles = [
-        layer.linears[role].register_forward_hook(partial(see, layer, statistic, role))
+        layer.linears[projection].register_forward_hook(partial(see, layer, statistic, projection))
         for layer, statistic in statistics
-        for role in statistic.projections
-        if role in layer.linears
+        for projection in statistic.projections
+        if projection in layer.linears
     ]
     return handles + [hook for _, statistic in statistics for hook in statistic.watch(step)]
 
@@ -289,7 +294,7 @@ class AveragedValues(ForwardStatistic):
     def _keep(self, module: Any, inputs: tuple[Tensor, ...]) -> None:
         self.moved.append(inputs[0].detach())
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         dim, per_head = self.layer.shape.head_dim, self.layer.shape.group_size
         parts = [split_heads(x.float(), dim).flatten(0, 1) for x in (inputs, *self.moved)]
         for head in range(self.layer.shape.num_heads):

@@ -29,7 +29,12 @@ def estimate_memory(
     needs = check_needs(needs)
     layers = [observed_layer(model, x) for x in attention_layers(model) if x.shape is not None]
     config, (_, tokens) = text_config(model.config), windows.shape
-    weights = [x.linears[role].weight for x in layers for role in "kv" if role in x.linears]
+    weights = [
+        x.linears[projection].weight
+        for x in layers
+        for projection in "kv"
+        if projection in x.linears
+    ]
     size = weights[0].element_size() if weights else 0
     wanted = [STATISTICS[need] for need in needs - {WINDOWS}]
     forward = any(issubclass(statistic, ForwardStatistic) for statistic in wanted)

@@ -52,7 +52,7 @@ class PairMoment(ForwardStatistic):
         self.shape, pairs = layer.shape, layer.shape.geometry.num_pairs
         heads, free = layer.shape.num_kv_heads, layer.shape.geometry.num_free
         self.sums = {r: layer.zeros(r, heads, pairs, pairs).to(torch.complex64) for r in "qk"}
-        self.free = {role: layer.zeros(role, heads, free, free) for role in "qk"}
+        self.free = {projection: layer.zeros(projection, heads, free, free) for projection in "qk"}
 
     @staticmethod
     def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
@@ -60,18 +60,18 @@ class PairMoment(ForwardStatistic):
         matrices = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
         return 2 * layer.shape.num_kv_heads * matrices
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         heads_GND = by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
         pairs_GNP = complex_pairs(heads_GND, self.shape)
-        self.sums[role] += pairs_GNP.mT @ pairs_GNP.conj()
+        self.sums[projection] += pairs_GNP.mT @ pairs_GNP.conj()
         free_GNF = free_channels(heads_GND, self.shape)
-        self.free[role] += free_GNF.mT @ free_GNF
+        self.free[projection] += free_GNF.mT @ free_GNF
 
     def compute(self, num_tokens: int) -> dict[str, Tensor]:
         moments = {}
-        for role, side in (("q", "query"), ("k", "key")):
-            moments[f"{side}_moment"] = torch.view_as_real(self.sums[role] / num_tokens)
-            moments[f"{side}_free_moment"] = self.free[role] / num_tokens
+        for projection, side in (("q", "query"), ("k", "key")):
+            moments[f"{side}_moment"] = torch.view_as_real(self.sums[projection] / num_tokens)
+            moments[f"{side}_free_moment"] = self.free[projection] / num_tokens
         return moments
 
 
@@ -101,10 +101,10 @@ class JointMoment(ForwardStatistic):
         squares = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
         return layer.shape.num_kv_heads**2 * (squares + FLOAT * geometry.head_dim**2)
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         states = outputs.float()
         heads_GND = split_heads(states, self.shape.head_dim).flatten(0, 1).transpose(0, 1)
-        if role == "v":
+        if projection == "v":
             self.values += _square(heads_GND)
             return
         self.pairs += _square(complex_pairs(heads_GND, self.shape))
@@ -162,13 +162,16 @@ class NormMoment(ForwardStatistic):
         heads = layer.shape.num_heads + layer.shape.num_kv_heads
         return FLOAT * heads * layer.shape.head_dim**2
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = centred(outputs.float().unflatten(-1, (-1, self.head_dim)), self.norm)
         states_HND = states_BTHD.flatten(0, 1).transpose(0, 1)
-        self.sums[role] += states_HND.mT @ states_HND
+        self.sums[projection] += states_HND.mT @ states_HND
 
     def compute(self, num_tokens: int) -> dict[str, Tensor]:
-        return {f"norm_moment_{role}": total / num_tokens for role, total in self.sums.items()}
+        return {
+            f"norm_moment_{projection}": total / num_tokens
+            for projection, total in self.sums.items()
+        }
 
 
 NORMED = "normed_"
@@ -211,16 +214,16 @@ class NormedMoment(ForwardStatistic):
         parts = (PairMoment, JointMoment) if _mapped(layer) else ()
         return sum(part.num_bytes(layer, num_windows) for part in parts)
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         if not self.parts:
             return
         norm, dim = self.layer.norm, self.layer.shape.head_dim
         assert norm is not None
-        module = getattr(self.layer.module, norm.names["qk".index(role)])
+        module = getattr(self.layer.module, norm.names["qk".index(projection)])
         heads_BHTD = split_heads(outputs, dim).transpose(1, 2)
         normed = normalise_dense(norm, module, heads_BHTD).transpose(1, 2).flatten(-2)
-        for part in self.parts[: 2 if role == "k" else 1]:
-            part.update(role, inputs, normed)
+        for part in self.parts[: 2 if projection == "k" else 1]:
+            part.update(projection, inputs, normed)
 
     def compute(self, num_tokens: int) -> dict[str, Tensor]:
         return _named(self, self.parts, num_tokens)
@@ -241,22 +244,22 @@ class NormedGradient(GradientStatistic):
     def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         return GradientMoment.num_bytes(layer, num_windows) if _mapped(layer) else 0
 
-    def watched(self, layer: ObservedLayer, role: str) -> Any:
+    def watched(self, layer: ObservedLayer, projection: str) -> Any:
         """The norm of keys."""
         if self.moment is None or layer.norm is None:
             return None
         return getattr(layer.module, layer.norm.names[1])
 
-    def taken(self, layer: ObservedLayer, role: str, gradient: Tensor) -> Tensor:
+    def taken(self, layer: ObservedLayer, projection: str, gradient: Tensor) -> Tensor:
         """[B, T, G D], in any layout of the family's norm."""
         assert layer.norm is not None
         if layer.norm.layout == "BHTD":
             gradient = gradient.transpose(1, 2)
         return gradient.reshape(*gradient.shape[:2], -1)
 
-    def update(self, role: str, gradient: Tensor) -> None:
+    def update(self, projection: str, gradient: Tensor) -> None:
         assert self.moment is not None
-        self.moment.update(role, gradient)
+        self.moment.update(projection, gradient)
 
     def compute(self, num_tokens: int) -> dict[str, Tensor]:
         return _named(self, [] if self.moment is None else [self.moment], num_tokens)

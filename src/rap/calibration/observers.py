@@ -20,7 +20,7 @@ FLOAT, COMPLEX, LONG = 4, 8, 8
 
 @dataclass(frozen=True)
 class ObservedLayer:
-    """One attention layer under calibration: its index, dense shape, and projections by role.
+    """One attention layer under calibration: its index, dense shape, and projections by name.
 
     `norm` is how it normalises queries and keys, if it does, and `norm_weights` the weights of the
     norms of q [H, D] and k [G, D]. `module` is its attention.
@@ -37,10 +37,10 @@ class ObservedLayer:
     value_norm: QKNorm | None = None
     module: Any = None
 
-    def zeros(self, role: str, *shape: int) -> Tensor:
+    def zeros(self, projection: str, *shape: int) -> Tensor:
         """A float32 accumulator on the device of a projection."""
         # A layer that reads another's keys has none.
-        linear = self.linears.get(role) or next(iter(self.linears.values()))
+        linear = self.linears.get(projection) or next(iter(self.linears.values()))
         return torch.zeros(shape, dtype=torch.float32, device=linear.weight.device)
 
     def canonical(self, x_HD: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class ForwardStatistic(Statistic):
     projections: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         """Take in the input and output, [B, T, ...], of one projection."""
 
     def watch(self, step: CalibrationStep) -> list[RemovableHandle]:
@@ -103,7 +103,7 @@ class BackwardStatistic(Statistic):
     biases: ClassVar[bool] = False
 
     @abstractmethod
-    def update(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+    def update(self, projection: str, parameter: Tensor, gradient: Tensor) -> None:
         """Take in one window's gradient of the weight (2-d) or bias (1-d) of k or v."""
 
     def end_window(self) -> None:
@@ -118,23 +118,23 @@ class GradientStatistic(Statistic):
 
     projections: ClassVar[tuple[str, ...]]
 
-    def watched(self, layer: ObservedLayer, role: str) -> Any:
+    def watched(self, layer: ObservedLayer, projection: str) -> Any:
         """The module whose output (k) or input (o) it is the gradient of; None for none."""
-        return linear_of(layer, role)[0]
+        return linear_of(layer, projection)[0]
 
-    def taken(self, layer: ObservedLayer, role: str, gradient: Tensor) -> Tensor:
-        """The role's part [B, T, ...] of what arrives there."""
-        rows = linear_of(layer, role)[1]
+    def taken(self, layer: ObservedLayer, projection: str, gradient: Tensor) -> Tensor:
+        """The projection's part [B, T, ...] of what arrives there."""
+        rows = linear_of(layer, projection)[1]
         return gradient if rows is None else gradient[..., rows.to(gradient.device)]
 
     @abstractmethod
-    def update(self, role: str, gradient: Tensor) -> None:
+    def update(self, projection: str, gradient: Tensor) -> None:
         """Take in one window's gradient [B, T, ...], float32."""
 
 
-def linear_of(layer: ObservedLayer, role: str) -> tuple[Any, Tensor | None]:
-    """The linear of a role, and its rows of it where it is shared with others."""
-    part = layer.linears[role]
+def linear_of(layer: ObservedLayer, projection: str) -> tuple[Any, Tensor | None]:
+    """The linear of a projection, and its rows of it where it is shared with others."""
+    part = layer.linears[projection]
     return getattr(part, "linear", part), getattr(part, "rows", None)
 
 

@@ -60,9 +60,12 @@ class Energy(ForwardStatistic):
         self.layer = layer
         shape = layer.shape
         heads = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
-        self.sums = {role: layer.zeros(role, n, shape.head_dim) for role, n in heads.items()}
+        self.sums = {
+            projection: layer.zeros(projection, n, shape.head_dim)
+            for projection, n in heads.items()
+        }
         raw = "qk" if layer.norm is not None else ""
-        self.raw = {role: torch.zeros_like(self.sums[role]) for role in raw}
+        self.raw = {projection: torch.zeros_like(self.sums[projection]) for projection in raw}
 
     @staticmethod
     def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
@@ -71,18 +74,20 @@ class Energy(ForwardStatistic):
         rows += (shape.num_heads + shape.num_kv_heads) * normalised
         return FLOAT * rows * shape.head_dim
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = split_heads(outputs.float(), self.layer.shape.head_dim)
-        norm = self.layer.value_norm if role == "v" else self.layer.norm
-        self.sums[role] += shares(states_BTHD, norm).sum((0, 1))
-        if role in self.raw:
-            self.raw[role] += centred(states_BTHD, norm).square().sum((0, 1))
+        norm = self.layer.value_norm if projection == "v" else self.layer.norm
+        self.sums[projection] += shares(states_BTHD, norm).sum((0, 1))
+        if projection in self.raw:
+            self.raw[projection] += centred(states_BTHD, norm).square().sum((0, 1))
 
     def compute(self, num_tokens: int) -> dict[str, Tensor]:
-        energies = {f"energy_{role}": total / num_tokens for role, total in self.sums.items()}
-        for role, weight in zip(self.raw, self.layer.norm_weights, strict=True):
-            energies[f"energy_{role}"] *= weight.to(energies[f"energy_{role}"]).square()
-            energies[f"raw_energy_{role}"] = self.raw[role] / num_tokens
+        energies = {
+            f"energy_{projection}": total / num_tokens for projection, total in self.sums.items()
+        }
+        for projection, weight in zip(self.raw, self.layer.norm_weights, strict=True):
+            energies[f"energy_{projection}"] *= weight.to(energies[f"energy_{projection}"]).square()
+            energies[f"raw_energy_{projection}"] = self.raw[projection] / num_tokens
         values = energies.pop("energy_v")
         ordered = {name: self.layer.canonical(x) for name, x in energies.items()}
         return ordered | {"energy_v": values}
@@ -104,7 +109,7 @@ class ValueMoment(ForwardStatistic):
     def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
         return FLOAT * layer.shape.num_heads * layer.shape.head_dim**2
 
-    def update(self, role: str, inputs: Tensor, outputs: Tensor) -> None:
+    def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         heads_HND = by_query_head(split_heads(inputs.float(), self.shape.head_dim))
         self.sum += heads_HND.mT @ heads_HND
 
@@ -123,27 +128,30 @@ class Fisher(BackwardStatistic):
 
     def __init__(self, layer: ObservedLayer):
         self.layer = layer
-        self.sums = {role: layer.zeros(role, *layer.linears[role].weight.shape) for role in "kv"}
+        self.sums = {
+            projection: layer.zeros(projection, *layer.linears[projection].weight.shape)
+            for projection in "kv"
+        }
 
     @staticmethod
     def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        return FLOAT * sum(layer.linears[role].weight.numel() for role in "kv")
+        return FLOAT * sum(layer.linears[projection].weight.numel() for projection in "kv")
 
-    def update(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+    def update(self, projection: str, parameter: Tensor, gradient: Tensor) -> None:
         if parameter.ndim == 2:
             gradient = gradient.float()
-            self.sums[role].addcmul_(gradient, gradient)
+            self.sums[projection].addcmul_(gradient, gradient)
 
     def compute(self, num_windows: int) -> dict[str, Tensor]:
         scores = {}
-        for role, total in self.sums.items():
+        for projection, total in self.sums.items():
             fisher = total / num_windows
-            weight = self.layer.linears[role].weight.detach().float()
+            weight = self.layer.linears[projection].weight.detach().float()
             root = fisher.sqrt().sum(1).view(-1, self.layer.shape.head_dim)
             weighted = (fisher * weight.square()).sum(1).view(-1, self.layer.shape.head_dim)
-            order = self.layer.canonical if role == "k" else Tensor.contiguous
-            scores[f"root_fisher_{role}"] = order(root)
-            scores[f"weighted_fisher_{role}"] = order(weighted)
+            order = self.layer.canonical if projection == "k" else Tensor.contiguous
+            scores[f"root_fisher_{projection}"] = order(root)
+            scores[f"weighted_fisher_{projection}"] = order(weighted)
         return scores
 
 
@@ -161,9 +169,11 @@ class GateFisher(BackwardStatistic):
     def __init__(self, layer: ObservedLayer):
         self.layer = layer
         heads, width = layer.shape.num_kv_heads, layer.shape.head_dim
-        self.window = {role: layer.zeros(role, heads, width) for role in "kv"}
+        self.window = {projection: layer.zeros(projection, heads, width) for projection in "kv"}
         gates = {"k": layer.shape.geometry.num_pairs + layer.shape.geometry.num_free, "v": width}
-        self.sums = {role: layer.zeros(role, heads, count) for role, count in gates.items()}
+        self.sums = {
+            projection: layer.zeros(projection, heads, count) for projection, count in gates.items()
+        }
 
     @staticmethod
     def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
@@ -171,10 +181,10 @@ class GateFisher(BackwardStatistic):
         gates = geometry.num_pairs + geometry.num_free + width
         return FLOAT * layer.shape.num_kv_heads * (gates + 2 * width)
 
-    def update(self, role: str, parameter: Tensor, gradient: Tensor) -> None:
+    def update(self, projection: str, parameter: Tensor, gradient: Tensor) -> None:
         product = parameter.detach().float() * gradient.float()
         rows = product.sum(1) if product.ndim == 2 else product
-        self.window[role] += rows.view_as(self.window[role])
+        self.window[projection] += rows.view_as(self.window[projection])
 
     def end_window(self) -> None:
         pairs, rotary = self.layer.shape.geometry.num_pairs, self.layer.shape.geometry.rotary_dim
@@ -186,7 +196,10 @@ class GateFisher(BackwardStatistic):
             total.zero_()
 
     def compute(self, num_windows: int) -> dict[str, Tensor]:
-        return {f"gate_fisher_{role}": total / num_windows for role, total in self.sums.items()}
+        return {
+            f"gate_fisher_{projection}": total / num_windows
+            for projection, total in self.sums.items()
+        }
 
 
 STATISTICS: dict[str, type[Statistic]] = {

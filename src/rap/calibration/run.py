@@ -240,16 +240,16 @@ def _both_passes(
     def consume(watchers: list[_Watcher], parameter: Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
-        for layer, role, rows, interested in watchers:
+        for layer, projection, rows, interested in watchers:
             taken = slice(None) if rows is None else rows.to(grad.device)
-            check_gradient(layer, role, grad[taken], step.windows.start)
+            check_gradient(layer, projection, grad[taken], step.windows.start)
             for statistic in interested:
-                statistic.update(role, parameter[taken], grad[taken])
+                statistic.update(projection, parameter[taken], grad[taken])
 
     device = model.get_input_embeddings().weight.device
     trainable = [parameter for parameter, _ in watching]
     if not trainable:  # a graph must start somewhere: below everything that is watched
-        trainable = [linear_of(gradient[0][0], role)[0].weight for role in "kv"]
+        trainable = [linear_of(gradient[0][0], projection)[0].weight for projection in "kv"]
     what = "activations and gradients" if forward else "gradients"
     with (
         restored(model, trainable, checkpointing),
@@ -287,7 +287,7 @@ def _differentiate(model: Any, ids_BT: Tensor, step: CalibrationStep) -> None:
     hidden_BTE.backward(gradient_BTE)
 
 
-# A layer's role, the rows of the parameter that have it (None: all), and who wants its gradient.
+# A layer's projection, its rows of the parameter (None: all), and who wants its gradient.
 _Watcher = tuple[ObservedLayer, str, Tensor | None, list[BackwardStatistic]]
 
 
@@ -297,14 +297,19 @@ def _parameters(
     """Every parameter whose gradient is wanted, and its watchers: k and v may share one."""
     wanted: dict[tuple[Tensor, str], _Watcher] = {}
     for layer, statistic in statistics:
-        for role in "kv":
-            linear, rows = linear_of(layer, role)
+        for projection in "kv":
+            linear, rows = linear_of(layer, projection)
             for parameter in (linear.weight, linear.bias if statistic.biases else None):
                 if parameter is not None:
-                    watcher = wanted.setdefault((parameter, role), (layer, role, rows, []))
+                    watcher = wanted.setdefault(
+                        (parameter, projection), (layer, projection, rows, [])
+                    )
                     watcher[3].append(statistic)
     parameters = list(dict.fromkeys(parameter for parameter, _ in wanted))
-    return [(p, [wanted[p, role] for role in "kv" if (p, role) in wanted]) for p in parameters]
+    return [
+        (p, [wanted[p, projection] for projection in "kv" if (p, projection) in wanted])
+        for p in parameters
+    ]
 
 
 def _first_bad_layer(model: Any, ids_BT: Tensor) -> str:

@@ -24,7 +24,7 @@ from ..model.errors import RapError
 from ..pipeline import AUTO as DEFAULT
 from ..pipeline import Defaults, measure, measure_against, save
 from ..planning.plan import Plan
-from ..recovery.config import PRESETS, RecoveryConfig, preset
+from ..recovery.config import PRESETS, RecoveryConfig, recovery_config
 from ..recovery.layer_fit import FitConfig, fit_config
 from ..recovery.runs import clear_work, processes
 from ..recovery.stages import RECOVERIES, recover_stage, work_folder
@@ -35,9 +35,9 @@ from . import options
 from .groups import grouped
 from .options import console, print_json, print_table
 
-RECIPES = [name for name in RECOVERIES if name not in ("none", "projections")]
-Recipe = Annotated[
-    str, typer.Option("--preset", "--recover", help=f"One of: {', '.join(RECIPES)}.")
+PRESET_NAMES = [name for name in RECOVERIES if name not in ("none", "projections")]
+Preset = Annotated[
+    str, typer.Option("--preset", "--recover", help=f"One of: {', '.join(PRESET_NAMES)}.")
 ]
 Texts = Annotated[
     list[str] | None,
@@ -53,7 +53,7 @@ Changes = Annotated[
 class Training:
     """What recovers: a preset with changed settings, and its training data."""
 
-    recipe: Recipe = "fit"
+    preset: Preset = "fit"
     text: Texts = None
     changes: Changes = None
 
@@ -68,18 +68,18 @@ class Training:
         return [split(text, shown)[0] for text in texts], shown
 
 
-def configured(recipe: str, changes: list[str], seed: int) -> RecoveryConfig | FitConfig | None:
-    """Settings of a recipe's last part with `name=value` changes; None if it has none.
+def configured(preset: str, changes: list[str], seed: int) -> RecoveryConfig | FitConfig | None:
+    """Settings of a preset's last part with `name=value` changes; None if it has none.
 
-    Raises RapError for an unknown recipe or setting.
+    Raises RapError for an unknown preset or setting.
     """
-    if recipe not in RECIPES:
-        raise RapError(f"unknown recovery preset {recipe!r}: use one of {', '.join(RECIPES)}")
-    values, last = read_settings(changes), recipe.rpartition("+")[2]
+    if preset not in PRESET_NAMES:
+        raise RapError(f"unknown recovery preset {preset!r}: use one of {', '.join(PRESET_NAMES)}")
+    values, last = read_settings(changes), preset.rpartition("+")[2]
     if last == "fit":
         return fit_config(**{"seed": seed, **values})
-    if recipe != "closed-form":
-        return preset(last, **{"seed": seed, **values})
+    if preset != "closed-form":
+        return recovery_config(last, **{"seed": seed, **values})
     if values:
         raise RapError(f"closed-form has no setting {', '.join(values)}: remove it")
     return None
@@ -120,12 +120,12 @@ def recover_command(
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
     check_apart(output, teacher)
-    chosen = configured(train.recipe, train.changes or [], seed)
+    chosen = configured(train.preset, train.changes or [], seed)
     texts, shown = train.split(evaluate, teacher)
     check_sources(*texts, shown)
     placement(loaded.device, loaded.device_map)
     if dry_run:
-        return _tell(pruned, output, teacher, train.recipe, chosen, loaded, shown, as_json)
+        return _tell(pruned, output, teacher, train.preset, chosen, loaded, shown, as_json)
     plan, old_report = _read(pruned, teacher, loaded.teacher_dtype)
     tokenizer = load_tokenizer(pruned)
     small = load(pruned, dtype=loaded.dtype, **_placement(loaded.device, None))
@@ -136,10 +136,10 @@ def recover_command(
         small,
         dense,
         tokenizer,
-        train.recipe,
+        train.preset,
         texts=texts,
         config=chosen,
-        fitted=_fitted(old_report, train.recipe, texts),
+        fitted=_fitted(old_report, train.preset, texts),
         seed=seed,
         output=output,
         bos=bos,
@@ -167,7 +167,7 @@ def _tell(
     pruned: Path,
     output: Path,
     teacher: str,
-    recipe: str,
+    preset: str,
     chosen: RecoveryConfig | FitConfig | None,
     loaded: Loaded,
     text: str | None,
@@ -178,7 +178,7 @@ def _tell(
     small_config, dense_config = load_config(pruned), load_config(teacher)
     device = dry.device_of(loaded.device, None)
     small, dense = (dry.unloaded(one, device) for one in (small_config, dense_config))
-    steps, held = dry.recovery_step(recipe, small, dense, chosen)
+    steps, held = dry.recovery_step(preset, small, dense, chosen)
     stored = "auto" if loaded.teacher_dtype in KINDS else loaded.teacher_dtype
     memory = {
         "pruned weights": dry.weight_bytes(small_config, small, loaded.dtype, device),
@@ -191,7 +191,7 @@ def _tell(
         pruned=str(pruned),
         teacher=teacher,
         output=str(output),
-        preset=recipe,
+        preset=preset,
         resumes=work_folder(output).is_dir(),
     )
     print_json(report) if as_json else dry.say(report)
@@ -263,11 +263,11 @@ def _read(pruned: Path, teacher: str, teacher_dtype: str) -> tuple[Plan, dict[st
     return plan, stored
 
 
-def _fitted(report: dict[str, Any], recipe: str, texts: list[str]) -> dict[str, Any] | None:
+def _fitted(report: dict[str, Any], preset: str, texts: list[str]) -> dict[str, Any] | None:
     """The report of the fit that a checkpoint ended with, where distilling is to follow it."""
     recovery = report.get("recovery") or {}
     last = "fit" in recovery and "distillation" not in recovery
-    return recovery if last and recovery["texts"] == texts and recipe in PRESETS else None
+    return recovery if last and recovery["texts"] == texts and preset in PRESETS else None
 
 
 def _described(plan: Plan, teacher: str) -> dict[str, Any]:

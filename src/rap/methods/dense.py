@@ -36,9 +36,9 @@ UNKNOWN_CONTEXT = 8192
 class DenseLayers:
     """Data for a method in addition to statistics, per layer (None: no attention).
 
-    `weights` maps the roles q, k, v, o to matrices as in nn.Linear, and where keys are normalised
-    `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64 [P],
-    a layer's own: local and global layers may rotate differently.
+    `weights` maps the projections q, k, v, o to matrices as in nn.Linear, and where keys are
+    normalised `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64
+    [P], a layer's own: local and global layers may rotate differently.
     Layers that read the keys and values of another are part of that one (calibration.kv_sharing);
     `every_shape` has them by themselves.
     `merge_limits` say why the KV heads of a layer cannot be merged ("": they can).
@@ -65,7 +65,7 @@ class DenseLayers:
 
 
 class AttentionWeights(Sequence[Named | None]):
-    """The weights of every layer's attention by role; those asked for last are kept."""
+    """The weights of every layer's attention by projection; those asked for last are kept."""
 
     def __init__(self, source: LayerSource):
         self._source, self._layers = source, attention_layers(source.model)
@@ -119,7 +119,7 @@ def dense_layers(model: PreTrainedModel, source: LayerSource | None = None) -> D
 def layer_weights(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Tensor]:
     """Weights of one layer's attention, as `DenseLayers` has them."""
     assert layer.shape is not None
-    weights = {role: linear.weight for role, linear in projections(layer, spec).items()}
+    weights = {projection: linear.weight for projection, linear in projections(layer, spec).items()}
     if layer.norm is not None and layer.shape.source is None:
         weight = norm_weights(layer)[1].to(weights["k"].device)
         weights["key_sizes"] = row_sizes(weights["k"], layer.shape, layer.norm, weight)

@@ -111,7 +111,7 @@ class EliteKv(Replacing):
         elite, rank = self._sizes(layer, count)
         chosen_GR = elite_pairs(layer, elite)
         order_GD = _order(chosen_GR, layer.shape)
-        query, key = (_reordered(layer, role, order_GD) for role in "qk")
+        query, key = (_reordered(layer, projection, order_GD) for projection in "qk")
         query = _with_rotary_factor(layer, query, order_GD, 2 * elite)
         # [first 2r channels of every head | the others], of the weight and of the bias.
         first, rest = zip(*(_split(part, len(chosen_GR), 2 * elite) for part in key), strict=True)
@@ -180,13 +180,15 @@ def _order(chosen_GR: Tensor, shape: AttentionShape) -> Tensor:
     return torch.cat([elite_GW, others], 1)
 
 
-def _reordered(layer: DenseLayer, role: str, order_GD: Tensor) -> tuple[Tensor, Tensor | None]:
+def _reordered(
+    layer: DenseLayer, projection: str, order_GD: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of q or k with every head's rows in another order."""
-    heads = len(layer.weight(role)) // layer.shape.head_dim
+    heads = len(layer.weight(projection)) // layer.shape.head_dim
     order = order_GD.repeat_interleave(heads // len(order_GD), 0)
     rows = (order + torch.arange(heads)[:, None] * layer.shape.head_dim).flatten()
-    bias = layer.bias(role)
-    return layer.weight(role)[rows], None if bias is None else bias[rows]
+    bias = layer.bias(projection)
+    return layer.weight(projection)[rows], None if bias is None else bias[rows]
 
 
 def _with_rotary_factor(

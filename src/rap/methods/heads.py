@@ -41,7 +41,9 @@ class Heads(Replacing):
         """The best KV heads of every layer."""
         made = []
         for layer in layers:
-            score_G = sum(layer.statistics[f"root_fisher_{role}"].sum(1) for role in "kv")
+            score_G = sum(
+                layer.statistics[f"root_fisher_{projection}"].sum(1) for projection in "kv"
+            )
             assert isinstance(score_G, Tensor)
             count = nearest_rank(self.retain, layer.shape.num_kv_heads)
             kept = score_G.argsort(descending=True, stable=True)[:count].sort().values

@@ -195,11 +195,11 @@ def _cut(layer: DenseLayer, keys_GW: Tensor, values_GC: Tensor) -> dict[str, Ten
     """Kept rows of q, k and v (q and k by canonical channel), and kept columns of o."""
     kept = {"q": keys_GW, "k": keys_GW, "v": values_GC}
     tensors: dict[str, Tensor] = {}
-    for role, channels in kept.items():
-        bias = layer.bias(role)
+    for projection, channels in kept.items():
+        bias = layer.bias(projection)
         cut = None if bias is None else _rows(bias, channels, layer.shape.head_dim)
-        rows = _rows(layer.weight(role), channels, layer.shape.head_dim)
-        tensors |= layer.linear(role, rows, cut)
+        rows = _rows(layer.weight(projection), channels, layer.shape.head_dim)
+        tensors |= layer.linear(projection, rows, cut)
     columns = _rows(layer.weight("o").mT, values_GC, layer.shape.head_dim).mT
     return tensors | layer.linear("o", columns.contiguous(), layer.bias("o"))
 

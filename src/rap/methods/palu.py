@@ -93,16 +93,18 @@ class Palu(Replacing):
         groups = layer.shape.num_kv_heads // size
         ranks = {"k": key_rank, "v": value_rank}
         factors = {
-            role: [
-                whitened_factors(rows, layer.statistics["input_moment"], ranks[role])
-                for rows in layer.weight(role).chunk(groups)
+            projection: [
+                whitened_factors(rows, layer.statistics["input_moment"], ranks[projection])
+                for rows in layer.weight(projection).chunk(groups)
             ]
-            for role in "kv"
+            for projection in "kv"
         }
         tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
         tensors |= layer.dense("q")
-        for role in "kv":
-            tensors |= layer.linear(role, torch.cat([part.down for part in factors[role]]))
+        for projection in "kv":
+            tensors |= layer.linear(
+                projection, torch.cat([part.down for part in factors[projection]])
+            )
         bias = layer.bias("k")
         biases = [None] * groups if bias is None else bias.chunk(groups)
         for group, part in enumerate(factors["k"]):

@@ -34,11 +34,11 @@ from .dense import dense_layers
 
 @dataclass(frozen=True, eq=False)
 class DenseLayer:
-    """One layer as such a method sees it: its sizes, and names and linears by role.
+    """One layer as such a method sees it: its sizes, and the linears by projection.
 
-    Rows of q and k are in canonical order. `read` gives its linears by role. `statistics` are those
-    of the layer, `frequencies` [P], `rotary_factor` is what the family multiplies cos and sin by
-    (YaRN's attention factor).
+    Rows of q and k are in canonical order. `read` gives the weights of its linears. `statistics`
+    are those of the layer, `frequencies` [P], `rotary_factor` is what the family multiplies cos and
+    sin by (YaRN's attention factor).
     """
 
     index: int
@@ -51,31 +51,33 @@ class DenseLayer:
 
     @property
     def linears(self) -> dict[str, Any]:
-        """Linears by role, read when they are asked for."""
+        """Linears by projection, read when they are asked for."""
         return self.read()
 
-    def weight(self, role: str) -> Tensor:
+    def weight(self, projection: str) -> Tensor:
         """A projection [out, in], float64 on the CPU."""
-        return self._ordered(role, self.linears[role].weight.detach().double().cpu())
+        return self._ordered(projection, self.linears[projection].weight.detach().double().cpu())
 
-    def bias(self, role: str) -> Tensor | None:
+    def bias(self, projection: str) -> Tensor | None:
         """Its bias, float64 on the CPU."""
-        bias = self.linears[role].bias
-        return None if bias is None else self._ordered(role, bias.detach().double().cpu())
+        bias = self.linears[projection].bias
+        return None if bias is None else self._ordered(projection, bias.detach().double().cpu())
 
-    def dense(self, *roles: str) -> dict[str, Tensor]:
+    def dense(self, *projections: str) -> dict[str, Tensor]:
         """Projections as they are, as tensors of a state dict."""
         tensors: dict[str, Tensor] = {}
-        for role in roles:
-            tensors |= self.linear(role, self.weight(role), self.bias(role))
+        for projection in projections:
+            tensors |= self.linear(projection, self.weight(projection), self.bias(projection))
         return tensors
 
-    def linear(self, role: str, weight: Tensor, bias: Tensor | None = None) -> dict[str, Tensor]:
-        """Tensors of the linear that has the name of a role's projection."""
-        return linear(self.names[role], weight, bias)
+    def linear(
+        self, projection: str, weight: Tensor, bias: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Tensors of the linear that has the name of a projection's projection."""
+        return linear(self.names[projection], weight, bias)
 
-    def _ordered(self, role: str, tensor: Tensor) -> Tensor:
-        if role not in "qk":
+    def _ordered(self, projection: str, tensor: Tensor) -> Tensor:
+        if projection not in "qk":
             return tensor
         rows = tensor.unflatten(0, (-1, self.shape.head_dim))
         return rows[:, self.shape.geometry.canonical_order()].flatten(0, 1)
@@ -97,9 +99,9 @@ def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) 
     """A latent of all heads for keys and one for values, by these factors of W_k and of W_v."""
     tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
     tensors |= layer.dense("q", "o")
-    for role, factors in (("k", keys), ("v", values)):
-        tensors |= layer.linear(role, factors.down)
-        tensors |= linear(f"{role}_up.0", factors.up, layer.bias(role))
+    for projection, factors in (("k", keys), ("v", values)):
+        tensors |= layer.linear(projection, factors.down)
+        tensors |= linear(f"{projection}_up.0", factors.up, layer.bias(projection))
     ranks = {"keys": len(keys.down), "values": len(values.down)}
     return WeightsPlan(LatentEntry(groups=1, fold=False, **ranks), tensors)
 

@@ -62,9 +62,10 @@ class StarKv(Replacing):
         """Of every layer's keys one rank a head, of its values one."""
         half = min(self.gap, 2 * (1 - self.retain), self.retain) / 2
         kept = []
-        for role, share in (("k", self.retain - half), ("v", self.retain + half)):
+        for projection, share in (("k", self.retain - half), ("v", self.retain + half)):
             squares = [
-                [self._squares(block, layer) for block in _blocks(layer, role)] for layer in layers
+                [self._squares(block, layer) for block in _blocks(layer, projection)]
+                for layer in layers
             ]
             kept.append(above_threshold(squares, share))
         return kept[0], kept[1]
@@ -92,10 +93,10 @@ class StarKv(Replacing):
         return latent_layer(layer, keys, values)
 
 
-def _blocks(layer: DenseLayer, role: str) -> Sequence[Tensor]:
+def _blocks(layer: DenseLayer, projection: str) -> Sequence[Tensor]:
     """The weights that are decomposed by themselves: W_k [D, E] of every head, all of W_v."""
-    weight = layer.weight(role)
-    return weight.chunk(layer.shape.num_kv_heads) if role == "k" else [weight]
+    weight = layer.weight(projection)
+    return weight.chunk(layer.shape.num_kv_heads) if projection == "k" else [weight]
 
 
 def above_threshold(squares: Sequence[Sequence[Tensor]], retain: float) -> list[list[int]]:

@@ -68,8 +68,8 @@ def joint_rows(layer: DenseLayer) -> int:
 
 def _layer(layer: DenseLayer, key_rank: int, value_rank: int) -> WeightsPlan:
     keys, values = (
-        whitened_factors(layer.weight(role), layer.statistics["input_moment"], rank)
-        for role, rank in (("k", key_rank), ("v", value_rank))
+        whitened_factors(layer.weight(projection), layer.statistics["input_moment"], rank)
+        for projection, rank in (("k", key_rank), ("v", value_rank))
     )
     return latent_layer(layer, keys, values)
 
@@ -90,15 +90,15 @@ class SvdLlm2(SvdLlm):
         """
         tokens = statistics.num_windows * statistics.window
         sizes, kept = [joint_rows(layer) for layer in layers], []
-        for role in "kv":
-            losses = [tokens * self._truncation_loss(layer, role) for layer in layers]
+        for projection in "kv":
+            losses = [tokens * self._truncation_loss(layer, projection) for layer in layers]
             shares = kept_shares(losses, self.retain)
             kept.append(allocate(shares, self.retain, sizes, unit=self.multiple))
         return list(zip(*kept, strict=True))
 
-    def _truncation_loss(self, layer: DenseLayer, role: str) -> float:
+    def _truncation_loss(self, layer: DenseLayer, projection: str) -> float:
         """The least E ||(W - Z) x||^2 of a token at the rank that `retain` asks for."""
-        weight = layer.weight(role)
+        weight = layer.weight(projection)
         rank = nearest_rank(self.retain, len(weight), self.multiple)
         moment = layer.statistics["input_moment"].double()
         squares = torch.linalg.eigvalsh(weight @ moment @ weight.mT)

@@ -45,7 +45,7 @@ class RapAttention(nn.Module):
     or `read_out`. What they say of
     themselves: `fusable`, that a kernel may rotate, cache and attend at once, which takes whole
     pairs cached as they are; `places_by_slot`, that tokens rotate by their slot, whatever position
-    the model gives them; `factors`, the linears that a role has beside its projection;
+    the model gives them; `factors`, the linears that a projection has beside its own;
     `reconstruction`, those of them that every step applies to the whole cache.
     """
 
@@ -88,9 +88,9 @@ class RapAttention(nn.Module):
         self.exact_norm = norm is not None and norm_mode == "exact"
         self.norm_rows = entry.norm_rows
         self.fusable &= norm is None and spec.query_scale is None and self.num_slots > 0
-        self.role_widths, self.role_heads = self.projected_sizes(entry)
-        for name, roles in spec.linears().items():
-            setattr(self, name, _narrowed(self, getattr(dense, name), roles))
+        self.projection_widths, self.projection_heads = self.projected_sizes(entry)
+        for name, projections in spec.linears().items():
+            setattr(self, name, _narrowed(self, getattr(dense, name), projections))
         # Kept here, because a decode step feels what is looked up in every layer.
         self.inputs = [item for item in spec.linears().items() if item[1] != ("o",)]
         self.clip_bound = getattr(self.config, "clip_qkv", None)
@@ -107,7 +107,7 @@ class RapAttention(nn.Module):
             self.register_buffer("kept_channels", kept.expand(self.num_kept_heads, -1).clone())
 
     def projected_sizes(self, entry: PairEntry) -> tuple[dict[str, int], dict[str, int]]:
-        """Rows of a head, and heads, of what every role projects (o: columns that it reads)."""
+        """Rows of a head, and heads, that every projection gives (o: columns that it reads)."""
         dense = self.dense_shape
         projected = dense.head_dim if self.exact_norm else self.key_width + self.norm_rows
         widths = {
@@ -214,16 +214,17 @@ class RapAttention(nn.Module):
         Neither normalised nor rotated. Where the norm is exact, q and k have the dense width D.
         """
         projected: dict[str, Tensor] = {}
-        for name, roles in self.inputs:
+        for name, projections in self.inputs:
             output = getattr(self, name)(hidden_states)
-            if len(roles) == 1:
-                projected[roles[0]] = output
+            if len(projections) == 1:
+                projected[projections[0]] = output
             else:
-                sizes = [_num_rows(self, role) for role in roles]
-                projected |= zip(roles, output.split(sizes, dim=-1), strict=True)
+                sizes = [_num_rows(self, projection) for projection in projections]
+                projected |= zip(projections, output.split(sizes, dim=-1), strict=True)
         heads = (*hidden_states.shape[:-1], -1)
         q, k, v = (
-            projected[role].view(*heads, self.role_widths[role]).transpose(1, 2) for role in "qkv"
+            projected[projection].view(*heads, self.projection_widths[projection]).transpose(1, 2)
+            for projection in "qkv"
         )
         return q, k, self._clip(v), projected.get("gate")
 
@@ -315,12 +316,15 @@ def pruned_attention(layer: AttentionLayer) -> RapAttention | None:
     return layer.module if isinstance(layer.module, RapAttention) else None
 
 
-def _num_rows(attention: RapAttention, role: str) -> int:
-    return attention.role_heads[role] * attention.role_widths[role]
+def _num_rows(attention: RapAttention, projection: str) -> int:
+    return attention.projection_heads[projection] * attention.projection_widths[projection]
 
 
-def _narrowed(attention: RapAttention, old: nn.Linear, roles: tuple[str, ...]) -> nn.Linear:
-    rows, hidden = sum(_num_rows(attention, role) for role in roles), old.in_features
-    sizes = (rows, attention.dense_shape.hidden_size) if roles == ("o",) else (hidden, rows)
+def _narrowed(attention: RapAttention, old: nn.Linear, projections: tuple[str, ...]) -> nn.Linear:
+    rows, hidden = (
+        sum(_num_rows(attention, projection) for projection in projections),
+        old.in_features,
+    )
+    sizes = (rows, attention.dense_shape.hidden_size) if projections == ("o",) else (hidden, rows)
     like: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
     return nn.Linear(sizes[0], sizes[1], bias=old.bias is not None, **like)

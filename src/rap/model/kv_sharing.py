@@ -51,7 +51,7 @@ class SharingAttention(RapAttention):
             q, k, v, gate = super().project(hidden_states)
             return q, k, self.value_norm(v)[..., : self.value_width], gate
         name = self.spec.projections[0]
-        heads = (*hidden_states.shape[:-1], -1, self.role_widths["q"])
+        heads = (*hidden_states.shape[:-1], -1, self.projection_widths["q"])
         q = getattr(self, name)(hidden_states).view(heads).transpose(1, 2)
         nothing = q.new_empty(0)
         return q, nothing, nothing, None

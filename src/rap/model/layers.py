@@ -10,10 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import CheckpointError, UnsupportedModelError
 from .families import FAMILIES, WRAPPERS
+from .projections import ProjectionPart, projection_rows
 from .refusals import refusal
-from .roles import ProjectionPart, role_rows
 from .rope import AttentionShape, HeadGeometry
-from .specs import ROLES, AttentionSpec, QKNorm
+from .specs import PROJECTIONS, AttentionSpec, QKNorm
 
 PREFIX = "rap_"
 
@@ -36,18 +36,21 @@ class AttentionLayer:
     @property
     def pruned(self) -> bool:
         """Whether the module is one of this package's, and not the family's own."""
-        return hasattr(self.module, "role_widths")
+        return hasattr(self.module, "projection_widths")
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Heads of every role (q, k, v, o, gate) and the rows, or columns, of one of them."""
+        """Heads of every projection (q, k, v, o, gate) and the rows, or columns, of one of them."""
         assert self.shape is not None
         if self.pruned:
             module: Any = self.module
-            return {role: (module.role_heads[role], x) for role, x in module.role_widths.items()}
+            return {
+                projection: (module.projection_heads[projection], x)
+                for projection, x in module.projection_widths.items()
+            }
         queries, cached = (self.shape.num_heads, self.shape.num_kv_heads)
         heads = {**dict.fromkeys(("q", "o", "gate"), queries), **dict.fromkeys("kv", cached)}
-        return {role: (count, self.shape.head_dim) for role, count in heads.items()}
+        return {projection: (count, self.shape.head_dim) for projection, count in heads.items()}
 
 
 def base_model_type(config: PreTrainedConfig) -> str:
@@ -245,29 +248,37 @@ def norm_weights(layer: AttentionLayer) -> tuple[Tensor, ...]:
 
 
 def projections(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Any]:
-    """The q, k, v and o of a layer by role: linear layers, or parts of shared ones.
+    """The q, k, v and o of a layer by name: linear layers, or parts of shared ones.
 
     q and o alone of a layer that reads another's keys and values.
     """
     assert layer.shape is not None
     spec = spec.of(layer.module)
-    by_role: dict[str, Any] = {}
-    for name, roles in spec.linears().items():
+    by_projection: dict[str, Any] = {}
+    for name, projections in spec.linears().items():
         linear = getattr(layer.module, name)
-        rows = role_rows(roles, layer.sizes, per_head=spec.per_head and not layer.pruned)
-        whole = len(roles) == 1 or (spec.ties_values and not layer.pruned)
-        for role in set(roles) & set(ROLES):
-            by_role[role] = linear if whole else ProjectionPart(linear, rows[role])
-    return {role: by_role[role] for role in ROLES if role in by_role}
+        rows = projection_rows(
+            projections, layer.sizes, per_head=spec.per_head and not layer.pruned
+        )
+        whole = len(projections) == 1 or (spec.ties_values and not layer.pruned)
+        for projection in set(projections) & set(PROJECTIONS):
+            by_projection[projection] = (
+                linear if whole else ProjectionPart(linear, rows[projection])
+            )
+    return {
+        projection: by_projection[projection]
+        for projection in PROJECTIONS
+        if projection in by_projection
+    }
 
 
 def projection_tensors(
     layers: list[AttentionLayer], spec: AttentionSpec
 ) -> dict[str, tuple[AttentionLayer, str]]:
-    """Checkpoint name of every attention tensor that is pruned, to its layer and role.
+    """Checkpoint name of every attention tensor that is pruned, to its layer and projection.
 
-    A linear of several roles has them joined by "+", or by "=" where they are of the same rows;
-    norms are "q_norm.weight" and the like.
+    A linear of several projections has them joined by "+", or by "=" where they are of the same
+    rows; norms are "q_norm.weight" and the like.
     """
     names = {}
     for layer in layers:
@@ -275,14 +286,16 @@ def projection_tensors(
             continue
         own = spec.of(layer.module)
         joint = "=" if own.ties_values else "+"
-        modules = {name: joint.join(roles) for name, roles in own.linears().items()}
+        modules = {name: joint.join(projections) for name, projections in own.linears().items()}
         if layer.norm is not None and not layer.norm.one_module_per_head:
             norms = zip(layer.norm.names, ("q_norm", "k_norm"), strict=True)
-            modules |= {name: role for name, role in norms if hasattr(layer.module, name)}
-        for name, role in modules.items():
+            modules |= {
+                name: projection for name, projection in norms if hasattr(layer.module, name)
+            }
+        for name, projection in modules.items():
             for leaf, _ in getattr(layer.module, name).named_parameters(recurse=False):
-                full_role = f"{role}.{leaf}" if "norm" in role else role
-                names[f"{layer.path}.{name}.{leaf}"] = (layer, full_role)
+                full_projection = f"{projection}.{leaf}" if "norm" in projection else projection
+                names[f"{layer.path}.{name}.{leaf}"] = (layer, full_projection)
     return names
 
 

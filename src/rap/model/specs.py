@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .rope import Pairing, TableKind
 
-ROLES = ("q", "k", "v", "o")
+PROJECTIONS = ("q", "k", "v", "o")
 # How QK-norm is computed after the cut; explained in `norms`.
 NORM_MODES = ("exact", "constant", "rows")
 # The further arguments of an attention module's forward.
@@ -78,7 +78,7 @@ class AttentionSpec:
 
     def projection_names(self) -> dict[str, str]:
         """Role (q, k, v, o) to the name of its linear layer."""
-        return dict(zip(ROLES, self.projections, strict=True))
+        return dict(zip(PROJECTIONS, self.projections, strict=True))
 
     def of(self, attention: nn.Module | None) -> "AttentionSpec":
         """The row of one layer, dense or pruned, of a family whose layers differ in projections."""
@@ -91,12 +91,12 @@ class AttentionSpec:
         return replace(self, reads=reads, ties_values=ties, projections=names)
 
     def linears(self) -> dict[str, tuple[str, ...]]:
-        """Every linear layer of the attention by name, and the roles its rows have, in order."""
+        """Every linear layer of the attention by name, and the projections of its rows."""
         linears: dict[str, tuple[str, ...]] = {}
-        for role, name in self.projection_names().items():
-            if self.reads and role in "kv":
+        for projection, name in self.projection_names().items():
+            if self.reads and projection in "kv":
                 continue
-            linears[name] = (*linears.get(name, ()), role)
+            linears[name] = (*linears.get(name, ()), projection)
         if self.gate == "query":
             linears[self.projections[0]] += ("gate",)
         elif self.gate is not None:
@@ -105,5 +105,5 @@ class AttentionSpec:
 
     @property
     def per_head(self) -> bool:
-        """Whether a linear of several roles lists them head by head in the dense model."""
+        """Whether a linear of several projections lists them head by head in the dense model."""
         return self.fused == "heads" or self.gate == "query"

@@ -70,7 +70,7 @@ def _grouped(x: Tensor, shape: AttentionShape) -> Tensor:
 
 
 class JoinedWeights(Sequence[Named | None]):
-    """Weights of joined layers by role, put together when they are asked for."""
+    """Weights of joined layers by projection, put together when they are asked for."""
 
     def __init__(self, weights: Sequence[Named | None], shapes: Shapes):
         self._weights, self._shapes, self._readers = weights, shapes, readers_of(shapes)

@@ -45,13 +45,17 @@ def with_denominators(
     kept_GW = layer.kept_channels(shape)
     num_rows = min(num_rows, shape.head_dim - layer.key_width)
     fields: dict[str, Any] = {}
-    for side, role in (("query", "q"), ("key", "k")):
-        all_HD = statistics[f"raw_energy_{role}"][:, shape.geometry.canonical_order().argsort()]
+    for side, projection in (("query", "q"), ("key", "k")):
+        all_HD = statistics[f"raw_energy_{projection}"][
+            :, shape.geometry.canonical_order().argsort()
+        ]
         kept_HW = kept_GW.repeat_interleave(len(all_HD) // len(kept_GW), 0)
         seen_H = all_HD.gather(1, kept_HW).sum(1)
-        suffix = "H" if role == "q" else "G"
+        suffix = "H" if projection == "q" else "G"
         if num_rows:
-            sketch_HSD, energy_H = _sketch(statistics[f"norm_moment_{role}"], kept_HW, num_rows)
+            sketch_HSD, energy_H = _sketch(
+                statistics[f"norm_moment_{projection}"], kept_HW, num_rows
+            )
             fields[f"{side}_sketch_{suffix}SD"] = sketch_HSD
             seen_H = seen_H + energy_H
         # A head that no text moves has no energy, kept or not.

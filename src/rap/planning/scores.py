@@ -42,7 +42,7 @@ def equal_scores(shape: AttentionShape) -> LayerScores:
 class Score:
     """A scorer: the statistics it needs, and `layer(statistics, weights, shape, seed)`.
 
-    `weights` maps the roles q, k, v, o to weight matrices laid out as in nn.Linear.
+    `weights` maps the projections q, k, v, o to weight matrices laid out as in nn.Linear.
     """
 
     needs: frozenset[str]
@@ -102,8 +102,13 @@ def magnitude(statistics: Named, weights: Named, shape: AttentionShape, seed: in
     Where keys are normalised, the size of the normalised channel instead (`key_sizes`).
     """
     norm_k, norm_v = (
-        weights[role].detach().float().cpu().norm(dim=1).view(shape.num_kv_heads, shape.head_dim)
-        for role in ("k", "v")
+        weights[projection]
+        .detach()
+        .float()
+        .cpu()
+        .norm(dim=1)
+        .view(shape.num_kv_heads, shape.head_dim)
+        for projection in ("k", "v")
     )
     if "key_sizes" in weights:
         norm_k = weights["key_sizes"].detach().float().cpu()

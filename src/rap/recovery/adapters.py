@@ -110,7 +110,8 @@ def _targets(student: PreTrainedModel) -> list[str]:
         for name in (
             # Values may be of the linear of keys.
             *dict.fromkeys(
-                spec.of(layer.module).projection_names()[role] for role in projections(layer, spec)
+                spec.of(layer.module).projection_names()[projection]
+                for projection in projections(layer, spec)
             ),
             *_reconstructing(layer),
         )

@@ -113,7 +113,7 @@ PRESETS: dict[str, RecoveryConfig] = {
 }
 
 
-def preset(name: str, **changes: Any) -> RecoveryConfig:
+def recovery_config(name: str, **changes: Any) -> RecoveryConfig:
     """The named preset with some fields changed.
 
     RapError for an unknown name or field, or one that a run with the others would not read.

@@ -21,6 +21,8 @@ from .config import RecoveryConfig
 from .layer_fit import FitConfig
 
 SHARED_RUN = 16  # tokens: natural text repeats fewer
+# A passage is in one window of its source and two of that repeated, trained on and held out.
+BOILERPLATE = 8
 HELD_OUT_SHARE = 10  # without a validation text, one window in so many is held out
 _CHARACTERS_PER_TOKEN = 16
 
@@ -131,12 +133,19 @@ def whole_batches(windows_NT: Tensor, global_batch: int) -> Tensor:
 def apart(windows_NT: Tensor, held_ST: Tensor) -> Tensor:
     """The windows that share no text with those held out, which may be of another length.
 
-    Text is shared where SHARED_RUN tokens in a row are the same, or a window of fewer.
-    Raises RapError if no window is left.
+    Text is shared where SHARED_RUN tokens in a row are the same, or a window of fewer, but for what
+    BOILERPLATE windows have, such as a system prompt of all chats. Raises RapError if no window is
+    left.
     """
     length = min(SHARED_RUN, windows_NT.shape[1], held_ST.shape[1])
-    held = np.unique(_runs(held_ST.numpy(), length))
-    kept = [r for r in windows_NT if not np.isin(_runs(r.numpy()[None], length), held).any()]
+    rows, others = (
+        [np.unique(_runs(x.numpy()[None], length)) for x in y] for y in (windows_NT, held_ST)
+    )
+    runs, count = np.unique(np.concatenate([*rows, *others]), return_counts=True)
+    held = np.setdiff1d(np.concatenate(others), runs[count >= BOILERPLATE])
+    kept = [
+        row for row, found in zip(windows_NT, rows, strict=True) if not np.isin(found, held).any()
+    ]
     if not kept:
         raise RapError(
             "every window of the recovery text overlaps what an earlier stage holds out: give a "

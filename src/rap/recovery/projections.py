@@ -25,14 +25,14 @@ from ..model.layers import AttentionLayer, attention_layers, attention_spec, pro
 from ..model.specs import AttentionSpec
 from ..runtime.progress import track
 from ..runtime.state import evaluating, frozen
-from .config import RecoveryConfig, preset
+from .config import RecoveryConfig, recovery_config
 from .loss import token_loss
 
 WIDTH_STEPS = 8
 CALIBRATION_WINDOWS = 32
 # The original's loss and schedule; steps, rate and windows are our own, for a short run.
 SETTINGS = replace(
-    preset("fast"),
+    recovery_config("fast"),
     window=512,
     num_windows=320,
     steps=40,

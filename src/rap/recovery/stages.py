@@ -23,7 +23,7 @@ from ..model.layers import trained_length
 from ..runtime.layerwise import answering
 from ..runtime.sources import LayerSource, LoadedLayers, source_of
 from .closed_form import refit_outputs
-from .config import PRESETS, RecoveryConfig, preset
+from .config import PRESETS, RecoveryConfig, recovery_config
 from .data import apart, recovery_windows
 from .fit import fit_layers
 from .layer_fit import FitConfig
@@ -94,7 +94,7 @@ def recover(
         small,
         teacher,
         windows,
-        preset(config) if isinstance(config, str) else config,
+        recovery_config(config) if isinstance(config, str) else config,
         validation=validation,
         work=work,
         progress=progress,
@@ -149,11 +149,11 @@ def recover_stage(
         run.fit(config if isinstance(config, FitConfig) else fit)
     changed = config if isinstance(config, RecoveryConfig) else None
     if last in PRESETS:
-        run.distil(changed or preset(last, seed=seed))
+        run.distil(changed or recovery_config(last, seed=seed))
     elif last == "projections":
         run.train_bases(changed or replace(SETTINGS, seed=seed))
     elif last == "closed-form":
-        run.refit(changed or preset("fast", seed=seed))
+        run.refit(changed or recovery_config("fast", seed=seed))
     measured = (value for key, value in report.items() if key.startswith("perplexity_"))
     report["perplexity_after"] = min(measured)
     return run.small if small is sources[0] else run.small.model, report

@@ -231,9 +231,12 @@ def _own_linears(small: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         parent, _, linear = path.rpartition(".")
         if linear == "qkv_proj":
             attention: Any = small.get_submodule(parent)
-            rows = [attention.role_heads[role] * attention.role_widths[role] for role in "qkv"]
-            for role, part in zip("qkv", tensor.split(rows), strict=True):
-                yield f"{parent}.{role}_proj.{last}", part
+            rows = [
+                attention.projection_heads[projection] * attention.projection_widths[projection]
+                for projection in "qkv"
+            ]
+            for projection, part in zip("qkv", tensor.split(rows), strict=True):
+                yield f"{parent}.{projection}_proj.{last}", part
         elif linear == "gate_up_proj" and tensor.ndim == 2:
             for part_name, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 yield f"{parent}.{part_name}_proj.{last}", part

@@ -42,11 +42,11 @@ def optimum(weight: Tensor, x_NE: Tensor, rank: int) -> float:
     return float(torch.linalg.svdvals(weight.detach() @ root)[rank:].square().sum())
 
 
-def layer_error(dense: Any, attention: Any, role: str, x_NE: Tensor) -> float:
+def layer_error(dense: Any, attention: Any, projection: str, x_NE: Tensor) -> float:
     """What a layer's keys or values, made from its latent, miss of the dense ones."""
-    wanted = getattr(dense, f"{role}_proj")(x_NE)
-    latent = getattr(attention, f"{role}_proj")(x_NE)
-    factors = getattr(attention, f"{role}_up")
+    wanted = getattr(dense, f"{projection}_proj")(x_NE)
+    latent = getattr(attention, f"{projection}_proj")(x_NE)
+    factors = getattr(attention, f"{projection}_up")
     parts = zip(factors, latent.chunk(len(factors), -1), strict=True)
     found = torch.cat([up(part) for up, part in parts], -1)
     return float((wanted - found).detach().square().sum(-1).mean())
@@ -60,15 +60,15 @@ def replaced(calibrated: tuple, name: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("retain", [0.75, 0.5])
-@pytest.mark.parametrize("role", ["k", "v"])
+@pytest.mark.parametrize("projection", ["k", "v"])
 def test_svdllm_reaches_the_optimum_over_all_heads(
-    calibrated: tuple, role: str, retain: float
+    calibrated: tuple, projection: str, retain: float
 ) -> None:
     dense, x_NE = calibrated[0].model.layers[0].self_attn, calibrated[2]
     attention = replaced(calibrated, "svdllm", retain=retain)
-    best = optimum(getattr(dense, f"{role}_proj").weight, x_NE, round(retain * HEADS * DIM))
+    best = optimum(getattr(dense, f"{projection}_proj").weight, x_NE, round(retain * HEADS * DIM))
     # The moment is kept in float32.
-    assert layer_error(dense, attention, role, x_NE) == pytest.approx(best, rel=1e-5)
+    assert layer_error(dense, attention, projection, x_NE) == pytest.approx(best, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +103,10 @@ def test_svdllm2_ranks_follow_the_logarithm_of_what_is_lost(uneven: tuple, retai
     model, statistics, inputs = uneven
     plan = METHODS["svdllm2"](retain=retain).plan(model, statistics)
     size = HEADS * DIM
-    for role, name in (("k", "keys"), ("v", "values")):
+    for projection, name in (("k", "keys"), ("v", "values")):
         inverse = []
         for layer, x_NE in zip(model.model.layers, inputs, strict=True):
-            weight = getattr(layer.self_attn, f"{role}_proj").weight
+            weight = getattr(layer.self_attn, f"{projection}_proj").weight
             lost = len(x_NE) * optimum(weight, x_NE, round(retain * size))
             inverse.append(1 / math.log(lost))
         removed = [(1 - retain) * 5 * w / sum(inverse) for w in inverse]
@@ -128,9 +128,11 @@ def test_svdllm2_reaches_the_optimum_at_its_own_ranks(uneven: tuple) -> None:
     small = method.apply(model, plan)
     for index in (0, 4):
         dense, x_NE = model.model.layers[index].self_attn, inputs[index]
-        for role, name in (("k", "keys"), ("v", "values")):
-            best = optimum(getattr(dense, f"{role}_proj").weight, x_NE, ranks(plan, name)[index])
-            found = layer_error(dense, small.model.layers[index].self_attn, role, x_NE)
+        for projection, name in (("k", "keys"), ("v", "values")):
+            best = optimum(
+                getattr(dense, f"{projection}_proj").weight, x_NE, ranks(plan, name)[index]
+            )
+            found = layer_error(dense, small.model.layers[index].self_attn, projection, x_NE)
             # The moment is kept in float32.
             assert found == pytest.approx(best, rel=1e-5)
 

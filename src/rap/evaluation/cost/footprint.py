@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from ...model.attention import pruned_attention
 from ...model.layers import AttentionLayer, attention_layers, attention_spec
-from ...model.roles import role_rows
-from ...model.specs import ROLES, AttentionSpec
+from ...model.projections import projection_rows
+from ...model.specs import PROJECTIONS, AttentionSpec
 from ...runtime.state import evaluating
 
 PREFILL = 3  # tokens read before the decode step that is measured
@@ -38,8 +38,8 @@ class Footprint:
     a gate, biases counted apart; `kv_parameters` is the share of W_k and W_v (`rap_complexity`).
     `projection_flops` are per token, `mixing_flops` (scores, their product with V, and what is
     reconstructed from the cache) per token and attended position. A multiply-add is two FLOPs;
-    masked positions, rotation and softmax are not counted. Low-rank factors count with the role
-    they belong to. `total_parameters` counts tied weights once.
+    masked positions, rotation and softmax are not counted. Low-rank factors count with their
+    projection. `total_parameters` counts tied weights once.
     """
 
     kv_bytes_per_token: int
@@ -70,13 +70,16 @@ def footprint(model: PreTrainedModel) -> Footprint:
     """
     spec = attention_spec(model.config)
     layers = [layer for layer in attention_layers(model) if layer.shape is not None]
-    weights, biases = dict.fromkeys((*ROLES, "gate"), 0), 0
+    weights, biases = dict.fromkeys((*PROJECTIONS, "gate"), 0), 0
     for layer in layers:
         module: Any = layer.module
-        shares = [(role, getattr(module, name), part) for role, name, part in _shares(layer, spec)]
-        shares += [(role, linear, Fraction(1)) for role, _, linear in _factors(layer)]
-        for role, linear, share in shares:
-            weights[role] += int(linear.weight.numel() * share)
+        shares = [
+            (projection, getattr(module, name), part)
+            for projection, name, part in _shares(layer, spec)
+        ]
+        shares += [(projection, linear, Fraction(1)) for projection, _, linear in _factors(layer)]
+        for projection, linear, share in shares:
+            weights[projection] += int(linear.weight.numel() * share)
             biases += int(linear.bias.numel() * share) if linear.bias is not None else 0
     with _eagerly(model):
         kv_bytes, kv_dtype, flops = _decode_step(model)
@@ -145,24 +148,26 @@ def _projection_flops(
     model: PreTrainedModel, layers: list[AttentionLayer], flops: dict[str, int]
 ) -> dict[str, int]:
     spec, root = attention_spec(model.config), type(model).__name__
-    by_role = dict.fromkeys((*ROLES, "gate"), 0)
+    by_projection = dict.fromkeys((*PROJECTIONS, "gate"), 0)
     for layer in layers:
-        for role, name, share in _shares(layer, spec):
-            by_role[role] += int(flops[f"{root}.{layer.path}.{name}"] * share)
+        for projection, name, share in _shares(layer, spec):
+            by_projection[projection] += int(flops[f"{root}.{layer.path}.{name}"] * share)
         own = pruned_attention(layer)
-        for role, name, _ in _factors(layer):
+        for projection, name, _ in _factors(layer):
             if own is not None and name not in own.reconstruction:
-                by_role[role] += flops[f"{root}.{layer.path}.{name}"]
-    return by_role
+                by_projection[projection] += flops[f"{root}.{layer.path}.{name}"]
+    return by_projection
 
 
 def _shares(layer: AttentionLayer, spec: AttentionSpec) -> list[tuple[str, str, Fraction]]:
     """Role, name and share of the linear's rows: one linear may be q, k and v, or q and a gate."""
     shares = []
-    for name, roles in spec.of(layer.module).linears().items():
-        rows = role_rows(roles, layer.sizes, per_head=False)
+    for name, projections in spec.of(layer.module).linears().items():
+        rows = projection_rows(projections, layer.sizes, per_head=False)
         total = sum(len(own) for own in rows.values())
-        shares += [(role, name, Fraction(len(own), total)) for role, own in rows.items()]
+        shares += [
+            (projection, name, Fraction(len(own), total)) for projection, own in rows.items()
+        ]
     return shares
 
 
@@ -172,7 +177,11 @@ def _factors(layer: AttentionLayer) -> list[tuple[str, str, Any]]:
     if own is None:
         return []
     named = own.factors
-    return [(role, name, own.get_submodule(name)) for role in named for name in named[role]]
+    return [
+        (projection, name, own.get_submodule(name))
+        for projection in named
+        for name in named[projection]
+    ]
 
 
 CONTEXT = 58  # cached tokens; with the new one 59, a prime, which divides no number of heads

@@ -42,11 +42,11 @@ class DenseAttention:
         assert self.layer.shape is not None
         return self.layer.shape
 
-    def roles(self) -> dict[str, str]:
-        """The role of every tensor that pruning changes, as `projection_tensors` has it."""
+    def projections(self) -> dict[str, str]:
+        """The projection of every tensor that pruning changes, as `projection_tensors` has it."""
         inside = len(self.layer.path) + 1
         found = projection_tensors([self.layer], self.spec)
-        return {name[inside:]: role for name, (_, role) in found.items()}
+        return {name[inside:]: projection for name, (_, projection) in found.items()}
 
 
 class LayerPlan(ABC):
@@ -133,7 +133,7 @@ class WeightsPlan(LayerPlan):
 
     def convert(self, dense: DenseAttention) -> dict[str, Tensor]:
         """The weights, in the precision of the dense ones."""
-        replaced = dense.roles()
+        replaced = dense.projections()
         kept = {n: x.detach().clone() for n, x in dense.tensors.items() if n not in replaced}
         like = next(dense.tensors[name] for name in replaced)
         made = {

@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..factored import FactoredAttention
 from ..rope import AttentionShape
 from .base import DenseAttention, Kind
-from .pairs import PairPlan, cut, split_roles
+from .pairs import PairPlan, cut, split_projections
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,26 +74,28 @@ class FactoredPlan(PairPlan):
 
         Raises PlanError for normalised queries and keys that are not mapped.
         """
-        roles, shape, normed = dense.roles(), dense.shape, dense.layer.norm is not None
+        projections, shape, normed = dense.projections(), dense.shape, dense.layer.norm is not None
         if normed and not self.queries:
             raise PlanError("normalized queries and keys can be combined only after their norm")
         stays = {"q"} if self.queries else set()
         stays |= {"k"} if normed else set()
         stays |= {"o", "gate"} if self.outputs else set()
 
-        def converted(role: str, tensor: Tensor) -> Tensor:
-            if "+" in role:
-                parts = split_roles(role, tensor, shape, per_head=dense.spec.per_head)
+        def converted(projection: str, tensor: Tensor) -> Tensor:
+            if "+" in projection:
+                parts = split_projections(projection, tensor, shape, per_head=dense.spec.per_head)
                 return torch.cat([converted(part, rows) for part, rows in parts.items()])
-            if role in stays or "norm" in role:
+            if projection in stays or "norm" in projection:
                 return tensor.clone()
-            return cut(role, tensor, self, shape)
+            return cut(projection, tensor, self, shape)
 
         made = {
-            name: converted(roles[name], x.detach()) if name in roles else x.detach().clone()
+            name: converted(projections[name], x.detach())
+            if name in projections
+            else x.detach().clone()
             for name, x in dense.tensors.items()
         }
-        like = next(dense.tensors[name] for name in roles)
+        like = next(dense.tensors[name] for name in projections)
         index = self.frequency_GM.to(torch.int32, copy=True).contiguous()
         made["frequency_index"] = index.to(like.device)
         maps = self.maps(shape, normed=normed)

@@ -55,10 +55,10 @@ class HeadsPlan(LayerPlan):
 
     def convert(self, dense: DenseAttention) -> dict[str, Tensor]:
         """Rows (of W_o columns) of the kept heads."""
-        roles, kept = dense.roles(), torch.tensor(self.kept_heads)
+        projections, kept = dense.projections(), torch.tensor(self.kept_heads)
         return {
-            name: _keep(roles[name], tensor.detach(), kept, dense.shape).clone()
-            if name in roles
+            name: _keep(projections[name], tensor.detach(), kept, dense.shape).clone()
+            if name in projections
             else tensor.detach().clone()
             for name, tensor in dense.tensors.items()
         }
@@ -86,13 +86,13 @@ def with_heads(config: PreTrainedConfig, heads: int, kv_heads: int, head_dim: in
     return made
 
 
-def _keep(role: str, tensor: Tensor, kept_G: Tensor, shape: AttentionShape) -> Tensor:
+def _keep(projection: str, tensor: Tensor, kept_G: Tensor, shape: AttentionShape) -> Tensor:
     """Rows of the kept heads (for o columns, and all of its bias)."""
-    if role == "o" and tensor.ndim == 1:
+    if projection == "o" and tensor.ndim == 1:
         return tensor
-    rows = tensor.mT if role == "o" else tensor
+    rows = tensor.mT if projection == "o" else tensor
     groups = rows.unflatten(0, (shape.num_kv_heads, -1))[kept_G.to(tensor.device)].flatten(0, 1)
-    return groups.mT.contiguous() if role == "o" else groups
+    return groups.mT.contiguous() if projection == "o" else groups
 
 
 KIND = Kind(HeadsEntry, plan=HeadsPlan)

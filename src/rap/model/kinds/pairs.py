@@ -18,7 +18,7 @@ from torch import Tensor
 from ..cache_layout import PairEntry
 from ..errors import PlanError
 from ..norms import norm_names
-from ..roles import role_rows
+from ..projections import projection_rows
 from ..rope import AttentionShape
 from ..specs import QKNorm
 from .base import DenseAttention, Kind, LayerPlan
@@ -154,7 +154,7 @@ class PairPlan(LayerPlan):
         That is `frequency_index` int32 [G, M]; with QK-norm also the dense channel of every kept
         one, `kept_channels` int32 [G, W] (mode `exact`), or each norm's energy `ratio` [heads].
         """
-        roles, spec, own = dense.roles(), dense.spec, dense.layer
+        projections, spec, own = dense.projections(), dense.spec, dense.layer
         how: dict[str, Any] = {
             "norm": own.norm,
             "norm_mode": dense.norm_mode,
@@ -162,12 +162,12 @@ class PairPlan(LayerPlan):
             "value_norm": spec.value_norm is not None,
         }
         made = {
-            name: cut(roles[name], tensor.detach(), self, dense.shape, **how)
-            if name in roles
+            name: cut(projections[name], tensor.detach(), self, dense.shape, **how)
+            if name in projections
             else tensor.detach().clone()
             for name, tensor in dense.tensors.items()
         }
-        device = next(dense.tensors[name] for name in roles).device
+        device = next(dense.tensors[name] for name in projections).device
         return made | {name: x.to(device) for name, x in self._added(dense).items()}
 
     def _added(self, dense: DenseAttention) -> dict[str, Tensor]:
@@ -288,7 +288,7 @@ def _check_index(layer: int, what: str, index: Tensor, size: int, *, repeats: bo
 
 
 def cut(
-    role: str,
+    projection: str,
     tensor: Tensor,
     layer: PairPlan,
     shape: AttentionShape,
@@ -300,10 +300,10 @@ def cut(
 ) -> Tensor:
     """The pruned weight or bias of a projection or norm, contiguous, same dtype.
 
-    `role` is q, k, v, o or gate, several of them joined by "+" for a linear they share (head by
-    head if `per_head`; the pruned one lists one role after another) or by "=" for one whose rows
-    are all of them, or a norm's tensor, such as "q_norm.weight". With a `value_norm` all rows of v
-    stay, rotated so that the kept ones come first. The output projection's bias is per model
+    `projection` is q, k, v, o or gate, several of them joined by "+" for a linear they share
+    (head by head if `per_head`; the pruned one lists one after another) or by "=" for one whose
+    rows are all of them, or a norm's tensor, such as "q_norm.weight". With a `value_norm` all rows
+    of v stay, rotated so that the kept ones come first. The output projection's bias is per model
     channel and stays as it is.
     Raises PlanError for a mixed plan of a layer whose norm or gate works on single channels.
     """
@@ -312,18 +312,18 @@ def cut(
         raise PlanError(
             "keys of a layer with QK-norm cannot be folded; prune RoPE pairs (keys=pairs)"
         )
-    if "+" in role or "=" in role:
-        parts = split_roles(role, tensor, shape, per_head=per_head)
+    if "+" in projection or "=" in projection:
+        parts = split_projections(projection, tensor, shape, per_head=per_head)
         how: dict[str, Any] = {"norm": norm, "norm_mode": norm_mode, "value_norm": value_norm}
         return torch.cat([cut(part, rows, layer, shape, **how) for part, rows in parts.items()])
-    if "norm" in role:
-        return tensor.clone() if exact else _cut_norm(role, tensor, layer, shape)
-    if role in "qk":
+    if "norm" in projection:
+        return tensor.clone() if exact else _cut_norm(projection, tensor, layer, shape)
+    if projection in "qk":
         if exact:
             return tensor.clone()
         if norm is not None and norm.centred:
             tensor = _centre(tensor, shape.head_dim)
-        if role == "q":
+        if projection == "q":
             heads, sketch, merge = shape.num_heads, layer.query_sketch_HSD, 1
             mixes = layer.query_mix_GMP2, layer.query_free_mix_GNF
         else:
@@ -331,33 +331,36 @@ def cut(
             mixes = layer.key_mix_GMP2, layer.key_free_mix_GNF
         kept = _cut_keys(tensor, layer, shape, heads, mixes, merge)
         return kept if sketch is None or norm_mode != "rows" else _add_rows(kept, tensor, sketch)
-    if role == "v":
+    if projection == "v":
         return (_rotate_value if value_norm else _cut_value)(tensor, layer, shape)
-    if role == "gate":
+    if projection == "gate":
         return _cut_gate(tensor, layer, shape)
-    assert role == "o", role
+    assert projection == "o", projection
     up = layer.value_up_GDC
     if up is not None and value_norm:
         up = up.double() @ value_rotation(layer, shape)[1]
     return tensor.clone() if tensor.ndim == 1 else _cut_output(tensor, layer, shape, up)
 
 
-def split_roles(
-    role: str, tensor: Tensor, shape: AttentionShape, *, per_head: bool
+def split_projections(
+    projection: str, tensor: Tensor, shape: AttentionShape, *, per_head: bool
 ) -> dict[str, Tensor]:
-    """The rows of every role of a dense linear that several share."""
-    if "=" in role:
-        return dict.fromkeys(role.split("="), tensor)
-    roles = tuple(role.split("+"))
-    counts = {role: shape.num_kv_heads if role in "kv" else shape.num_heads for role in roles}
-    sizes = {role: (count, shape.head_dim) for role, count in counts.items()}
-    rows = role_rows(roles, sizes, per_head=per_head)
+    """The rows of every projection of a dense linear that several share."""
+    if "=" in projection:
+        return dict.fromkeys(projection.split("="), tensor)
+    projections = tuple(projection.split("+"))
+    counts = {
+        projection: shape.num_kv_heads if projection in "kv" else shape.num_heads
+        for projection in projections
+    }
+    sizes = {projection: (count, shape.head_dim) for projection, count in counts.items()}
+    rows = projection_rows(projections, sizes, per_head=per_head)
     return {part: tensor[index.to(tensor.device)] for part, index in rows.items()}
 
 
-def _cut_norm(role: str, tensor: Tensor, layer: PairPlan, shape: AttentionShape) -> Tensor:
+def _cut_norm(projection: str, tensor: Tensor, layer: PairPlan, shape: AttentionShape) -> Tensor:
     """Kept entries of a norm's weight or bias, per head, [H, W]."""
-    heads = shape.num_heads if role.startswith("q") else shape.num_kv_heads
+    heads = shape.num_heads if projection.startswith("q") else shape.num_kv_heads
     dense_HD = tensor.reshape(-1, shape.head_dim).expand(heads, -1)
     keep_HW = layer.kept_channels(shape).repeat_interleave(heads // shape.num_kv_heads, 0)
     return dense_HD.gather(1, keep_HW.to(tensor.device))

@@ -64,7 +64,7 @@ def place_attention(
     fused = _fused_rows(attention, query, key)
     mapped = _merge_projections(attention, name, vllm_config.quant_config)
     # Where heads are merged, dense keys are projected and normalised for all heads of a group.
-    merge = attention.role_heads["k"] // attention.num_kept_heads
+    merge = attention.projection_heads["k"] // attention.num_kept_heads
     keys = slice(key.start * merge, key.stop * merge)
     if size > 1:
         divide_norms(attention, query, keys)
@@ -77,7 +77,9 @@ def place_attention(
     attention.dense_shape = replace(shape, num_heads=heads, num_kv_heads=len(maps))
     attention.num_kept_heads, attention.num_key_value_groups = groups, heads // groups
     own = {"k": groups * merge, "v": groups}
-    attention.role_heads = {role: own.get(role, heads) for role in attention.role_heads}
+    attention.projection_heads = {
+        projection: own.get(projection, heads) for projection in attention.projection_heads
+    }
     kind: Any = type(attention)
     attention.__class__ = served_class(kind)
     return mapped, rows
@@ -110,13 +112,13 @@ def _fused_rows(
     vLLM's has one width for q and k. Empty for every other layer.
     """
     linears = attention.spec.linears()
-    fused = next((linear for linear, roles in linears.items() if roles == QKV), None)
+    fused = next((linear for linear, projections in linears.items() if projections == QKV), None)
     if fused is None or _alike(attention):
         return []
-    widths, counts = attention.role_widths, attention.role_heads
+    widths, counts = attention.projection_widths, attention.projection_heads
     kept, first, rows = attention.num_kept_heads, 0, []
-    for role, part, total in (("q", query, counts["q"]), ("k", key, kept), ("v", key, kept)):
-        width = widths[role] * counts[role] // total
+    for projection, part, total in (("q", query, counts["q"]), ("k", key, kept), ("v", key, kept)):
+        width = widths[projection] * counts[projection] // total
         span = slice(first + part.start * width, first + part.stop * width)
         rows.append(torch.arange(span.start, span.stop, device="cpu"))
         first += total * width
@@ -126,7 +128,7 @@ def _fused_rows(
 
 def _alike(attention: RapAttention) -> bool:
     """Whether queries and keys are projected to heads of one width, the keys' cached ones."""
-    widths, counts = attention.role_widths, attention.role_heads
+    widths, counts = attention.projection_widths, attention.projection_heads
     return widths["q"] * attention.num_kept_heads == widths["k"] * counts.get("k", 0)
 
 
@@ -135,7 +137,7 @@ def _merge_projections(
 ) -> dict[str, tuple[str, str]]:
     """One linear for q, k and v, or for what a layer has of them; the others one each."""
     linears = attention.spec.linears()
-    sources = [linear for linear, roles in linears.items() if set(roles) & set(QKV)]
+    sources = [linear for linear, projections in linears.items() if set(projections) & set(QKV)]
     found = [linears[source] for source in sources]
     target, merged = "", sources
     if found == [("q",), ("k", "v")]:
@@ -158,12 +160,12 @@ def _merge_projections(
         raise UnsupportedModelError(f"{name} mixes q, k and v with a gate: not served by vLLM")
     attention.inputs = []
     if merged:
-        roles = tuple(role for source in merged for role in linears[source])
-        linear = _merged_linear(attention, merged, roles, quant_config, f"{name}.{target}")
+        projections = tuple(projection for source in merged for projection in linears[source])
+        linear = _merged_linear(attention, merged, projections, quant_config, f"{name}.{target}")
         for source in merged:
             delattr(attention, source)
         setattr(attention, target, linear)
-        attention.inputs.append((target, roles))
+        attention.inputs.append((target, projections))
     for linear, several in linears.items():
         if linear in merged:
             continue
@@ -180,9 +182,9 @@ def _merge_projections(
     if len(merged) < 2:
         return {}
     return {
-        f"{name}.{source}": (f"{name}.{target}", role)
+        f"{name}.{source}": (f"{name}.{target}", projection)
         for source in merged
-        for role in linears[source]
+        for projection in linears[source]
     }
 
 
@@ -198,19 +200,19 @@ def _widen(attention: RapAttention, linear: str) -> None:
 def _merged_linear(
     attention: RapAttention,
     sources: list[str],
-    roles: tuple[str, ...],
+    projections: tuple[str, ...],
     quant_config: Any,
     name: str,
 ) -> QKVParallelLinear:
-    """The linear that gives the rows of several; without "q" among the roles, it has no queries."""
+    """The linear that gives the rows of several; without "q" among them, it has no queries."""
     modules = [getattr(attention, source) for source in sources]
     if len({module.bias is None for module in modules}) > 1:
         raise UnsupportedModelError(f"{name} has a bias in some of q, k and v: not served by vLLM")
-    shape, widths = attention.dense_shape, attention.role_widths
+    shape, widths = attention.dense_shape, attention.projection_widths
     return QKVParallelLinear(
         modules[0].in_features,
-        widths["k"] * attention.role_heads["k"] // attention.num_kept_heads,
-        shape.num_heads if "q" in roles else 0,
+        widths["k"] * attention.projection_heads["k"] // attention.num_kept_heads,
+        shape.num_heads if "q" in projections else 0,
         attention.num_kept_heads,
         bias=modules[0].bias is not None,
         quant_config=quant_config,

@@ -24,7 +24,7 @@ from ...data.bos import check_bos
 from ...data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ...methods import Method, parse_method
 from ...model.errors import RapError
-from ...recovery.config import PRESETS, RecoveryConfig, preset
+from ...recovery.config import PRESETS, RecoveryConfig, recovery_config
 from ...recovery.layer_fit import FitConfig, fit_config
 from ...recovery.stages import check_recovery
 from .measurement import Measures
@@ -166,7 +166,7 @@ class Grid:
         """The settings of a recovery's distillation, alone or after `fit`; None without one."""
         name = recovery.rpartition("+")[2]
         changes = {key: x for key, x in self.recovery.items() if not key.startswith(OF_FIT)}
-        return preset(name, **{"seed": self.seed, **changes}) if name in PRESETS else None
+        return recovery_config(name, **{"seed": self.seed, **changes}) if name in PRESETS else None
 
     def fit(self, recovery: str) -> FitConfig | None:
         """The settings of a recovery's fit; None without one."""

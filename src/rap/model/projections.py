@@ -1,4 +1,4 @@
-"""The linear layers of attention by role (q, k, v, o, gate): which rows of one each role has.
+"""Projections of attention (q, k, v, o, gate), and the rows of a linear layer that each has.
 
 Copied into checkpoints as remote code with `modeling`.
 
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ProjectionPart:
-    """The rows of a linear layer that play one role, where several roles share the layer."""
+    """The rows of one projection, where several share a linear layer."""
 
     def __init__(self, linear: nn.Linear, rows: Tensor):
         self.linear, self.rows = linear, rows
@@ -36,21 +36,21 @@ class ProjectionPart:
         )
 
 
-def role_rows(
-    roles: tuple[str, ...], sizes: Mapping[str, tuple[int, int]], *, per_head: bool
+def projection_rows(
+    projections: tuple[str, ...], sizes: Mapping[str, tuple[int, int]], *, per_head: bool
 ) -> dict[str, Tensor]:
-    """Which rows of a linear shared by `roles` each has: head by head, or one role after another.
+    """Rows that each of `projections` has of a linear they share: by head, or one after another.
 
-    `sizes` are the heads of each role, and the rows of one of them.
+    `sizes` are the heads of each projection, and the rows of one of them.
     """
-    heads = {role: sizes[role][0] for role in roles}
-    widths = {role: sizes[role][1] for role in roles}
-    by_role, start = {}, 0
-    for role in roles:
-        rows = torch.arange(heads[role] * widths[role])
+    heads = {projection: sizes[projection][0] for projection in projections}
+    widths = {projection: sizes[projection][1] for projection in projections}
+    by_projection, start = {}, 0
+    for projection in projections:
+        rows = torch.arange(heads[projection] * widths[projection])
         if per_head:
-            step = sum(widths[other] for other in roles)
-            rows = rows % widths[role] + rows // widths[role] * step
-        by_role[role] = rows + start
-        start += widths[role] if per_head else len(rows)
-    return by_role
+            step = sum(widths[other] for other in projections)
+            rows = rows % widths[projection] + rows // widths[projection] * step
+        by_projection[projection] = rows + start
+        start += widths[projection] if per_head else len(rows)
+    return by_projection
