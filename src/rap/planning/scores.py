@@ -101,15 +101,8 @@ def magnitude(statistics: Named, weights: Named, shape: AttentionShape, seed: in
 
     Where keys are normalised, the size of the normalised channel instead (`key_sizes`).
     """
-    norm_k, norm_v = (
-        weights[projection]
-        .detach()
-        .float()
-        .cpu()
-        .norm(dim=1)
-        .view(shape.num_kv_heads, shape.head_dim)
-        for projection in ("k", "v")
-    )
+    rows = (weights[projection].detach().float().cpu() for projection in ("k", "v"))
+    norm_k, norm_v = (row.norm(dim=1).view(shape.num_kv_heads, shape.head_dim) for row in rows)
     if "key_sizes" in weights:
         norm_k = weights["key_sizes"].detach().float().cpu()
     return _per_channel(norm_k[:, shape.geometry.canonical_order()], norm_v, shape)
