@@ -104,7 +104,7 @@ def test_windows_that_share_text_with_what_is_held_out_go(window):
         apart(held, held)
 
 
-def test_what_many_windows_begin_with_is_no_text_of_one_of_them():
+def test_what_many_windows_share_is_no_text_of_one_of_them():
     """The system prompt of chats; a passage that three windows have is shared all the same."""
     opening, others = torch.arange(30), 100 + torch.arange(12 * 40).view(12, 40)
     chats = torch.cat([opening.expand(12, 30), others], 1)
