@@ -12,11 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from .. import assets
 from ..model.errors import CalibrationError, RapError
 from .hub import ALIASES, EVALUATED_ON, STREAMED
+from .library import PYTHON, PYTHON_TEST
 from .own import OWN
 from .protocol import EVALUATION_WINDOW
 from .splits import REPEATED, TAIL, TRAIN, repeat_passages, without_prefixes
 from .text import encode, named_sources, read_text, shown_name
 
+COMPLETING = (OWN, PYTHON)  # beside what a user asks for, which alone is evaluated
 HELD_OUT = "held-out"  # the default: a held-out split of whatever the calibration data is
 _SHOWN = {
     "bundled": "bundled novels (test split)",
@@ -39,14 +41,16 @@ def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, st
     names = named_sources(calibration)
     held = [_held_out_of(name) for name in names]
     if evaluate == HELD_OUT:
-        alone = all(without_prefixes(name) == OWN for name in names)
-        for name, other in zip(names, held, strict=True):
-            # Samples of the model are no data to evaluate it on, beside others.
-            if other is None and (alone or without_prefixes(name) != OWN):
+        found = dict(zip(names, held, strict=True))
+        asked = {n: other for n, other in found.items() if without_prefixes(n) not in COMPLETING}
+        some = {n: other for n, other in found.items() if other is not None}
+        evaluated = asked or some or found
+        for name, other in evaluated.items():
+            if other is None:
                 raise CalibrationError(
                     f"{name} has no held-out split; name an evaluation dataset with --evaluate"
                 )
-        evaluate = ",".join(dict.fromkeys(one for one in held if one is not None))
+        evaluate = ",".join(dict.fromkeys(other for other in evaluated.values() if other))
     kept = held if evaluate is None else [_once(name) for name in named_sources(evaluate)]
     training = [
         _training_part_of(name) if other in kept and other.startswith(TAIL) else name
@@ -119,6 +123,8 @@ def _held_out_of(source: str) -> str | None:
         return name
     if name == OWN:
         return None
+    if name == PYTHON:
+        return PYTHON_TEST
     for alias, dataset in ALIASES.items():
         if name in (alias, dataset):
             # Nothing is held out of what others are evaluated on.

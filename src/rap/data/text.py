@@ -19,6 +19,7 @@ from ..model.errors import CalibrationError
 from .bos import Bos, bos_token, with_bos
 from .entries import FILE_TYPES, check_file, content_of, read_entries
 from .hub import ALIASES, read_dataset
+from .library import PYTHON, PYTHON_TEST, library_text
 from .own import OWN, refuse_samples, with_samples
 from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from .splits import (
@@ -34,8 +35,16 @@ from .splits import (
 GENERAL = "general:"  # before a source: that one, it repeated, and the model's own samples
 ONLY = "only:"  # before a source: nothing is added to it
 POSSIBLE = (
-    "'bundled', 'wikitext2', 'paper', 'c4', 'own', a .txt or .jsonl file, or the name of a dataset"
+    "'bundled', 'wikitext2', 'paper', 'c4', 'own', 'python', a .txt or .jsonl file, or the name "
+    "of a dataset"
 )
+
+_BUILT_IN = ("bundled", OWN, PYTHON, PYTHON_TEST)
+_SHOWN = {
+    OWN: f"{OWN} (written by the dense model)",
+    PYTHON: "Python's standard library (modules e to z)",
+    PYTHON_TEST: "Python's standard library (modules a to d)",
+}
 
 # Characters that surely hold one token of running text; English has four to five.
 _CHARACTERS_PER_TOKEN = 16
@@ -127,7 +136,7 @@ def check_sources(*texts: str | Path | None) -> None:
     given = [text for text in texts if text is not None]
     for name in (name for text in given for name in named_sources(text) or [str(text)]):
         once = without_prefixes(name)
-        path, alias = Path(once), once in ("bundled", OWN) or once in ALIASES
+        path, alias = Path(once), once in _BUILT_IN or once in ALIASES
         if not once.removeprefix(GENERAL).strip(", "):
             raise CalibrationError(f"{name!r} names no text: give {POSSIBLE}")
         if once.startswith(GENERAL):
@@ -140,8 +149,8 @@ def check_sources(*texts: str | Path | None) -> None:
 
 def shown_name(source: str) -> str:
     """A source as reports name it: a file without its folder, for they are for others."""
-    if source == OWN:
-        return f"{OWN} (written by the dense model)"
+    if source in _SHOWN:
+        return _SHOWN[source]
     once = without_prefixes(source)
     name = Path(once).name if Path(once).is_file() else once
     if TAIL in source:
@@ -229,6 +238,8 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
             return part(read_text(whole, max_characters=max_characters))
     if str(source) == "bundled":
         return assets.reference_text("calibration")
+    if str(source) in (PYTHON, PYTHON_TEST):
+        return library_text(str(source))
     path = Path(source)
     if path.suffix in FILE_TYPES or path.is_file():
         return content_of(path) if path.suffix == ".txt" else "\n\n".join(read_entries(path))
