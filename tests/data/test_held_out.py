@@ -70,7 +70,7 @@ def test_a_split_is_by_the_source(mine):
         assert split(data, asked) == (calibration or data, evaluate), (data, asked)
         assert split(*split(data, asked)) == split(data, asked), "known again"
     assert split("allenai/c4:de:train", None) == ("allenai/c4:de:train", None)
-    general = f"{rest},repeated:{rest},own"
+    general = f"{rest},repeated:{rest},own,python"
     assert split(f"general:{mine}", HELD_OUT) == (general, tail)
     for none in ("allenai/c4:de:train", tail, "own", "wikitext2-test"):
         with pytest.raises(CalibrationError, match="has no held-out split; name an evaluation"):

@@ -45,21 +45,21 @@ def mine(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "sources"),
     [
-        ("general:a.txt", ["a.txt", "repeated:a.txt", "own"]),
-        ("general:bundled", ["bundled", "repeated:bundled", "own"]),
-        ("general:a.txt, general:b", ["a.txt", "repeated:a.txt", "own", "b", "repeated:b"]),
+        ("general:a.txt", ["a.txt", "repeated:a.txt", "own", "python"]),
+        ("general:bundled", ["bundled", "repeated:bundled", "own", "python"]),
+        ("general:a.txt, general:b", ["a.txt", "repeated:a.txt", "own", "python", "b", "repeated:b"]),
         ("own,own", ["own"]),
         ("general:", ["general:"]),
     ],
 )  # fmt: skip
-def test_general_is_three_sources_and_own_is_there_once(text: str, sources: list[str]) -> None:
+def test_general_is_four_sources_and_own_is_there_once(text: str, sources: list[str]) -> None:
     assert named_sources(text) == sources
 
 
 def test_a_file_with_a_comma_is_one_source_of_three(tmp_path: Path) -> None:
     file = tmp_path / "a,b.txt"
     file.write_text("words", encoding="utf-8")
-    assert named_sources(f"general:{file}") == [str(file), f"repeated:{file}", "own"]
+    assert named_sources(f"general:{file}") == [str(file), f"repeated:{file}", "own", "python"]
 
 
 @pytest.mark.parametrize(
@@ -113,25 +113,27 @@ def test_documents_are_no_longer_than_the_model_was_made_for(
     assert json.loads(path.with_suffix(".json").read_text())["samples"]["tokens"] == 48
 
 
-def test_general_windows_are_those_of_the_three_sources_written_out(
+def test_general_windows_are_those_of_the_sources_written_out(
     drawn: list[Any], tokenizer: Any, reference_model: Any, mine: Path
 ) -> None:
-    sizes = {"num_windows": 6, "window": 64}
+    sizes = {"num_windows": 8, "window": 64}
     found = load_windows(f"general:{mine}", tokenizer, **sizes, model=reference_model)
     file = own_samples(reference_model, tokenizer)
-    assert torch.equal(found, load_windows(f"{mine},repeated:{mine},{file}", tokenizer, **sizes))
+    written = f"{mine},repeated:{mine},{file},python"
+    assert torch.equal(found, load_windows(written, tokenizer, **sizes))
 
 
 def test_without_a_model_the_source_says_what_to_give(tokenizer: Any, mine: Path) -> None:
     message = (
-        f"run `rap sample MODEL -o own.jsonl` .* give {mine},repeated:{mine},own.jsonl instead"
+        f"run `rap sample MODEL -o own.jsonl` .* give {mine},repeated:{mine},own.jsonl,python "
+        "instead"
     )
     with pytest.raises(CalibrationError, match=message):
         load_windows(f"general:{mine}", tokenizer)
     with pytest.raises(CalibrationError, match=r"repeated:own\.jsonl instead"):
         read_text("repeated:own")
     with pytest.raises(
-        CalibrationError, match="has 3 sources, but only one is supported; give one of"
+        CalibrationError, match="has 4 sources, but only one is supported; give one of"
     ):
         read_text(f"general:{mine}")
 
@@ -141,18 +143,19 @@ def test_compress_and_recover_share_samples_and_report_them(
 ) -> None:
     out = tmp_path / "out"
     asked = ["--method", "rap:general", "--calibration", f"general:{mine}"]
-    asked += ["--windows", "6", "--window", "64", "--evaluate", "none", "--json"]
+    asked += ["--windows", "8", "--window", "64", "--evaluate", "none", "--json"]
     report = json.loads(run("compress", "bundled", "-o", out, *asked).out)
     rest = "without its held-out tail"
     shown = f"mine.txt {rest} and repeated:mine.txt {rest} and own (written by the dense model)"
+    shown += " and Python's standard library (modules e to z)"
     assert shown in report["calibration"]
     assert shown in (out / "README.md").read_text(encoding="utf-8")
-    sources = f"train:{mine},repeated:train:{mine},own"
+    sources = f"train:{mine},repeated:train:{mine},own,python"
     assert report["provenance"]["settings"]["calibration"] == sources
     assert report["own_samples"]["documents"] == 6
     recovered = run(
         *("recover", out, "-o", tmp_path / "better", "--teacher", "bundled", "--preset", "fit"),
-        *("--text", f"general:{mine}", "--set", "steps=1", "--set", "num_windows=6"),
+        *("--text", f"general:{mine}", "--set", "steps=1", "--set", "num_windows=8"),
         *("--set", "window=32", "--set", "validation_windows=3", "--evaluate", "none", "--json"),
     )
     recovery = json.loads(recovered.out)["recovery"]
@@ -162,7 +165,7 @@ def test_compress_and_recover_share_samples_and_report_them(
 
 
 def test_plan_and_compare_take_the_name_too(drawn: list[Any], tmp_path: Path) -> None:
-    sizes = ["--windows", "3", "--window", "64", "--calibration", "general:bundled"]
+    sizes = ["--windows", "4", "--window", "64", "--calibration", "general:bundled"]
     plan = tmp_path / "half.rap"
     assert run("plan", "bundled", "-o", plan, "--method", "rap:general", *sizes).code == 0
     grid = ["--methods", "rap:general", "--retain", "0.5", "-o", tmp_path / "grid"]
@@ -173,7 +176,7 @@ def test_plan_and_compare_take_the_name_too(drawn: list[Any], tmp_path: Path) ->
     assert [cell["method"] for cell in cells] == ["dense", "rap:general"]
     assert (
         json.loads(result.out)["provenance"]["settings"]["calibration"]
-        == "bundled,repeated:bundled,own"
+        == "bundled,repeated:bundled,own,python"
     )
     assert len(drawn) == 1
 
@@ -185,7 +188,7 @@ def test_a_model_that_is_not_in_memory_says_what_to_do_first(tmp_path: Path, min
     assert result.err == (
         "error: source 'own' is text by the model itself, which --stream does not hold: run `rap "
         f"sample MODEL -o own.jsonl` where it fits, and give train:{mine},repeated:train:{mine},"
-        "own.jsonl instead\n"
+        "own.jsonl,python instead\n"
     )
 
 

@@ -34,14 +34,15 @@ def people_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "sources"),
     [
-        (AUTO, ["bundled", "repeated:bundled", "own"]),
-        ("mine.txt", ["mine.txt", "repeated:mine.txt", "own"]),
-        ("wikitext2", ["wikitext2", "repeated:wikitext2", "own"]),
+        (AUTO, ["bundled", "repeated:bundled", "own", "python"]),
+        ("mine.txt", ["mine.txt", "repeated:mine.txt", "own", "python"]),
+        ("wikitext2", ["wikitext2", "repeated:wikitext2", "own", "python"]),
         ("only:mine.txt", ["mine.txt"]),
         ("mine.txt,other.txt", ["mine.txt", "other.txt"]),
         ("repeated:mine.txt", ["repeated:mine.txt"]),
-        ("general:mine.txt", ["mine.txt", "repeated:mine.txt", "own"]),
+        ("general:mine.txt", ["mine.txt", "repeated:mine.txt", "own", "python"]),
         ("own", ["own"]),
+        ("python", ["python", "repeated:python", "own"]),
         ("paper", ["paper"]),
     ],
 )
@@ -52,12 +53,13 @@ def test_one_source_is_completed_and_what_is_said_exactly_is_not(
 
 
 def test_a_model_that_cannot_write_is_given_no_samples() -> None:
-    assert named_sources(SILENT.calibration("mine.txt")) == ["mine.txt", "repeated:mine.txt"]
+    found = named_sources(SILENT.calibration("mine.txt"))
+    assert found == ["mine.txt", "repeated:mine.txt", "python"]
 
 
 def test_fewer_windows_than_sources_are_of_the_given_one() -> None:
-    assert WRITES.calibration("mine.txt", 2) == "mine.txt"
-    assert len(named_sources(WRITES.calibration("mine.txt", 3))) == 3
+    assert WRITES.calibration("mine.txt", 3) == "mine.txt"
+    assert len(named_sources(WRITES.calibration("mine.txt", 4))) == 4
 
 
 @pytest.mark.parametrize("asked", [AUTO, "bundled"])
@@ -84,11 +86,11 @@ def test_what_is_no_model_is_left_to_who_opens_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("people_use")
 def test_a_compression_does_by_default_what_the_defaults_say(tmp_path: Path) -> None:
-    done = run("compress", "bundled", "--windows", 3, "--window", 64, "-o", tmp_path / "out")
+    done = run("compress", "bundled", "--windows", 4, "--window", 64, "-o", tmp_path / "out")
     assert done.code == 0, done.err
     report = read_json(tmp_path / "out/rap_report.json", "")
     assert report["recovery"]["name"] == "fit"
-    assert report["recovery"]["texts"] == ["bundled,repeated:bundled,own"]
+    assert report["recovery"]["texts"] == ["bundled,repeated:bundled,own,python"]
     assert report["own_samples"]["documents"] == 6
     assert "recovered" in done.out + done.err
     assert "--preset full" in done.err  # the fit is done
@@ -97,7 +99,7 @@ def test_a_compression_does_by_default_what_the_defaults_say(tmp_path: Path) -> 
 @pytest.mark.usefixtures("people_use")
 def test_a_quick_look_and_one_text_alone_can_be_asked_for(tmp_path: Path) -> None:
     words = ("--calibration", "only:bundled", "--recover", "none", "-o", tmp_path / "out")
-    done = run("compress", "bundled", "--windows", 3, "--window", 64, *words)
+    done = run("compress", "bundled", "--windows", 4, "--window", 64, *words)
     assert done.code == 0, done.err
     report = read_json(tmp_path / "out/rap_report.json", "")
     assert (report["recovery"], "own_samples" in report) == ({}, False)

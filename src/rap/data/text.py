@@ -32,7 +32,7 @@ from .splits import (
     without_prefixes,
 )
 
-GENERAL = "general:"  # before a source: that one, it repeated, and the model's own samples
+GENERAL = "general:"  # before a source: that one and what completes it
 ONLY = "only:"  # before a source: nothing is added to it
 POSSIBLE = (
     "'bundled', 'wikitext2', 'paper', 'c4', 'own', 'python', a .txt or .jsonl file, or the name "
@@ -93,7 +93,7 @@ def load_windows(
 def named_sources(source: str | Path) -> list[str]:
     """The sources of a mixture, a comma list of sources of `read_text`, or `own`.
 
-    `general:NAME` is three of them: NAME, `repeated:NAME` and `own`, which is there only once;
+    `general:NAME` is NAME, `repeated:NAME`, `own` and `python`, of which these are there only once;
     `only:` before all says that nothing else is read (`completed_source`). A file whose name has a
     comma is one source. Raises CalibrationError for a text itself.
     """
@@ -106,24 +106,29 @@ def named_sources(source: str | Path) -> list[str]:
     found: list[str] = []
     for name in names:
         once = name.removeprefix(GENERAL).strip()
-        parts = [once, f"{REPEATED}{once}", OWN] if name.startswith(GENERAL) and once else [name]
-        found += [part for part in parts if part != OWN or OWN not in found]
+        parts = _completed(once) if name.startswith(GENERAL) and once else [name]
+        found += [part for part in parts if part not in (OWN, PYTHON) or part not in found]
     return found
+
+
+def _completed(source: str) -> list[str]:
+    """A source, what trains a model to look back, what it was trained on, and code."""
+    return list(dict.fromkeys([source, f"{REPEATED}{source}", OWN, PYTHON]))
 
 
 def completed_source(asked: str, *, own: bool = True, most: int | None = None) -> str:
     """What a model for general use is calibrated on, given what was asked for, as a comma list.
 
-    One source is joined by itself repeated and, with `own`, by samples that the model writes:
-    ordinary text rarely asks for what stands far back, and text of one kind keeps that kind alone.
-    A mixture is left as it is written, and so are `only:NAME`, `own`, the paper's protocol, and all
-    of it where that makes more than `most` sources.
+    One source is joined by itself repeated, by samples that the model writes (with `own`) and by
+    code: ordinary text rarely asks for what stands far back, and text of one kind keeps that kind
+    alone. A mixture is left as it is written, and so are `only:NAME`, `own`, the paper's protocol,
+    and all of it where that makes more than `most` sources.
     """
     names = named_sources(asked)
     exact = asked.startswith(ONLY) or without_prefixes(asked) in (OWN, "paper")
     if exact or len(names) != 1 or names[0].startswith(REPEATED):
         return asked
-    parts = [names[0], f"{REPEATED}{names[0]}", *([OWN] if own else [])]
+    parts = [name for name in _completed(names[0]) if own or name != OWN]
     return asked if most is not None and len(parts) > most else ",".join(parts)
 
 
