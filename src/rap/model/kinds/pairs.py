@@ -349,11 +349,8 @@ def split_projections(
     if "=" in projection:
         return dict.fromkeys(projection.split("="), tensor)
     projections = tuple(projection.split("+"))
-    counts = {
-        projection: shape.num_kv_heads if projection in "kv" else shape.num_heads
-        for projection in projections
-    }
-    sizes = {projection: (count, shape.head_dim) for projection, count in counts.items()}
+    counts = {one: shape.num_kv_heads if one in "kv" else shape.num_heads for one in projections}
+    sizes = {one: (count, shape.head_dim) for one, count in counts.items()}
     rows = projection_rows(projections, sizes, per_head=per_head)
     return {part: tensor[index.to(tensor.device)] for part, index in rows.items()}
 
