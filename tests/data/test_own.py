@@ -17,6 +17,7 @@ from rap.data.sampling import Corpus, write_documents
 from rap.data.text import check_sources, load_windows, named_sources, read_text
 from rap.model.errors import CalibrationError
 
+GENERAL_A = ["a.txt", "repeated:a.txt", "own", "python"]
 FEW = Corpus(documents=6, tokens=256, batch_size=6)
 
 
@@ -45,9 +46,9 @@ def mine(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "sources"),
     [
-        ("general:a.txt", ["a.txt", "repeated:a.txt", "own", "python"]),
+        ("general:a.txt", GENERAL_A),
         ("general:bundled", ["bundled", "repeated:bundled", "own", "python"]),
-        ("general:a.txt, general:b", ["a.txt", "repeated:a.txt", "own", "python", "b", "repeated:b"]),
+        ("general:a.txt, general:b", [*GENERAL_A, "b", "repeated:b"]),
         ("own,own", ["own"]),
         ("general:", ["general:"]),
     ],

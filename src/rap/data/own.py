@@ -26,8 +26,8 @@ from .sampling import Corpus, chat_opening, first_token, write_documents
 from .splits import REPEATED
 
 OWN = "own"
-# As many as the default was measured with (docs/how-to/calibration-data.md): enough for a quarter of
-# the default calibration, and of the default fit. A chat model is asked for answers as often as for
+# As many as the default was measured with (docs/how-to/calibration-data.md): enough for a quarter
+# of the default calibration, and of the default fit. Of a chat model people read answers more than
 # text. The seed is not that of a command: these are data.
 SAMPLES = Corpus(documents=80, batch_size=80, chats=0.5)
 DIGITS = 16
