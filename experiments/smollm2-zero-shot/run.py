@@ -65,7 +65,8 @@ COMMAND = (
     "--checkpoint 'rap:paper 0.7 fit+full=distilled/rap-paper-0.7' "
     "--checkpoint 'rap:paper 0.5 fit+full=distilled/rap-paper-0.5' "
     "--checkpoint 'palu 0.7 fit+full=distilled/palu-0.7' "
-    "--checkpoint 'palu 0.5 fit+full=distilled/palu-0.5'"
+    "--checkpoint 'palu 0.5 fit+full=distilled/palu-0.5' "
+    "--checkpoint 'rap:merge=all:profile=stock 0.5 fit=fitted/merged-plain-0.5'"
 )
 
 
