@@ -37,6 +37,9 @@ TEXTS = (
     "wikitext2-test.txt",
     "wikitext2-valid-tokenized.txt",
     "own.jsonl",
+    "own160.jsonl",
+    "own-chat.jsonl",
+    "own-mixed.jsonl",
     "code.txt",
     "chat.jsonl",
     "tasks",
@@ -55,6 +58,7 @@ MODELS = {
         "smollm2-fit-repeated-reach/models/rap-reach=1024-merge=1-0.7-fit-*"
     ),
     "fitted/mixed-0.7": "smollm2-fit-mixed/models/rap-merge=1-0.7-fit-*",
+    "fitted/merged-plain-0.5": "smollm2-merged/models/rap-merge=all-profile=stock-0.5-fit-*",
     "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",
     "fitted/palu-0.5": "smollm2-fit-methods/models/palu-0.5-fit-*",
     "fitted/rap-paper-0.7": "smollm2-fit-others/models/rap-paper-0.7-fit-*",
