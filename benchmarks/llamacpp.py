@@ -1,6 +1,6 @@
 """Prefill and decode in llama.cpp by layout of the heads and bits of the cache, over dense heads.
 
-    python benchmarks/llamacpp.py [MODEL] [--lengths 2048 8192] [--caches f16 q8_0] [--rounds 5]
+    python benchmarks/llamacpp.py [MODEL] [--lengths 2048 8000] [--caches f16 q8_0] [--rounds 5]
         [--methods dense rap:merge=all:profile=stock@0.5 48] [--threads 1] [--output FILE]
 
 Models of MODEL's config with random weights, as F16 files: speed does not depend on the values. A
@@ -70,11 +70,14 @@ def measure(files: dict[str, Path], arguments: argparse.Namespace) -> list[dict[
                 settings |= {"context": length + DECODED + 1, "flash_attention": "enabled"}
                 try:
                     run = run_llamacpp(files[key[0]], asked, **settings)
-                except EngineError:
-                    continue  # widths that no quantized cache takes
+                except EngineError as error:  # widths that no quantized cache takes
+                    print(f"{key[0]}, {key[1]}: {error}")
+                    continue
                 found.setdefault(key, []).append(run.completions[0].timings)
             print(f"{length:,} tokens, round {number + 1} of {arguments.rounds}", flush=True)
-        dense = next(iter(found.values()))
+        if (DENSE, arguments.caches[0]) not in found:
+            raise SystemExit(f"the dense model does not run at {length} tokens: see above")
+        dense = found[DENSE, arguments.caches[0]]
         rows += [
             {"length": length, "method": name, "cache": cache, **ratios(timings, dense)}
             for (name, cache), timings in found.items()
@@ -131,7 +134,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--caches", nargs="+", default=["f16", "q8_0"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pre", help="llama.cpp's pre-tokenizer, where its table has none")
