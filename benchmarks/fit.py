@@ -15,7 +15,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from speed import LLAMA_3_8B, SMOLLM2, clock_note, clock_of, figure, is_cuda, parser, write
@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from rap.evaluation.cost.latency import synchronize
 from rap.evaluation.cost.random_models import random_model, uniform_config
 from rap.recovery.fit import fit_layers
-from rap.recovery.layer_fit import SCOPES, FitConfig
+from rap.recovery.layer_fit import FitConfig, Scope
 
 SHAPES = {"SmolLM2-135M": SMOLLM2, "Llama-3-8B": LLAMA_3_8B}
 WHOLE = {"SmolLM2-135M": 30, "Llama-3-8B": 1}  # layers that --whole distils
@@ -135,7 +135,7 @@ def main() -> None:
     """Measure each shape in a process of its own, print the table, write the result file."""
     made = parser(__doc__, rounds=1)
     made.add_argument("--retain", type=float, default=0.5)
-    made.add_argument("--scope", choices=SCOPES, default=FitConfig.scope)
+    made.add_argument("--scope", choices=get_args(Scope), default=FitConfig.scope)
     made.add_argument("--shape", choices=tuple(SHAPES), help="measure one, print JSON")
     made.add_argument("--whole", action="store_true", help="time all of it: SmolLM2, an 8B layer")
     made.add_argument("--quick", action="store_true", help="with --whole: tiny sizes")
