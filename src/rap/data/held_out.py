@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from .. import assets
 from ..model.errors import CalibrationError, RapError
 from .hub import ALIASES, EVALUATED_ON, STREAMED
-from .library import PYTHON, PYTHON_TEST
 from .own import OWN
 from .protocol import EVALUATION_WINDOW
 from .splits import REPEATED, TAIL, TRAIN, repeat_passages, without_prefixes
+from .stdlib import PYTHON, PYTHON_TEST
 from .text import encode, named_sources, read_text, shown_name
 
 COMPLETING = (OWN, PYTHON)  # beside what a user asks for, which alone is evaluated

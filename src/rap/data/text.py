@@ -19,7 +19,6 @@ from ..model.errors import CalibrationError
 from .bos import Bos, bos_token, with_bos
 from .entries import FILE_TYPES, check_file, content_of, read_entries
 from .hub import ALIASES, read_dataset
-from .library import PYTHON, PYTHON_TEST, library_text
 from .own import OWN, refuse_samples, with_samples
 from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from .splits import (
@@ -31,6 +30,7 @@ from .splits import (
     training_part,
     without_prefixes,
 )
+from .stdlib import PYTHON, PYTHON_TEST, stdlib_text
 
 GENERAL = "general:"  # before a source: that one and what completes it
 ONLY = "only:"  # before a source: nothing is added to it
@@ -244,7 +244,7 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     if str(source) == "bundled":
         return assets.reference_text("calibration")
     if str(source) in (PYTHON, PYTHON_TEST):
-        return library_text(str(source))
+        return stdlib_text(str(source))
     path = Path(source)
     if path.suffix in FILE_TYPES or path.is_file():
         return content_of(path) if path.suffix == ".txt" else "\n\n".join(read_entries(path))

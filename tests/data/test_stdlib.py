@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rap.data import library
+from rap.data import stdlib
 from rap.data.held_out import HELD_OUT, evaluation_tokens, split
 from rap.data.text import check_sources, load_windows, read_text, shown_name
 from rap.model.errors import CalibrationError
@@ -16,7 +16,7 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A standard library of four modules."""
     for name in ("ast", "dis", "enum", "zlib"):
         (tmp_path / f"{name}.py").write_text(f"import {name}\n", encoding="utf-8")
-    monkeypatch.setattr(library.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda _: str(tmp_path))
     return tmp_path
 
 

@@ -13,7 +13,7 @@ PYTHON, PYTHON_TEST = "python", "python-test"
 _MODULES = {PYTHON: "[e-z]*.py", PYTHON_TEST: "[a-d]*.py"}
 
 
-def library_text(name: str) -> str:
+def stdlib_text(name: str) -> str:
     """The modules of one part, PYTHON or PYTHON_TEST, in the order of their names.
 
     Raises CalibrationError where the library is not there as files.
