@@ -153,9 +153,9 @@ def verdicts(rows: Sequence[front.Row]) -> str:
         best = {way: front.best(some, times) for way, some in ways.items()}
         named = {way: row for way, row in best.items() if row is not None}
         first, *others = sorted(named.items(), key=lambda one: one[1]["kl"])
-        said = f"* **{times:g}x smaller: `{_named(first[1])}`**, {_figures(first[1])}."
+        said = f"* **{times:g}x smaller: `{_named(first[1])}`**, KL {first[1]['kl']:.3f}."
         for way, row in others:
-            said += f" The best {way} is `{_named(row)}`, {_figures(row)}."
+            said += f" The best {way} is `{_named(row)}`, KL {row['kl']:.3f}."
         lines.append(textwrap.fill(said, 100, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines)
 
@@ -163,10 +163,6 @@ def verdicts(rows: Sequence[front.Row]) -> str:
 def _named(row: front.Row) -> str:
     """What a row is called, its method as of today: heads are separate in all of them."""
     return shown_today(front.name_of(row))
-
-
-def _figures(row: front.Row) -> str:
-    return f"KL {row['kl']:.3f} at {1 / row['share']:.1f}x, perplexity {row['perplexity']:.2f}"
 
 
 def measured(result: dict[str, Any]) -> str:
