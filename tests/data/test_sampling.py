@@ -215,7 +215,7 @@ def test_a_chat_keeps_no_bos_that_the_tokenizer_adds(
     own.add_special_tokens({"bos_token": "<bos>"})
     bos = own.bos_token_id if adds else None
     monkeypatch.setattr(sampling, "bos_token", lambda *_: bos)
-    (prompt, kept), *_ = sampling._prompts(own, Corpus(documents=1, tokens=16, chats=1.0))
+    prompt, kept = sampling._chat_prompt(own, Corpus(documents=1, tokens=16, chats=1.0))
     assert prompt[0] == own.bos_token_id
     assert kept == text
 

@@ -52,6 +52,11 @@ class Corpus:
     def __post_init__(self) -> None:
         check_fields(self, "sampling")
 
+    @property
+    def num_chats(self) -> int:
+        """How many of the documents begin as a chat."""
+        return round(self.chats * self.documents)
+
 
 def write_documents(
     model: Any,
@@ -74,7 +79,7 @@ def write_documents(
     """
     check_output_file(output, force=force)
     check_length(model.config, asked)
-    prompts = _prompts(tokenizer, asked)
+    chat = _chat_prompt(tokenizer, asked) if asked.num_chats else ((), "")
     kept = output.with_name(f".{output.name}.kept")
     first = first_token(tokenizer)
     record = {"model": fingerprint_model(model), "first": first, **asdict(asked)}
@@ -83,8 +88,10 @@ def write_documents(
     total, done = asked.documents * asked.tokens, len(lines) * asked.tokens
     with Progress("sampling", total, "tokens", tokens=1, done=done, shown=progress) as bar:
         while len(lines) < asked.documents:
-            (prompt, text), left = prompts[len(lines)], prompts[len(lines) :]
-            count = min(asked.batch_size, left.count((prompt, text)))
+            plain = asked.documents - asked.num_chats - len(lines)  # left to draw, before all chats
+            prompt, text = ((first,), "") if plain > 0 else chat
+            left = plain if plain > 0 else asked.documents - len(lines)
+            count = min(asked.batch_size, left)
             documents = draw(model, prompt, count, asked, start=len(lines), bar=bar)
             lines += [json.dumps({"text": text + tokenizer.decode(row)}) for row in documents]
             with whole_file(kept) as partial:
@@ -94,11 +101,8 @@ def write_documents(
     kept.unlink(missing_ok=True)  # processes of one run may write the same
 
 
-def _prompts(tokenizer: Any, asked: Corpus) -> list[tuple[tuple[int, ...], str]]:
-    """What stands before each document, and how much of that is in its text; chats are last."""
-    plain, chats = ((first_token(tokenizer),), ""), round(asked.chats * asked.documents)
-    if not chats:
-        return [plain] * asked.documents
+def _chat_prompt(tokenizer: Any, asked: Corpus) -> tuple[tuple[int, ...], str]:
+    """What stands before each chat, and how much of that is in its text."""
     opening = chat_opening(tokenizer)
     if opening is None:
         raise RapError(
@@ -110,13 +114,12 @@ def _prompts(tokenizer: Any, asked: Corpus) -> list[tuple[tuple[int, ...], str]]
             f"{asked.tokens} or more: draw documents of more than {len(opening)} tokens"
         )
     own_bos = opening[0] == bos_token("auto", tokenizer)
-    chat = (opening, tokenizer.decode(opening[own_bos:]))
-    return [plain] * (asked.documents - chats) + [chat] * chats
+    return opening, tokenizer.decode(opening[own_bos:])
 
 
 def _spread(lines: list[str], asked: Corpus) -> list[str]:
     """Chats in even steps among the other documents, behind which they were drawn."""
-    chats = round(asked.chats * asked.documents)
+    chats = asked.num_chats
     plain = asked.documents - chats
     places = [n / max(plain, 1) for n in range(plain)] + [(n + 0.5) / chats for n in range(chats)]
     return [lines[n] for n in sorted(range(len(lines)), key=places.__getitem__)]
