@@ -68,19 +68,18 @@ def measure(job: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def run_worker(job: dict[str, Any], folder: Path) -> dict[str, float]:
-    """`measure` in a fresh process."""
+def run_worker(job: dict[str, Any], folder: Path, script: str = __file__) -> Any:
+    """`measure` of a script in a fresh process."""
     path = folder / "job.json"
     path.write_text(json.dumps(job), encoding="utf-8")
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **os.environ}
     if job["eager"]:
         environment["TORCHDYNAMO_DISABLE"] = "1"
-    command = [sys.executable, __file__, "--job", str(path)]
+    command = [sys.executable, script, "--job", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr[-4000:])
-    found: dict[str, float] = json.loads(path.read_text("utf-8"))
-    return found
+    return json.loads(path.read_text("utf-8"))
 
 
 def pruning(dense: str, retain: float) -> Any:

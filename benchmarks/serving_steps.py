@@ -14,8 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from itertools import product
@@ -30,6 +28,7 @@ from transformers import LlamaConfig
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import installed_version, provenance
 from rap.studies.report.report import markdown_table
+from serving import run_worker
 
 STEPS = 32  # decode steps
 PLAIN = "rap:merge=all:profile=stock"
@@ -46,7 +45,7 @@ def measure(job: dict[str, Any]) -> list[dict[str, float]]:
     llm = LLM(
         model=job["model"],
         dtype=job["dtype"],
-        enforce_eager=job["mode"] == "eager",
+        enforce_eager=job["eager"],
         kv_cache_memory_bytes=job["cache_mib"] * 2**20,
         max_model_len=max(length for _, length in points) + STEPS + 1,
         max_num_seqs=max(count for count, _ in points),
@@ -78,21 +77,6 @@ def measure(job: dict[str, Any]) -> list[dict[str, float]]:
     return found
 
 
-def run_worker(job: dict[str, Any], folder: Path) -> list[dict[str, float]]:
-    """`measure` in a fresh process."""
-    path = folder / "job.json"
-    path.write_text(json.dumps(job), encoding="utf-8")
-    environment = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **os.environ}
-    if job["mode"] == "eager":
-        environment["TORCHDYNAMO_DISABLE"] = "1"
-    command = [sys.executable, __file__, "--job", str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stderr[-4000:])
-    found: list[dict[str, float]] = json.loads(path.read_text("utf-8"))
-    return found
-
-
 def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """A row a mode, point and method: medians of seconds and of ratios, dense over method."""
     fields = SHAPES[arguments.shape] | {"vocab_size": VOCABULARY}
@@ -106,8 +90,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     settings = {key: getattr(arguments, key) for key in ("points", "dtype", "cache_mib")}
     for number in range(arguments.rounds):
         for mode, name in product(arguments.modes, models):
-            job = settings | {"mode": mode, "model": models[name]}
-            runs.setdefault((mode, name), []).append(run_worker(job, folder))
+            job = settings | {"eager": mode == "eager", "model": models[name]}
+            runs.setdefault((mode, name), []).append(run_worker(job, folder, __file__))
             print(f"round {number + 1}: {name}, {mode}", flush=True)
     return [
         {

@@ -202,7 +202,7 @@ def test_serving_steps_are_compared_round_by_round(monkeypatch: pytest.MonkeyPat
     }
     methods = dict(zip(map(str, range(2)), rounds, strict=True))
 
-    def timed(job: dict[str, Any], _: Path) -> list[dict[str, float]]:
+    def timed(job: dict[str, Any], *_: Any) -> list[dict[str, float]]:
         seconds = next(rounds[methods[Path(job["model"]).name]])
         return [{"prefill": 3 * seconds, "decode_step": seconds}]
 
