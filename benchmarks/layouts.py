@@ -3,8 +3,6 @@
 Budgets are uniform, so that all layers of a model are alike.
 """
 
-from typing import Any
-
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
@@ -13,7 +11,6 @@ from rap.methods.merged import merged_budget, most_merged
 from rap.methods.palu import Palu
 from rap.methods.rap import Rap
 from rap.methods.replacing import nearest_rank
-from rap.model.attention import RapAttention
 from rap.model.cache_layout import Entry, FactoredEntry, PairEntry
 from rap.model.kinds.latent import LatentEntry
 from rap.model.layers import attention_layers
@@ -47,19 +44,6 @@ def pruned_config(config: LlamaConfig, name: str) -> PreTrainedConfig:
         plain = {"num_key_value_heads": entry.heads, "head_dim": entry.key_width}
         return LlamaConfig(**config.to_dict() | plain)
     return _with_entry(config, _smaller(entry, shape))
-
-
-def random_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: str) -> Any:
-    """A model of a config with random weights, in eval mode; merged heads may repeat a pair."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        for module in model.modules():
-            if isinstance(module, RapAttention) and module.num_slots:
-                index = module.frequency_index
-                pairs = module.dense_shape.geometry.num_pairs
-                index.copy_(torch.randint(pairs, index.shape).sort(-1).values)
-    return model
 
 
 def _shape(config: LlamaConfig) -> AttentionShape:

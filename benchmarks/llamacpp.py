@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layouts import DENSE, pruned_config, random_model
+from layouts import DENSE, pruned_config
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from rap.checkpoint.files import write_json
 from rap.checkpoint.load import load_config, load_tokenizer
 from rap.checkpoint.provenance import installed_version, provenance
 from rap.checkpoint.source import resolve_source
+from rap.evaluation.cost.random_models import random_model
 from rap.serving.engine import EngineError
 from rap.serving.gguf.export import export_gguf
 from rap.serving.llamacpp.verify import Asked, run_llamacpp
@@ -58,7 +59,7 @@ def export(source: str, config: PreTrainedConfig, file: Path, pre: str | None) -
 
 def measure(files: dict[str, Path], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a length, method and cache: medians and ranges of ratios, dense being the first."""
-    generator = torch.Generator().manual_seed(0)
+    generator, base = torch.Generator().manual_seed(0), (DENSE, arguments.caches[0])
     rows = []
     for length in arguments.lengths:
         prompt = torch.randint(3, 1000, (length,), generator=generator).tolist()
@@ -70,14 +71,14 @@ def measure(files: dict[str, Path], arguments: argparse.Namespace) -> list[dict[
                 settings |= {"context": length + DECODED + 1, "flash_attention": "enabled"}
                 try:
                     run = run_llamacpp(files[key[0]], asked, **settings)
-                except EngineError as error:  # widths that no quantized cache takes
-                    print(f"{key[0]}, {key[1]}: {error}")
+                except EngineError as error:
+                    if key == base:
+                        raise SystemExit(str(error)) from error
+                    print(f"{key[0]}, {key[1]}: {error}")  # widths that no quantized cache takes
                     continue
                 found.setdefault(key, []).append(run.completions[0].timings)
             print(f"{length:,} tokens, round {number + 1} of {arguments.rounds}", flush=True)
-        if (DENSE, arguments.caches[0]) not in found:
-            raise SystemExit(f"the dense model does not run at {length} tokens: see above")
-        dense = found[DENSE, arguments.caches[0]]
+        dense = found[base]
         rows += [
             {"length": length, "method": name, "cache": cache, **ratios(timings, dense)}
             for (name, cache), timings in found.items()
@@ -142,7 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     source, load = resolve_source(arguments.model), os.getloadavg()
     dense = load_config(source)
-    configs = {name: shaped(dense, name) for name in arguments.methods}
+    configs = {name: shaped(dense, name) for name in dict.fromkeys([DENSE, *arguments.methods])}
     heads = {name: f"{one.num_key_value_heads} of {one.head_dim}" for name, one in configs.items()}
     with tempfile.TemporaryDirectory() as folder:
         files = {

@@ -19,7 +19,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from layouts import DENSE, pruned_config, random_model
+from layouts import DENSE, pruned_config
 from speed import LLAMA_3_8B, SMOLLM2, clock_note, clock_of, figure, is_cuda, parser, write
 from transformers import LlamaConfig
 
@@ -34,6 +34,7 @@ from rap.evaluation.cost.latency import (
     synchronize,
     weight_bytes,
 )
+from rap.evaluation.cost.random_models import random_model
 
 ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 512}
 LLAMA_1B = {

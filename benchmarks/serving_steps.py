@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layouts import DENSE, pruned_config, random_model
+from layouts import DENSE, pruned_config
 from roofline import SHAPES
 from transformers import LlamaConfig
 
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import installed_version, provenance
+from rap.evaluation.cost.random_models import random_model
 from rap.studies.report.report import markdown_table
 from serving import run_worker
 

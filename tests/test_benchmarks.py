@@ -16,6 +16,7 @@ from cases.models import random_tokens
 from cases.scripts import REPOSITORY, load_script
 from rap import calibrate, footprint
 from rap.evaluation.cost.latency import weight_bytes
+from rap.evaluation.cost.random_models import random_model
 from rap.methods import parse_method
 
 # All heads merge at both ratios; some do, and maps are larger than what they save.
@@ -40,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> None:
 def test_layouts_are_what_methods_make(shape: dict[str, int], retain: str) -> None:
     layouts = load_script("benchmarks/layouts.py")
     config = LlamaConfig(**shape | SMALL)
-    dense = layouts.random_model(config, dtype=torch.float32, device="cpu")
+    dense = random_model(config, dtype=torch.float32, device="cpu")
     for text in ("rap:merge=1:budget=uniform", "rap:budget=uniform", "palu:ranks=uniform"):
         method = parse_method(text, float(retain))
         needs = method.needs_for(dense)
@@ -56,7 +57,7 @@ def test_the_plain_form_of_merged_heads_caches_as_much(merge: str) -> None:
     for profile in ("per-head", "stock"):
         name = f"rap:profile={profile}:merge={merge}@0.5"
         made = layouts.pruned_config(config, name)
-        model = layouts.random_model(made, dtype=torch.float32, device="cpu")
+        model = random_model(made, dtype=torch.float32, device="cpu")
         caches.add(footprint(model).kv_bytes_per_token)
         assert hasattr(made, "rap") == (profile == "per-head" or merge == "1")
     assert caches == {0.5 * 2 * 8 * 16 * 4}
@@ -92,7 +93,7 @@ def test_roofline_writes_every_point_and_where_it_ran(
     config = LlamaConfig(**roofline.SHAPES["smollm2"] | roofline.TINY)
     for name in ("dense", "rap@0.5", "rap:profile=stock:merge=auto@0.7", "palu@0.7"):
         made = layouts.pruned_config(config, name)
-        whole = layouts.random_model(made, dtype=torch.float32, device="cpu")
+        whole = random_model(made, dtype=torch.float32, device="cpu")
         row = rows[name, 16]
         assert row["read_bytes"] - row["kv_bytes"] == weight_bytes(whole), name
     table = result["tables"][0]

@@ -24,8 +24,12 @@ from rap.evaluation.cost.latency import (
     weight_bytes,
 )
 from rap.evaluation.cost.random_models import dense_config, random_model, uniform_config
+from rap.model.cache_layout import PairEntry
 from rap.model.errors import RapError
+from rap.model.layers import attention_layers
+from rap.model.modeling import CONFIG_VERSION
 from rap.surgery.apply import apply
+from rap.surgery.weights import config_with
 
 SHAPE = {"heads": 6, "kv_heads": 2, "hidden": 36, "layers": 3}
 
@@ -96,6 +100,21 @@ def test_random_models_have_the_shape_they_stand_for(model_type):
     assert kept == pytest.approx(0.5, abs=2 / 16)
     rows = {tuple(row.tolist()) for n, b in small.named_buffers() if "frequency" in n for row in b}
     assert len(rows) > 1, "heads should keep pairs of their own"
+
+
+def test_merged_heads_with_more_slots_than_pairs_have_a_random_model():
+    """What `rap bench` runs for a merged checkpoint: slots may repeat the frequency of a pair."""
+    dense = tiny_model(**SHAPE)
+    shape = attention_layers(dense)[0].shape
+    num_slots = shape.geometry.num_pairs + 1
+    entry = PairEntry(num_slots, 0, 2 * num_slots, heads=1).fields()
+    section = {"version": CONFIG_VERSION, "layers": [entry] * len(attention_layers(dense))}
+    model = random_model(config_with(dense.config, section), dtype=torch.float32)
+    assert torch.isfinite(model(torch.tensor([[3, 4, 5]])).logits).all()
+    rows = [row for n, b in model.named_buffers() if "frequency" in n for row in b.tolist()]
+    assert all(len(row) == num_slots and row == sorted(row) for row in rows)
+    assert all(set(row) <= set(range(shape.geometry.num_pairs)) for row in rows)
+    assert rows
 
 
 def test_a_retain_outside_its_range_is_refused():

@@ -50,7 +50,8 @@ def random_model(
 ) -> Any:
     """A model of a dense or pruned config with random weights, in eval mode.
 
-    Every KV head of a pruned layer gets random pairs of its own, as real plans have.
+    Every cached head of a pruned layer gets random pairs of its own, as real plans have. A merged
+    head with more slots than its dense heads have pairs gets some of them twice.
     """
     torch.manual_seed(seed)
     with torch.device(device):
@@ -58,8 +59,10 @@ def random_model(
         for module in model.modules():
             if isinstance(module, RapAttention) and module.num_slots:
                 pairs = module.dense_shape.geometry.num_pairs
+                copies = -(-module.num_slots // pairs)
                 for row in module.frequency_index:
-                    row.copy_(torch.randperm(pairs)[: module.num_slots].sort().values)
+                    chosen = torch.randperm(copies * pairs)[: module.num_slots] % pairs
+                    row.copy_(chosen.sort().values)
     return model
 
 

@@ -2,19 +2,16 @@
 
 A model takes it like any other (`attn_implementation="rap"`, dense models too). On CUDA with Triton
 one query per sequence goes to `decode_attention`, with a pruned model and a static cache to the
-step that also rotates and writes the cache. Everywhere else SDPA, which serves a query group in one
-read of K and V: for one token the queries of a group are rows, and no copy of the cache is made. Of
-keys and values of different widths SDPA's kernel for CPUs takes none, and what it falls back to
-copies the keys to scale them: there two products do the same without a copy.
+step that also rotates and writes the cache. Everywhere else a token takes `grouped_attention`,
+which copies nothing of the cache, and several take SDPA.
 
-Shapes: B batch, H query heads, G KV heads, R = H/G, T tokens, S slots, W key and C value width.
+Shapes: B batch, H query heads, G KV heads, T tokens, S slots, W key and C value width.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -24,6 +21,7 @@ from ..attention import ATTENTION
 from .availability import takes_triton
 from .decode_attention import decode_attention, decode_step
 from .decode_attention.reference import attend
+from .grouped import grouped_attention
 from .rope_pairs import rope_pairs
 
 
@@ -61,7 +59,9 @@ class RapAttentionInterface:
                 output = decode_attention(query[:, :, 0], key, value, **settings)  # type: ignore[arg-type]
                 return output[:, None], None
             if softcap is None and s_aux is None:
-                return _grouped(query, key, value, attention_mask, scale), None
+                rows_BGRW = query.squeeze(2).unflatten(1, (key.shape[1], -1))
+                output = grouped_attention(rows_BGRW, key, value, attention_mask, scale)
+                return output.flatten(1, 2)[:, None], None
         if softcap is None and s_aux is None:
             attended = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
@@ -160,31 +160,6 @@ def _is_shared(mask: Tensor | None) -> bool:
 
 def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _grouped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-) -> Tensor:
-    """Attention of one token with a group's queries as rows: K and V are read and not copied."""
-    rows_BGRW = query.squeeze(2).unflatten(1, (key.shape[1], -1))
-    if query.is_cpu and key.shape[-1] != value.shape[-1]:
-        output = _by_products(rows_BGRW * scale, key, value, mask)
-    else:
-        output = scaled_dot_product_attention(rows_BGRW, key, value, attn_mask=mask, scale=scale)
-    return output.flatten(1, 2)[:, None]
-
-
-def _by_products(
-    rows_BGRW: Tensor, key_BGSW: Tensor, value_BGSC: Tensor, keep_B11S: Tensor | None
-) -> Tensor:
-    """softmax(rows k) v over kept slots, [B, G, R, C]; no slot kept gives zeros, as in SDPA."""
-    score = torch.matmul(rows_BGRW, key_BGSW.mT).float()
-    if keep_B11S is None:
-        weight = score.softmax(-1)
-    else:
-        weight = score.masked_fill(~keep_B11S, float("-inf")).softmax(-1)
-        weight = weight.masked_fill(~keep_B11S, 0.0)
-    return torch.matmul(weight.to(value_BGSC.dtype), value_BGSC)
 
 
 def _causal(num_tokens: int, num_slots: int, device: torch.device) -> Tensor:
