@@ -180,6 +180,14 @@ def test_needs_follow_the_mode():
         Rap(qk_norm="rows", norm_rows=0)
 
 
+def test_statistics_without_what_rows_are_chosen_by_are_refused():
+    model = _case("qwen3").model(dtype=torch.float32)
+    statistics = calibrate(model, TOKENS, Rap(qk_norm="constant").needs_for(model))
+    Rap(qk_norm="constant").plan(model, statistics)
+    with pytest.raises(RapError, match="rap needs the statistics norms.*calibrate again with"):
+        Rap(qk_norm="rows").plan(model, statistics)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "olmo2", "phi:norm", "stablelm:norm"])
 @torch.no_grad()
 def test_importance_is_that_of_normalised_keys(name: str):

@@ -146,6 +146,11 @@ class PairPruning(Method):
         rows = normalised and self.qk_norm == "rows"
         return super().needs_for(model) | ({"norms"} if rows else frozenset())
 
+    def check(self, source: LayerSource, statistics: Statistics) -> str:
+        """As of every method; mode `rows` cannot do without what rows are chosen by."""
+        statistics.require(self.needs_for(source.model) & {"norms"}, self.name)
+        return super().check(source, statistics)
+
     @abstractmethod
     def importance(
         self,
