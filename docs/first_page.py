@@ -33,7 +33,7 @@ COMPARED = (
     *("smollm2-fit-others", "smollm2-distil", "smollm2-distil-others"),
 )
 # Comparisons, zero-shot scores and perplexities of merged heads.
-MERGED = ("smollm2-merged", "smollm2-merged-0.7", "smollm2-merged-sweep")
+MERGED = ("smollm2-merged-distil", "smollm2-merged", "smollm2-merged-0.7", "smollm2-merged-sweep")
 SCORED = "smollm2-zero-shot/zero-shot.json"
 WHOLE = "smollm2-whole-test"
 RATIOS = (0.7, 0.5)

@@ -23,7 +23,7 @@ RECORDS = ("results", LOG)  # in docs: they show every experiment
 # Names or patterns of experiments; archived studies have a table of their own.
 GROUPS: dict[str, tuple[str, ...]] = {
     "What does each method lose?": (
-        *("smollm2", "smollm2-sweep", "smollm2-starkv", "smollm2-whole-test"),
+        *("smollm2", "smollm2-sweep", "smollm2-quarter", "smollm2-starkv", "smollm2-whole-test"),
         *("compare", "compare-sweep", "quality"),
     ),
     "How much does recovery regain?": (

@@ -42,14 +42,14 @@ FIGURE = "docs/measurements/methods.svg"
 RATIOS = (0.7, 0.5)
 RECOVERIES = {"none": "no recovery", "fit": "layer-wise", "fit+full": "end-to-end"}
 MORE = ("smollm2-starkv", "smollm2-fit-svdllm", "smollm2-fit-others", "smollm2-fit-shrinkage")
-MORE += ("smollm2-merged-sweep", "smollm2-merged-distil")
+MORE += ("smollm2-merged-sweep", "smollm2-quarter")
 # The methods that are followed from ratio to ratio.
 FOLLOWED = ("rap:merge=all", "rap:merge=all:profile=stock", SEPARATE, "palu", "transmla")
 FOLLOWED += ("rap:paper",)
 TIMED = "smollm2-times"
 TEXTS = ("smollm2-fit-texts", "smollm2-texts", "smollm2-texts-distilled", "smollm2-fit-shrinkage")
 RECALLED = ("smollm2-recall", "smollm2-recall-fit", "smollm2-texts", "smollm2-texts-distilled")
-SWEPT = ("smollm2-sweep", "smollm2-fit-sweep", "smollm2-merged-sweep")  # from ratio to ratio
+SWEPT = ("smollm2-sweep", "smollm2-fit-sweep", "smollm2-merged-sweep", "smollm2-quarter")
 RULED = {"4k": "smollm2-ruler", "8k": "smollm2-ruler-8k"}
 OTHER, RECALL = ((*TEXTS, *MERGED), "other_texts"), ((*RECALLED, *MERGED), "recall")
 TASKS = ("single-needle", "multi-key", "multi-value")
@@ -345,7 +345,7 @@ def methods_page(evidence: Evidence) -> str:
         for retain in RATIOS
     ]
     swept = f"{runs([*SWEPT, *MERGED], METHODS)}\n\n{sweep_table(evidence)}\n"
-    parts.append(f"## From 90% to 35% of the KV cache\n\n{swept}")
+    parts.append(f"## From 90% to 25% of the KV cache\n\n{swept}")
     return "\n".join(parts)
 
 
