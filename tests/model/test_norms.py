@@ -184,7 +184,7 @@ def test_statistics_without_what_rows_are_chosen_by_are_refused():
     model = _case("qwen3").model(dtype=torch.float32)
     statistics = calibrate(model, TOKENS, Rap(qk_norm="constant").needs_for(model))
     Rap(qk_norm="constant").plan(model, statistics)
-    with pytest.raises(RapError, match="rap needs the statistics norms.*calibrate again with"):
+    with pytest.raises(RapError, match=r"rap needs the statistics norms.*calibrate again with"):
         Rap(qk_norm="rows").plan(model, statistics)
 
 
