@@ -60,7 +60,7 @@ def by_products(
     batch, outputs = len(query_BGRW), []
     keeps = [None] * batch if keep_B11S is None else keep_B11S[:, 0].expand(batch, -1, -1)
     for *heads, keep_1S in zip(query_BGRW, key_BGSW, value_BGSC, keeps, strict=True):
-        outputs += [_in_parts(*head, keep_1S, parts) for head in zip(*heads, strict=True)]
+        outputs += [_in_parts(q, k, v, keep_1S, parts) for q, k, v in zip(*heads, strict=True)]
     return torch.stack(outputs).unflatten(0, query_BGRW.shape[:2])
 
 
