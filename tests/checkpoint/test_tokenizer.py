@@ -22,8 +22,8 @@ def ended_otherwise(tokenizer: Any) -> None:
     tokenizer.eos_token = "a"
 
 
-def test_reading_a_text_changes_nothing(tokenizer: Any, tmp_path: Any) -> None:
-    other = assets.reference_tokenizer()
+def test_reading_a_text_changes_nothing() -> None:
+    tokenizer, other = assets.reference_tokenizer(), assets.reference_tokenizer()
     other.backend_tokenizer.enable_truncation(8)
     other.backend_tokenizer.enable_padding()
     assert fingerprint_tokenizer(other) == fingerprint_tokenizer(tokenizer)

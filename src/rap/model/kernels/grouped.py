@@ -28,7 +28,9 @@ def grouped_attention(
     Scores and softmax in float32 or wider.
     """
     if query_BGRW.is_cpu:
-        parts = num_parts(key_BGSW, torch.get_num_threads())
+        # A compiled step is to serve every length of the cache.
+        compiled = torch.compiler.is_compiling()
+        parts = 1 if compiled else num_parts(key_BGSW, torch.get_num_threads())
         if parts > 1 or key_BGSW.shape[-1] != value_BGSC.shape[-1]:
             return by_products(query_BGRW * scale, key_BGSW, value_BGSC, keep_B11S, parts)
     return scaled_dot_product_attention(
