@@ -1,7 +1,7 @@
 """Prefill and decode in llama.cpp by layout of the heads and bits of the cache, over dense heads.
 
     python benchmarks/llamacpp.py [MODEL] [--lengths 2048 8000] [--caches f16 q8_0] [--rounds 5]
-        [--methods dense rap:merge=all:profile=stock@0.5 48] [--threads 1] [--output FILE]
+        [--methods rap:merge=all:profile=stock@0.5 48] [--threads 1] [--output FILE]
 
 Models of MODEL's config with random weights, as F16 files: speed does not depend on the values. A
 method is `METHOD@RETAIN` whose plain checkpoint is a Llama, or a number: as many KV heads, of so
@@ -34,7 +34,7 @@ from rap.studies.report.report import markdown_table
 
 DECODED = 64
 PLAIN = "rap:merge=all:profile=stock"
-METHODS = [DENSE, f"{PLAIN}@0.67", f"{PLAIN}@0.5", f"{PLAIN}@0.35"]
+METHODS = [f"{PLAIN}@0.67", f"{PLAIN}@0.5", f"{PLAIN}@0.35"]
 RESULTS = Path(__file__).parent / "results"
 
 

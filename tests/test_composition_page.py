@@ -98,18 +98,17 @@ def test_tables_have_every_row_once(front):
     assert weights["rows"][0] == ["dense", "0.000, 20.00", "0.010, 20.00"]
 
 
-def test_a_verdict_names_the_winner_first(page):
-    said = page.verdicts(ROWS)
-    assert all(len(line) <= 100 for line in said.splitlines())
-    lines = " ".join(said.split()).replace(" * ", "\n* ").splitlines()
-    assert [line.split(",")[0] for line in lines] == [
-        "* **1.4x smaller: `hqq4`**",
-        "* **2x smaller: `hqq4`**",
-        "* **4x smaller: `hqq4`**",
-        "* **8x smaller: `rap:merge=1 0.5 distilled + hqq4`**",
+def test_the_best_of_every_compression_is_a_row(front):
+    table = front.tables(ROWS, "as measured")[0]
+    assert table["header"][1:4] == ["best of all", "best without pruning", "best with rap"]
+    assert [row[:2] for row in table["rows"]] == [
+        ["1.4x", "hqq4: 0.100 (4.0x)"],
+        ["2x", "hqq4: 0.100 (4.0x)"],
+        ["4x", "hqq4: 0.100 (4.0x)"],
+        ["8x", "rap 0.5 distilled + hqq4: 0.400 (8.0x)"],
     ]
-    assert lines[3].endswith("**, KL 0.400. The best without pruning is `hqq2`, KL 0.500.")
-    assert lines[1].endswith(" The best with rap is `rap:merge=1 0.5 distilled`, KL 0.300.")
+    assert table["rows"][3][2] == "hqq2: 0.500 (8.0x)"
+    assert table["rows"][1][3] == "rap 0.5 distilled: 0.300 (2.0x)"
 
 
 def test_rows_are_drawn_by_what_they_are(page):

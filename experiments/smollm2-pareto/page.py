@@ -5,7 +5,6 @@ python experiments/smollm2-pareto/page.py
 
 import json
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
 from sources import put, runs
 
-from rap.methods.naming import result_today, shown_today
+from rap.methods.naming import result_today
 from rap.studies.report.report import markdown_table
 
 REPOSITORY = Path(__file__).parents[2]
@@ -141,35 +140,11 @@ def _scale(axes: Axes, rows: Sequence[front.Row]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def verdicts(rows: Sequence[front.Row]) -> str:
-    """An item for each budget: what to pick, and what comes next to it."""
-    found = front.cache_rows(rows)
-    lines = []
-    for times in front.BUDGETS:
-        ways = {
-            "without pruning": [row for row in found if row["method"] == "dense"],
-            "with rap": [row for row in found if row["method"] == "rap"],
-        }
-        best = {way: front.best(some, times) for way, some in ways.items()}
-        named = {way: row for way, row in best.items() if row is not None}
-        first, *others = sorted(named.items(), key=lambda one: one[1]["kl"])
-        said = f"* **{times:g}x smaller: `{_named(first[1])}`**, KL {first[1]['kl']:.3f}."
-        for way, row in others:
-            said += f" The best {way} is `{_named(row)}`, KL {row['kl']:.3f}."
-        lines.append(textwrap.fill(said, 100, subsequent_indent="  ", break_on_hyphens=False))
-    return "\n".join(lines)
-
-
-def _named(row: front.Row) -> str:
-    """What a row is called, its method as of today: heads are separate in all of them."""
-    return shown_today(front.name_of(row))
-
-
 def measured(result: dict[str, Any]) -> str:
     """What the page says of a result."""
     table = result_today(result)["tables"][0]
     made = runs([RESULT.parent.name], str(PAGE.relative_to(REPOSITORY)))
-    return f"{verdicts(result['rows'])}\n\n{table['note']}\n\n{markdown_table(table)}\n\n{made}\n"
+    return f"{table['note']}\n\n{markdown_table(table)}\n\n{made}\n"
 
 
 def with_measured(text: str, result: dict[str, Any]) -> str:

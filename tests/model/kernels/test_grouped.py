@@ -63,6 +63,16 @@ def attended(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> 
     return found.transpose(1, 2)
 
 
+def assert_exact(shape: Any, slots: int, dtype: torch.dtype, masked: bool) -> None:
+    """As near to attention in float64 as plain attention is."""
+    query, key, value = states(shape, slots, dtype)
+    keep = masked_left(slots) if masked else None
+    how: dict[str, Any] = {"scale": SCALE, "keep_B1TS": keep}
+    plain = attend(query, key, value, **how)
+    exact = attend(query.double(), key.double(), value.double(), **how)
+    assert_close(attended(query, key, value, keep), plain, exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("slots", [1, 63, 100, 1000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -70,12 +80,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> 
 def test_it_is_as_exact_as_plain_attention(
     shape: Any, slots: int, dtype: torch.dtype, masked: bool
 ) -> None:
-    query, key, value = states(shape, slots, dtype)
-    keep = masked_left(slots) if masked else None
-    how: dict[str, Any] = {"scale": SCALE, "keep_B1TS": keep}
-    plain = attend(query, key, value, **how)
-    exact = attend(query.double(), key.double(), value.double(), **how)
-    assert_close(attended(query, key, value, keep), plain, exact)
+    assert_exact(shape, slots, dtype, masked)
 
 
 @pytest.fixture
@@ -93,12 +98,7 @@ def test_a_context_in_parts_gives_the_same(
 ) -> None:
     """Parts of equal size and what is left over, with and without a mask, head by head."""
     threads(count)
-    query, key, value = states(shape, slots, dtype)
-    keep = masked_left(slots) if masked else None
-    how: dict[str, Any] = {"scale": SCALE, "keep_B1TS": keep}
-    plain = attend(query, key, value, **how)
-    exact = attend(query.double(), key.double(), value.double(), **how)
-    assert_close(attended(query, key, value, keep), plain, exact)
+    assert_exact(shape, slots, dtype, masked)
 
 
 def test_one_mask_serves_all_sequences(threads: Any) -> None:
@@ -140,13 +140,12 @@ def test_parts_of_a_cache_are_not_copied(threads: Any) -> None:
     assert copies.most <= query.shape[1] * 2049
 
 
-def test_parts_can_be_compiled() -> None:
+def test_a_compiled_step_is_not_cut_in_parts() -> None:
+    """One graph serves all lengths, whatever the number of threads."""
     query, key, value = states(SHAPES[0], 1100, torch.float32)
-    step = torch.compile(
-        lambda *x: grouped.by_products(*x, parts=4), backend="eager", fullgraph=True
-    )
-    rows = query.squeeze(2).unflatten(1, (1, -1))
-    torch.testing.assert_close(step(rows, key, value), grouped.by_products(rows, key, value))
+    about = (query.squeeze(2).unflatten(1, (1, -1)), key, value, None, SCALE)
+    step = torch.compile(grouped.grouped_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(step(*about), grouped.grouped_attention(*about))
 
 
 @pytest.mark.parametrize("slots", [7, 1025])
