@@ -35,12 +35,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "What remains on other data and tasks?": (
         *("smollm2-texts*", "smollm2-fit-texts", "smollm2-fit-mixed", "smollm2-fit-general"),
         *("smollm2-fit-shrinkage", "smollm2-zero-shot", "smollm2-recall", "smollm2-recall-fit"),
+        "smollm2-facts",
     ),
     "What remains in long contexts?": ("smollm2-ruler*", "needle"),
     "Does it combine with quantization and eviction?": (
         *("smollm2-pareto", "smollm2-presses", "composition", "width-bits"),
     ),
-    "What does it cost, and how fast is it?": ("smollm2-times", "cost", "merged-cost", "scale"),
+    "What does it cost, and how fast is it?": (
+        *("smollm2-times", "cost", "merged-cost", "scale"),
+    ),
     "Is it exact and reliable?": ("gguf-fidelity", "qk-norm", "reliability"),
     "Which parts of the method matter?": (
         *("smollm2-analyses", "smollm2-defaults", "smollm2-search", "analyses", "matched"),

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rap.methods.naming import result_today
+from rap.recovery.config import PRESETS
 from rap.recovery.layer_fit import FitConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,23 +126,29 @@ def in_place(command: str) -> str:
 
 def _command(result: dict[str, Any], folder: Path) -> str:
     """The command that writes a result of a folder where it lies today."""
-    return in_place(_complete(result, _fit_of(folder)))
+    return in_place(_complete(result, _set_then(folder)))
 
 
-def _fit_of(folder: Path) -> dict[str, Any]:
-    """What the layer-wise distillation of a comparison was set to, where that is no default now."""
+def _set_then(folder: Path) -> dict[str, Any]:
+    """What the recovery of a comparison was set to, where that is no default now."""
+    found: dict[str, Any] = {}
     for file in sorted(folder.glob("cells/*/config.json")):
-        fit = json.loads(file.read_text()).get("fit")
-        if fit:
-            today = asdict(FitConfig())
-            return {name: x for name, x in fit.items() if name != "seed" and today[name] != x}
-    return {}
+        config: dict[str, Any] = json.loads(file.read_text())
+        today = {f"fit.{name}": x for name, x in asdict(FitConfig()).items()}
+        then = {f"fit.{name}": x for name, x in (config.get("fit") or {}).items()}
+        if preset := PRESETS.get(config.get("recover", "").rpartition("+")[2]):
+            today |= asdict(preset)
+            then |= config.get("recovery") or {}
+        for name in then.keys() & today.keys() - {"seed", "fit.seed"}:
+            if then[name] != today[name]:
+                found[name] = then[name]
+    return dict(sorted(found.items()))
 
 
-def _complete(result: dict[str, Any], fit: dict[str, Any] | None = None) -> str:
+def _complete(result: dict[str, Any], recovery: dict[str, Any] | None = None) -> str:
     """The command of a result, with what it left to the defaults of its time.
 
-    They are sizes, whether heads are merged, and settings of layer-wise distillation.
+    They are sizes, whether heads are merged, and settings of the `recovery`.
     """
     # As it was called when the results were written.
     command = str(result_today(result)["command"])
@@ -160,9 +167,9 @@ def _complete(result: dict[str, Any], fit: dict[str, Any] | None = None) -> str:
         given = any(word.startswith(f"{name}=") for word in words)
         if name in ("text", "window", "num_windows") and not given:
             more += ["--measure", f"{name}={'null' if value is None else value}"]
-    for name, value in (fit or {}).items() if words[1] == "compare" else ():
-        if not any(word.startswith(f"fit.{name}=") for word in words):
-            more += ["--set", f"fit.{name}={value}"]
+    for name, value in (recovery or {}).items() if words[1] == "compare" else ():
+        if not any(word.startswith(f"{name}=") for word in words):
+            more += ["--set", f"{name}={'null' if value is None else value}"]
     return shlex.join([*words, *more]) if more else command
 
 

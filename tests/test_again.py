@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from cases.scripts import REPOSITORY, load_script
+from rap.recovery.config import PRESETS
 from rap.recovery.layer_fit import FitConfig
 
 SCRIPT = """import json, os, pathlib
@@ -231,12 +232,15 @@ def test_a_distillation_of_other_defaults_is_set_to_what_it_was(tmp_path):
     cell.mkdir(parents=True)
     default = asdict(FitConfig())
     fit = default | {"steps": default["steps"] + 7, "rate": default["rate"] * 2, "seed": 3}
-    (cell / "config.json").write_text(json.dumps({"fit": fit}))
+    full = asdict(PRESETS["full"]) | {"learning_rate": 0.5, "seed": 3}
+    config = {"fit": fit, "recover": "fit+full", "recovery": full}
+    (cell / "config.json").write_text(json.dumps(config))
     settings = {"num_windows": 24, "window": 1024, "measures": {}}
-    command = "rap compare --windows 24 --window 1024 --recover fit --set fit.rate=0.5 -o x"
+    command = "rap compare --windows 24 --window 1024 --recover fit+full --set fit.rate=0.5 -o x"
     made = {"command": command, "provenance": {"settings": settings}}
     repeated = load_script("experiments/again.py")._command(made, tmp_path)
-    assert repeated == f"{command} --set fit.steps={default['steps'] + 7}"
+    more = f"--set fit.steps={default['steps'] + 7} --set learning_rate=0.5"
+    assert repeated == f"{command} {more}"
 
 
 def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given():
