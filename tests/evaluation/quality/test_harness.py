@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cases.command import error_violations, run
+from rap.checkpoint.load import fingerprint_tokenizer
 from rap.evaluation.quality import harness
 from rap.evaluation.quality.harness import (
     GROUPS,
@@ -82,6 +83,13 @@ def test_score_is_the_one_computed_by_hand(folder, reference_model, tokenizer):
     assert score.value == by_hand(reference_model, tokenizer, normalized=True) < 1
     assert (score.task, score.num_examples, score.version) == ("four_questions", 4, "3.0")
     assert [module.training for module in reference_model.modules()] == modes
+
+
+def test_the_tokenizer_is_left_as_it_is(folder, reference_model, tokenizer):
+    """lm-eval makes the token that ends a text one that pads, which would make it another one."""
+    before = fingerprint_tokenizer(tokenizer)
+    run_tasks(reference_model, tokenizer, ["four_questions"], limit=1, folder=folder)
+    assert fingerprint_tokenizer(tokenizer) == before
 
 
 def test_command_twice_the_same_digits_with_fingerprint_and_versions(

@@ -3,6 +3,7 @@
 https://github.com/EleutherAI/lm-evaluation-harness, optional: `pip install lm-eval`.
 """
 
+import copy
 import functools
 import importlib
 import math
@@ -211,7 +212,9 @@ def _stderr(metric: str, value: float, count: int) -> float | None:
 def _wrapped(model: Any, tokenizer: Any, batch_size: int) -> Any:
     """The model as lm-eval takes it: as it is, on the device where it is."""
     device = str(model.get_input_embeddings().weight.device)
-    settings = {"tokenizer": tokenizer, "batch_size": batch_size, "device": device}
+    # A copy, because lm-eval gives one that pads with nothing a padding token.
+    own = copy.deepcopy(tokenizer)
+    settings = {"tokenizer": own, "batch_size": batch_size, "device": device}
     return choice_scorer()(pretrained=model, **settings)
 
 
