@@ -135,7 +135,9 @@ def _set_then(folder: Path) -> dict[str, Any]:
     for file in sorted(folder.glob("cells/*/config.json")):
         config: dict[str, Any] = json.loads(file.read_text())
         today = {f"fit.{name}": x for name, x in asdict(FitConfig()).items()}
-        then = {f"fit.{name}": x for name, x in (config.get("fit") or {}).items()}
+        fit = config.get("fit")
+        # Before it was a setting, all products were in float32.
+        then = {f"fit.{n}": x for n, x in ({"products": "float32"} | fit if fit else {}).items()}
         if preset := PRESETS.get(config.get("recover", "").rpartition("+")[2]):
             today |= asdict(preset)
             then |= config.get("recovery") or {}

@@ -243,6 +243,18 @@ def test_a_distillation_of_other_defaults_is_set_to_what_it_was(tmp_path):
     assert repeated == f"{command} {more}"
 
 
+def test_a_distillation_of_before_products_was_a_setting_is_in_float32(tmp_path):
+    cell = tmp_path / "cells" / "one"
+    cell.mkdir(parents=True)
+    fit = {name: x for name, x in asdict(FitConfig()).items() if name != "products"}
+    (cell / "config.json").write_text(json.dumps({"fit": fit}))
+    settings = {"num_windows": 24, "window": 1024, "measures": {}}
+    command = "rap compare --windows 24 --window 1024 --recover fit -o x"
+    made = {"command": command, "provenance": {"settings": settings}}
+    repeated = load_script("experiments/again.py")._command(made, tmp_path)
+    assert repeated == f"{command} --set fit.products=float32"
+
+
 def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given():
     """The default protocol has changed since; results keep the settings that they were made by."""
     complete = load_script("experiments/again.py")._complete

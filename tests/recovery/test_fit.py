@@ -25,7 +25,16 @@ from rap.recovery.streams import residual_scale
 from rap.runtime.layerwise import LayerwiseRunner
 from rap.runtime.sources import LoadedLayers
 
-CONFIG = FitConfig(window=16, num_windows=24, steps=25, batch=2, rate=0.03, scope="attention")
+CONFIG = FitConfig(
+    window=16,
+    num_windows=24,
+    steps=25,
+    batch=2,
+    rate=0.03,
+    scope="attention",
+    products="float32",
+)
+HALF = replace(CONFIG, rate=0.01, products="bfloat16")
 WINDOWS = random_tokens(24, 16)
 # Layers that read the keys of others cannot work one by one.
 SHARING = [case for case in FAMILIES if case.value_norm]
@@ -77,7 +86,7 @@ def test_every_family_is_fitted(case: Case) -> None:
     plan = random_case_plan(dense, case)
     small = rap.apply(dense, plan)
     # Few tokens are learned by heart: more of them, and slower.
-    results = fit_layers(small, dense, random_tokens(64, 16), replace(CONFIG, rate=0.01))
+    results = fit_layers(small, dense, random_tokens(64, 16), HALF)
     kept = [index for index, layer in enumerate(plan.layers) if layer is not None]
     assert [found.layer for found in results] == kept
     assert sum(found.after for found in results) < sum(found.before for found in results)
@@ -157,7 +166,7 @@ def test_a_whole_block_is_fitted(case: Case) -> None:
     small = rap.apply(dense, random_case_plan(dense, case))
     before = {name: tensor.clone() for name, tensor in small.state_dict().items()}
     # Few tokens are learned by heart: more of them, and slower.
-    config = replace(CONFIG, scope="block", rate=0.01, feed_forward_rate=0.003)
+    config = replace(HALF, scope="block", feed_forward_rate=0.003)
     results = fit_layers(small, dense, random_tokens(128, 16), config)
     changed = {n for n, tensor in small.state_dict().items() if not torch.equal(tensor, before[n])}
     assert any(found.kept for found in results)
@@ -266,6 +275,44 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
         fit_layers(other, dense, WINDOWS, replace(config, steps=3), work=tmp_path)
 
 
+def test_products_alone_are_in_bfloat16(pair: tuple[Any, Any]) -> None:
+    """Weights keep their type, and a layer is judged as it will be used."""
+    dense, _ = pair
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    def watch(module: Any, args: Any, output: Tensor) -> None:
+        seen.append((torch.is_grad_enabled(), output.dtype))
+
+    plan = random_plan(dense, ((4, 8), (3, 6), (4, 8)))
+    fitted = {}
+    for products in ("float32", "bfloat16"):
+        small = rap.apply(dense, plan)
+        watched = small.model.layers[0].self_attn.v_proj.register_forward_hook(watch)
+        fitted[products] = fit_layers(small, dense, WINDOWS, replace(HALF, products=products))[0]
+        watched.remove()
+        assert {parameter.dtype for parameter in small.parameters()} == {torch.float32}
+    types: dict[bool, list[torch.dtype]] = {True: [], False: []}
+    for training, dtype in seen:
+        types[training].append(dtype)
+    assert set(types[True]) == {torch.float32, torch.bfloat16}
+    assert set(types[False]) == {torch.float32}
+    assert fitted["bfloat16"].before == fitted["float32"].before
+    assert fitted["bfloat16"].after == pytest.approx(fitted["float32"].after, rel=0.02)
+    assert fitted["bfloat16"].after != fitted["float32"].after
+
+
+@pytest.mark.parametrize(("able", "half"), [("avx512_bf16", True), ("avx512_f", False)])
+def test_products_are_in_bfloat16_where_the_device_has_them(
+    able: str, half: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {able: True})
+    cpu = torch.device("cpu")
+    assert layer_fit.multiplies_bfloat16(cpu, "auto") is half
+    assert layer_fit.multiplies_bfloat16(cpu, "bfloat16")
+    assert not layer_fit.multiplies_bfloat16(cpu, "float32")
+    assert not layer_fit.multiplies_bfloat16(torch.device("mps"), "auto")
+
+
 def test_a_low_precision_model_is_fitted_in_float32(pair: tuple[Any, Any]) -> None:
     dense, small = (model.bfloat16() for model in pair)
     results = fit_layers(small, dense, WINDOWS, CONFIG)
@@ -285,7 +332,8 @@ def test_what_cannot_be_fitted_is_refused(pair: tuple[Any, Any]) -> None:
         small.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
     with pytest.raises(RapError, match="layer 1"):
         fit_layers(small, dense, WINDOWS, CONFIG)
-    wrong = {"steps": 0, "rate": 0.0, "drift": 2.0, "held_out": 1.0, "scope": "all"}
+    wrong: dict[str, Any] = {"steps": 0, "rate": 0.0, "drift": 2.0, "held_out": 1.0}
+    wrong |= {"scope": "all", "products": "float16"}
     for name, value in wrong.items():
         with pytest.raises(RapError, match=f"fit {name}"):
             FitConfig(**{name: value})

@@ -22,6 +22,7 @@ from ..runtime.settings import Count, Positive, Within, check_fields
 from .streams import call_of
 
 Scope = Literal["attention", "block"]
+Products = Literal["auto", "float32", "bfloat16"]
 WARMUP_STEPS = 5
 BETAS = (0.9, 0.95)  # in a few hundred steps the second moment must not remember the first ones
 
@@ -38,7 +39,9 @@ class FitConfig:
     output before it is added: there all of it is left to the layers behind). `scope` says what
     of a layer is trained, and what is wanted to come out right: its attention, or "block", all of
     it, where the matrices of a dense feed-forward begin at `feed_forward_rate`, and experts and
-    their routers stay.
+    their routers stay. `products` is the type in which a layer that is trained multiplies matrices:
+    "auto" is bfloat16 where the device does so itself, which takes two thirds of the time, else
+    float32. Weights, their updates and what judges them are float32 in any case.
     """
 
     window: Annotated[int, Within(least=2)] = 512
@@ -51,6 +54,7 @@ class FitConfig:
     drift: Annotated[float, Within(least=0, most=1)] = 1.0
     scope: Scope = "block"
     feed_forward_rate: Positive = 0.01
+    products: Products = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -152,8 +156,11 @@ class LayerProblem:
             groups.append({"params": [parameter.requires_grad_(True)], "lr": rate * size})
         optimizer = torch.optim.Adam(groups, betas=BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
+        device = next(self.layer.parameters()).device
+        half = multiplies_bfloat16(device, self.config.products)
         for rows in self._batches():
-            loss = self.loss(rows)
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                loss = self.loss(rows)
             if not torch.isfinite(loss):
                 raise RapError(
                     f"layer {self.index}: the loss of layer-wise distillation is not finite; lower "
@@ -179,6 +186,16 @@ class LayerProblem:
                 left = torch.cat([left, torch.randperm(count, generator=generator)])
             yield left[: self.config.batch]
             left = left[self.config.batch :]
+
+
+def multiplies_bfloat16(device: torch.device, products: Products) -> bool:
+    """Whether products are in bfloat16: as asked for, or where a device of that kind has them."""
+    if products != "auto":
+        return products == "bfloat16"
+    if device.type == "cpu":
+        able = torch.cpu.get_capabilities()
+        return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def trained_parameters(
