@@ -41,9 +41,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Does it combine with quantization and eviction?": (
         *("smollm2-pareto", "smollm2-presses", "composition", "width-bits"),
     ),
-    "What does it cost, and how fast is it?": (
-        *("smollm2-times", "cost", "merged-cost", "scale"),
-    ),
+    "What does it cost, and how fast is it?": ("smollm2-times", "cost", "merged-cost", "scale"),
     "Is it exact and reliable?": ("gguf-fidelity", "qk-norm", "reliability"),
     "Which parts of the method matter?": (
         *("smollm2-analyses", "smollm2-defaults", "smollm2-search", "analyses", "matched"),

@@ -88,7 +88,8 @@ FIGURE_NOTE = """![KL to the dense model against KV-cache size](methods.svg)
 Hollow: no recovery. Filled: layer-wise distillation. Unlabeled: all other methods, no recovery.
 The runs are those of the tables below, and of other ratios in {sweeps}.
 """
-SHORT_NOTE = """Layer-wise as above, and short: 60 steps per layer on 48 samples, in two fifths of the time.
+SHORT_NOTE = """Layer-wise as above; short: 60 steps per layer on 48 samples, in two fifths of the
+time.
 """
 BEYOND_HEAD = """# Beyond perplexity on WikiText-2
 

@@ -34,7 +34,8 @@ def people_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "sources"),
     [
-        (AUTO, ["bundled", "repeated:bundled", "own", "python"]),
+        (AUTO, ["bundled", "own", "repeated:own", "python"]),
+        ("bundled", ["bundled", "repeated:bundled", "own", "python"]),
         ("mine.txt", ["mine.txt", "repeated:mine.txt", "own", "python"]),
         ("wikitext2", ["wikitext2", "repeated:wikitext2", "own", "python"]),
         ("only:mine.txt", ["mine.txt"]),
@@ -55,10 +56,14 @@ def test_one_source_is_completed_and_what_is_said_exactly_is_not(
 def test_a_model_that_cannot_write_is_given_no_samples() -> None:
     found = named_sources(SILENT.calibration("mine.txt"))
     assert found == ["mine.txt", "repeated:mine.txt", "python"]
+    found = named_sources(SILENT.calibration(AUTO))
+    assert found == ["bundled", "repeated:bundled", "python"]
 
 
 def test_fewer_windows_than_sources_are_of_the_given_one() -> None:
     assert WRITES.calibration("mine.txt", 3) == "mine.txt"
+    assert WRITES.calibration(AUTO, 3) == "bundled"
+    assert len(named_sources(WRITES.calibration(AUTO, 4))) == 4
     assert len(named_sources(WRITES.calibration("mine.txt", 4))) == 4
 
 
@@ -90,7 +95,7 @@ def test_a_compression_does_by_default_what_the_defaults_say(tmp_path: Path) -> 
     assert done.code == 0, done.err
     report = read_json(tmp_path / "out/rap_report.json", "")
     assert report["recovery"]["name"] == "fit"
-    assert report["recovery"]["texts"] == ["bundled,repeated:bundled,own,python"]
+    assert report["recovery"]["texts"] == ["bundled,own,repeated:own,python"]
     assert report["own_samples"]["documents"] == 6
     assert "recovered" in done.out + done.err
     assert "--preset full" in done.err  # the fit is done
