@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import load_config, load_tokenizer, without_tensors
-from ..data.sampling import first_token
 from ..data.own import OWN
+from ..data.sampling import first_token
 from ..data.splits import REPEATED
 from ..data.stdlib import PYTHON
 from ..data.text import completed_source
@@ -19,7 +19,8 @@ from ..model.errors import RapError
 
 AUTO = "auto"
 PRETRAINED = 20_000_000  # parameters; the bundled test model has 4.6 million
-# Nobody's text: half of it is what the model writes, which keeps its facts (docs/log.md, 2026-11-26).
+# Where nobody gives a text. Half of it is what the model writes: it keeps its facts
+# (docs/log.md, 2026-11-26).
 UNASKED = ("bundled", OWN, f"{REPEATED}{OWN}", PYTHON)
 
 
