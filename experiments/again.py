@@ -59,6 +59,10 @@ MODELS = {
         "smollm2-fit-repeated-reach/models/rap-reach=1024-merge=1-0.7-fit-*"
     ),
     "fitted/mixed-0.7": "smollm2-fit-mixed/models/rap-merge=1-0.7-fit-*",
+    "fitted/default-160": "smollm2-merged-default/models/rap-merge=all-profile=stock-0.5-fit-*",
+    "fitted/general-60": "smollm2-merged-python/models/rap-general-merge=all-0.5-fit-*",
+    "fitted/twice-60": "smollm2-merged-own-twice/models/rap-merge=all-profile=stock-0.5-fit-*",
+    "fitted/encyclopedia-60": "smollm2-merged-encyclopedia/models/rap-merge=all-profile=*-fit-*",
     "fitted/merged-plain-0.5": "smollm2-merged/models/rap-merge=all-profile=stock-0.5-fit-*",
     "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",
     "fitted/palu-0.5": "smollm2-fit-methods/models/palu-0.5-fit-*",
