@@ -131,15 +131,9 @@ class Evidence:
     def __init__(self, experiments: Path = EXPERIMENTS) -> None:
         self.experiments, first = experiments, Measured(experiments)
         self.cells = {Key(*key): cell for key, cell in first.cells.items()}
-        for folder in MORE:
-            self.cells |= dict(self._cells(folder))
-        self.timed = {key: cell for folder in TIMED for key, cell in self._cells(folder)}
-        self.short = {
-            key: cell
-            for folder in SHORT
-            for key, cell in self._cells(folder)
-            if key.recover == SHOWN
-        }
+        self.cells |= dict(self._cells(*MORE))
+        self.timed = dict(self._cells(*TIMED))
+        self.short = {key: cell for key, cell in self._cells(*SHORT) if key.recover == SHOWN}
         self.texts, self.recalled = self.measured(*OTHER), self.measured(*RECALL)
         self.ruled = {length: dict(self._named(folder)) for length, folder in RULED.items()}
         self.whole = dict(self._named(WHOLE))
@@ -148,11 +142,12 @@ class Evidence:
         self.scores = {key: first.score(key.method, key.retain, key.recover) for key in self.cells}
         self.dense, self.protocol = self.cells[DENSE], first.protocol
 
-    def _cells(self, folder: str) -> Iterator[tuple[Key, dict[str, Any]]]:
-        file = self.experiments / folder / "compare.json"
-        if file.is_file():
-            for cell in result_today(json.loads(file.read_text(encoding="utf-8")))["cells"]:
-                yield Key(cell["method"], cell["retain"], cell["recover"]), cell
+    def _cells(self, *folders: str) -> Iterator[tuple[Key, dict[str, Any]]]:
+        """The models of comparisons, in the order of their folders."""
+        for file in (self.experiments / folder / "compare.json" for folder in folders):
+            if file.is_file():
+                for cell in result_today(json.loads(file.read_text(encoding="utf-8")))["cells"]:
+                    yield Key(cell["method"], cell["retain"], cell["recover"]), cell
 
     def evaluated(self, folder: str) -> dict[Key, dict[str, Any]]:
         """The perplexities of single models in a folder."""
@@ -160,8 +155,7 @@ class Evidence:
 
     def measured(self, folders: tuple[str, ...], what: str) -> dict[Key, dict[str, Any]]:
         """The runs of which something was measured; those of later folders count."""
-        runs = (run for folder in folders for run in self._cells(folder))
-        return {key: cell for key, cell in runs if cell.get(what)}
+        return {key: cell for key, cell in self._cells(*folders) if cell.get(what)}
 
     def _named(self, folder: str) -> Iterator[tuple[Key, dict[str, Any]]]:
         """Results of single models, which their files are named by."""
@@ -254,7 +248,9 @@ def timed_on(evidence: Evidence, retain: float) -> str:
     """Where the times of a ratio were taken, a paragraph; nothing where none were."""
     cells = (cell for key, cell in evidence.timed.items() if key.retain == retain)
     devices = sorted({cell["provenance"]["device"] for cell in cells})
-    return f"Timed on {', '.join(devices)}.\n\n" if devices else ""
+    # Of one processor, only the threads differ.
+    shown = re.sub(r"(\w+ \(\w+, )(\d+) threads\) or \1", r"\1\2 or ", " or ".join(devices))
+    return f"Timed on {shown}, always alongside the dense model.\n\n" if devices else ""
 
 
 def _share(cell: dict[str, Any], dense: dict[str, Any], name: str) -> str:

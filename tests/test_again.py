@@ -226,33 +226,31 @@ def test_times_and_what_others_published_are_no_figures(again):
     assert list(again.figures(same, same, "file")) == [("file rap:paper at 0.5 kl", 0.4, 0.4)]
 
 
+def repeated(folder, command, config):
+    """How a command is repeated that left a cell with this config in the folder."""
+    cell = folder / "cells" / "one"
+    cell.mkdir(parents=True)
+    (cell / "config.json").write_text(json.dumps(config))
+    settings = {"num_windows": 24, "window": 1024, "measures": {}}
+    made = {"command": command, "provenance": {"settings": settings}}
+    return load_script("experiments/again.py")._command(made, folder)
+
+
 def test_a_distillation_of_other_defaults_is_set_to_what_it_was(tmp_path):
     """Cells keep all its settings, a command only those that were given."""
-    cell = tmp_path / "cells" / "one"
-    cell.mkdir(parents=True)
     default = asdict(FitConfig())
     fit = default | {"steps": default["steps"] + 7, "rate": default["rate"] * 2, "seed": 3}
     full = asdict(PRESETS["full"]) | {"learning_rate": 0.5, "seed": 3}
     config = {"fit": fit, "recover": "fit+full", "recovery": full}
-    (cell / "config.json").write_text(json.dumps(config))
-    settings = {"num_windows": 24, "window": 1024, "measures": {}}
     command = "rap compare --windows 24 --window 1024 --recover fit+full --set fit.rate=0.5 -o x"
-    made = {"command": command, "provenance": {"settings": settings}}
-    repeated = load_script("experiments/again.py")._command(made, tmp_path)
     more = f"--set fit.steps={default['steps'] + 7} --set learning_rate=0.5"
-    assert repeated == f"{command} {more}"
+    assert repeated(tmp_path, command, config) == f"{command} {more}"
 
 
 def test_a_distillation_of_before_products_was_a_setting_is_in_float32(tmp_path):
-    cell = tmp_path / "cells" / "one"
-    cell.mkdir(parents=True)
     fit = {name: x for name, x in asdict(FitConfig()).items() if name != "products"}
-    (cell / "config.json").write_text(json.dumps({"fit": fit}))
-    settings = {"num_windows": 24, "window": 1024, "measures": {}}
     command = "rap compare --windows 24 --window 1024 --recover fit -o x"
-    made = {"command": command, "provenance": {"settings": settings}}
-    repeated = load_script("experiments/again.py")._command(made, tmp_path)
-    assert repeated == f"{command} --set fit.products=float32"
+    assert repeated(tmp_path, command, {"fit": fit}) == f"{command} --set fit.products=float32"
 
 
 def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given():

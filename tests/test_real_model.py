@@ -123,6 +123,17 @@ def test_times_of_prompts_are_shown_once_there_are_some(script):
     assert row[6] == "50%"
 
 
+def test_the_devices_of_times_are_said_once(script):
+    evidence = script.Evidence()
+    assert script.timed_on(evidence, 0.7).startswith("Timed on cpu (x86_64, 1 or 2 threads), ")
+    evidence.timed = {
+        script.Key("a", 0.7): {"provenance": {"device": "cpu (x86_64, 2 threads)"}},
+        script.Key("b", 0.7): {"provenance": {"device": "a GPU"}},
+    }
+    assert " on a GPU or cpu (x86_64, 2 threads), " in script.timed_on(evidence, 0.7)
+    assert script.timed_on(evidence, 0.1) == ""
+
+
 def test_methods_are_followed_from_ratio_to_ratio(script):
     evidence = script.Evidence()
     rows = script.sweep_table(evidence).splitlines()[2:]
