@@ -16,8 +16,9 @@ from rap.model.kernels.rope_pairs import reference as rope_reference
 from rap.model.rope import gather_pairs, rotate_pairs
 
 ROOM = 2.0
-# A result that plain PyTorch has exactly may still be off by the last place of its dtype.
-FLOOR = {torch.float32: 1e-7, torch.float16: 1e-4, torch.bfloat16: 1e-3}
+# A result that plain PyTorch has exactly may still be off by the last place of its dtype. Compiled,
+# exp(x) is the hardware's exp2 of a rounded product: float32 weights are off by 2^-22 + |x| 2^-24.
+FLOOR = {torch.float32: 5e-7, torch.float16: 1e-4, torch.bfloat16: 1e-3}
 
 
 def assert_close(found: Tensor, plain: Tensor, exact: Tensor) -> None:
@@ -28,7 +29,7 @@ def assert_close(found: Tensor, plain: Tensor, exact: Tensor) -> None:
     # Else both may be far off: 0.01 is the most that rounding does here, a wrong sign is near 1.
     assert _error(plain, exact) < 0.05 * size
     allowed = ROOM * _error(plain, exact) + FLOOR[found.dtype] * size
-    assert _error(found, exact) <= allowed
+    assert _error(found, exact) <= allowed, f"{_error(found, exact):.3g} of {allowed:.3g}"
 
 
 def _error(found: Tensor, exact: Tensor) -> float:

@@ -151,7 +151,7 @@ def test_every_layout_of_the_benchmark_runs(name):
     config = LlamaConfig(**CONFIG.to_dict() | {"num_attention_heads": 16, "num_key_value_heads": 8})
     made = LAYOUTS.pruned_config(config, name)
     for variant in ROOFLINE.variants_of(name, "cuda"):
-        model = LAYOUTS.random_model(made, dtype=torch.float32, device="cuda")
+        model = random_model(made, dtype=torch.float32, device="cuda")
         step = DecodeStep(model, variant, batch=2, context=100, steps=3)
         step()
         assert step.logits.isfinite().all()

@@ -140,7 +140,7 @@ class RapAttention(nn.Module):
             self.config._attn_implementation, self.eager_attention
         )
         fuses: Any = getattr(attend, "fuses", None)
-        if self.fusable and fuses and fuses(self, (q, k, v), cache, attention_mask):
+        if self.fusable and fuses is not None and fuses(self, (q, k, v), cache, attention_mask):
             output = self._fused_step(attend, (q, k, v), tables, cache, attention_mask)
             weights = None
         else:

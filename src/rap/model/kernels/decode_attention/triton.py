@@ -287,7 +287,7 @@ _MAX_SPLITS = 64
 # again, mostly from the L2 cache.
 _MAX_QUERIES = 32
 # Blocks of keys and values in flight: two stages, within the shared memory of any GPU.
-_STAGES, _BLOCK_BYTES = 2, 2**16
+_STAGES, _BLOCK_BYTES, _WARPS = 2, 2**16, 4
 
 
 def num_splits(programs: int, num_cached: int, block: int, device: torch.device) -> int:
@@ -363,7 +363,7 @@ def launch(
         NUM_QUERIES=heads // groups, NUM_SLOTS=0 if new is None else new[4].shape[1],
         WIDTH=width, VALUE_WIDTH=value_width, FUSED=new is not None, CLOCKWISE=clockwise,
         MASKED=keep_BS is not None, LENGTHS=lengths_B is not None, CAPPED=softcap is not None,
-        TILES=tiles, **blocks, num_warps=4, num_stages=_STAGES,
+        TILES=tiles, **blocks, num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     output = q_BHW.new_empty(batch, heads, value_width)
     decode_reduce_kernel[(heads, batch)](
