@@ -1,6 +1,7 @@
 """What the fit costs a layer: seconds and memory, and with them the whole of a large model.
 
     python benchmarks/fit.py [--device cpu] [--retain 0.5] [--scope block] [--whole]
+        [--shapes SmolLM2-135M Llama-3-8B]
 
 One layer of Llama-3-8B's shape, and one of SmolLM2-135M's as a check against a real run, with
 random weights in float32. The fit's time is a number of steps and a number of windows: three short
@@ -123,10 +124,10 @@ def row(found: dict[str, Any], settings: FitConfig) -> list[str]:
     layer = found["rest"] + settings.num_windows * found["window"] + settings.steps * found["step"]
     return [
         found["shape"],
-        figure(found["step"], ".2f", " s"),
-        figure(found["window"], ".2f", " s"),
+        figure(found["step"], ".3g", " s"),
+        figure(found["window"], ".3g", " s"),
         figure(found["peak"] / 2**30, ".2f", " GiB"),
-        figure(layer, ",.0f", " s"),
+        figure(layer, ",.3g", " s"),
         figure(layers * layer / 3600, ",.1f", " h"),
     ]
 
@@ -136,6 +137,7 @@ def main() -> None:
     made = parser(__doc__, rounds=1)
     made.add_argument("--retain", type=float, default=0.5)
     made.add_argument("--scope", choices=get_args(Scope), default=FitConfig.scope)
+    made.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
     made.add_argument("--shape", choices=tuple(SHAPES), help="measure one, print JSON")
     made.add_argument("--whole", action="store_true", help="time all of it: SmolLM2, an 8B layer")
     made.add_argument("--quick", action="store_true", help="with --whole: tiny sizes")
@@ -145,7 +147,7 @@ def main() -> None:
         print(json.dumps(measured(arguments, arguments.shape)))
         return
     rows = []
-    for shape in SHAPES:
+    for shape in arguments.shapes:
         if arguments.quick:  # peaks then are of no interest
             rows.append(measure_whole(arguments, shape))
             continue

@@ -238,9 +238,7 @@ def main() -> None:
     timer.daemon = True
     timer.start()
     with ThreadPoolExecutor(run.arguments.workers) as pool:
-        dense = [
-            pool.submit(evaluate, run, run.output / "wikitext", "dense", run.arguments.model)
-        ]
+        dense = [pool.submit(evaluate, run, run.output / "wikitext", "dense", run.arguments.model)]
         work = [*dense, *(pool.submit(chain, run, *wanted) for wanted in WANTED)]
         for future in work:
             error = future.exception()

@@ -1,18 +1,18 @@
 """Which tensors the Triton kernels take."""
 
-import functools
 import importlib.util
 
 import torch
 from torch import Tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Asked before torch.compile looks, which cannot follow the question. Triton is not imported for it.
+_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed; it is not imported for the answer."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is installed."""
+    return _INSTALLED
 
 
 def takes_triton(tensor: Tensor) -> bool:
