@@ -113,11 +113,14 @@ def write(
     """Write the result with its command and provenance, and print its tables if `show`."""
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
     made = provenance(**{"dtype": str(dtype_of(arguments.device))} | settings)
-    if not is_cuda(arguments.device):
+    if is_cuda(arguments.device):
+        made["device"] = device_name(arguments.device)  # that of the processes which measured
+    else:
         threads = torch.get_num_threads()
         made["device"] = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
     made["packages"]["triton"] = installed_version("triton")
     made["load_average"] = {"begin": LOAD, "end": os.getloadavg()}
+    made["command"] = re.sub(r" --output \S+", "", made["command"] or "")  # of one machine
     result = {**result, "provenance": made, "command": made["command"]}
     path = output_path(name, arguments)
     path.parent.mkdir(parents=True, exist_ok=True)

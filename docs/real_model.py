@@ -43,7 +43,7 @@ FIGURE = "docs/measurements/methods.svg"
 RATIOS = (0.7, 0.5)
 RECOVERIES = {"none": "no recovery", "fit": "layer-wise", "fit+full": "end-to-end"}
 MORE = ("smollm2-starkv", "smollm2-fit-svdllm", "smollm2-fit-others", "smollm2-fit-shrinkage")
-MORE += ("smollm2-merged-sweep", "smollm2-quarter")
+MORE += ("smollm2-merged-sweep", "smollm2-quarter", "smollm2-palu-h200", "smollm2-transmla-h200")
 # The methods that are followed from ratio to ratio.
 FOLLOWED = ("rap:merge=all", "rap:merge=all:profile=stock", SEPARATE, "palu", "transmla")
 FOLLOWED += ("rap:paper",)

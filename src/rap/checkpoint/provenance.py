@@ -19,7 +19,6 @@ PACKAGES = ("torch", "transformers", "safetensors", "peft", "accelerate", "datas
 HERE = Path(__file__).resolve()
 CHECKOUT = HERE.parents[3]  # where the package runs from a checkout; git says whether it does
 GIT_SECONDS = 20
-COMMIT = "RAP_COMMIT"  # of a copy without its history, as in a container
 
 
 def installed_version(package: str) -> str | None:
@@ -54,12 +53,12 @@ def _processor(more: str = "") -> str:
 def code_commit(module: Path = HERE) -> str | None:
     """The commit of the checkout that holds `module`, shortened, `+` if tracked files differ.
 
-    Outside a checkout, and where git does not answer, what the environment variable RAP_COMMIT
-    names, or None. Asked once a process: the code that runs is what it was when the process began.
+    None outside a checkout, and where git does not answer. Asked once a process: the code that
+    runs is what it was when the process began.
     """
     # An installed package may lie in somebody else's repository, which does not track it.
     if _git(module, "ls-files", "--error-unmatch", "--", module.name) is None:
-        return os.environ.get(COMMIT)
+        return None
     return _git(module, "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+")
 
 
