@@ -31,7 +31,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("smollm2-fit-others", "smollm2-distil*", "smollm2-refit", "ladder"),
         *("recovery-ablations", "smollm2-*-h200"),
     ),
-    "What do merged heads keep?": ("smollm2-merged*", "merged-bundled", "joint-latent"),
+    "What do merged heads keep?": (
+        *("smollm2-merged*", "smollm2-default-whole", "merged-bundled", "joint-latent"),
+    ),
     "What remains on other data and tasks?": (
         *("smollm2-texts*", "smollm2-fit-texts", "smollm2-fit-mixed", "smollm2-fit-general"),
         *("smollm2-fit-shrinkage", "smollm2-zero-shot", "smollm2-recall", "smollm2-recall-fit"),

@@ -59,6 +59,18 @@ def test_a_flat_distribution_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> N
     assert nucleus(flat, 0.1)[0].shape == (1, 2)
 
 
+def test_a_tail_that_is_short_is_not_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the first few tokens, four times as many are tried before the whole vocabulary."""
+    monkeypatch.setattr(sampling, "FEW", 2)
+    assert nucleus(torch.full((1, 64), 1 / 64), 0.1)[0].shape == (1, 8)
+
+
+def test_the_attention_of_the_model_is_its_own_again(model: Any) -> None:
+    model.set_attn_implementation("sdpa")
+    draw(model, [3], 1, ASKED)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_temperature_spreads_what_is_drawn(model: Any) -> None:
     def kinds(temperature: float) -> int:
         asked = Corpus(tokens=64, temperature=temperature, top_p=1.0)

@@ -22,13 +22,14 @@ from transformers import PreTrainedConfig
 from ..checkpoint.files import check_output_file, whole_file
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
+from ..model.kernels.growing_cache import grow
 from ..model.layers import trained_length
 from ..runtime.progress import Progress
 from ..runtime.settings import Count, Positive, Share, Within, check_fields
-from ..runtime.state import evaluating
+from ..runtime.state import evaluating, shared_reads
 from .bos import bos_token
 
-FEW = 2048  # tokens
+FEW, MORE = 8192, 4  # tokens, and how many times as many are tried next
 MESSAGE = "What a user says"  # stands for it in a chat template
 
 
@@ -178,15 +179,17 @@ def draw(
     # Drawn on the CPU, whose generator gives the same numbers on every machine.
     generator = torch.Generator().manual_seed(asked.seed * 2**32 + start)
     ids, cache, drawn = torch.tensor([list(prompt_P)] * count), None, []
-    with evaluating(model):
+    with evaluating(model), shared_reads(model):
         for _ in range(asked.tokens + 1 - len(prompt_P)):
             output = model(
                 input_ids=ids.to(device), past_key_values=cache, use_cache=True, logits_to_keep=1
             )
-            cache = output.past_key_values
-            logits = output.logits[:, -1].float().cpu() / asked.temperature
+            made = output.past_key_values
+            cache = made if cache is not None else grow(made, asked.tokens)
+            logits = output.logits[:, -1].float() / asked.temperature
             token_BN, likely_BN = nucleus(logits.softmax(-1), asked.top_p)
-            ids = token_BN.gather(1, torch.multinomial(likely_BN, 1, generator=generator))
+            chosen_B1 = torch.multinomial(likely_BN.cpu(), 1, generator=generator)
+            ids = token_BN.cpu().gather(1, chosen_B1)
             drawn.append(ids)
             if bar is not None:
                 bar.advance(count)
@@ -203,7 +206,7 @@ def nucleus(probabilities_BV: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """
     vocabulary = probabilities_BV.shape[-1]
     # Few tokens are nearly always enough, and a whole vocabulary is slow to sort.
-    for count in (min(FEW, vocabulary), vocabulary):
+    for count in sorted({min(FEW, vocabulary), min(MORE * FEW, vocabulary), vocabulary}):
         likely_BN, token_BN = probabilities_BV.topk(count)
         if bool((likely_BN.sum(-1) >= top_p).all()):
             break

@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..model.attention import ATTENTION
 
 
 @contextmanager
@@ -31,6 +34,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def shared_reads(model: Any) -> Iterator[None]:
+    """SDPA as `rap` inside, which reads the keys of a group once, also under a mask."""
+    before = model.config._attn_implementation
+    if before == "sdpa":
+        model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        if before == "sdpa":
+            model.set_attn_implementation(before)
 
 
 @contextmanager

@@ -7,8 +7,7 @@ Shapes: B rows of a batch, P tokens of a prompt, T tokens of a text, S tokens in
 dim, V vocabulary, N tokens of it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +19,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...data.sampling import nucleus
-from ...model.attention import ATTENTION
 from ...model.kernels.growing_cache import grow
 from ...runtime.logits import Head, decoder_of
 from ...runtime.progress import Progress
 from ...runtime.settings import Positive, Share, check_fields
-from ...runtime.state import evaluating
+from ...runtime.state import evaluating, shared_reads
 from ..retrieval.documents import evaluation_rng
 
 _TINY = float(np.finfo(np.float32).tiny)  # an exponential can be 0, by which nothing is divided
@@ -79,7 +77,7 @@ def write(
     """
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     found: dict[int, Text] = {}
-    with evaluating(model), _shared_reads(model):
+    with evaluating(model), shared_reads(model):
         for start in range(0, len(order), batch_size):
             batch = _Batch(model, prompts, order[start : start + batch_size], sampling)
             found |= batch.write(num_tokens, frozenset(ends), bar)
@@ -186,16 +184,3 @@ class _Batch:
 def _selects(cache: Any) -> bool:
     """Whether rows can be taken out of every layer of a cache."""
     return all(isinstance(layer, DynamicLayer) for layer in getattr(cache, "layers", [None]))
-
-
-@contextmanager
-def _shared_reads(model: Any) -> Iterator[None]:
-    """SDPA as `rap` inside, which reads the keys of a group once, also under a mask."""
-    before = model.config._attn_implementation
-    if before == "sdpa":
-        model.set_attn_implementation(ATTENTION)
-    try:
-        yield
-    finally:
-        if before == "sdpa":
-            model.set_attn_implementation(before)
