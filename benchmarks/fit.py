@@ -7,8 +7,8 @@ One layer of Llama-3-8B's shape, and one of SmolLM2-135M's as a check against a 
 random weights in float32. The fit's time is a number of steps and a number of windows: three short
 runs tell what one of each takes, and the defaults of `--recover fit` are added up from that. Peak
 memory is the process's (Linux) or the device's, beyond the weights that are there before.
-With `--whole` (for a GPU) nothing is computed: all layers of SmolLM2's shape and one of the 8B's
-are distilled with the default settings.
+With `--whole` (for a GPU, where short runs differ by their launches alone) nothing is computed: all
+layers of SmolLM2's shape and one of the 8B's are distilled with the default settings.
 """
 
 import json
