@@ -49,7 +49,8 @@ FOLLOWED = ("rap:merge=all", "rap:merge=all:profile=stock", SEPARATE, "palu", "t
 FOLLOWED += ("rap:paper",)
 TIMED = ("smollm2-times", "smollm2-merged-times")
 # Layer-wise distillation of fewer steps, with which all ratios fit into a day.
-SHORT = ("smollm2-merged-short", "smollm2-merged-fits")
+SHORT = ("smollm2-merged-short", "smollm2-merged-fits", "smollm2-merged-ratios")
+SHORT += ("smollm2-merged-plain-quarter",)
 TEXTS = ("smollm2-fit-texts", "smollm2-texts", "smollm2-texts-distilled", "smollm2-fit-shrinkage")
 RECALLED = ("smollm2-recall", "smollm2-recall-fit", "smollm2-texts", "smollm2-texts-distilled")
 SWEPT = ("smollm2-sweep", "smollm2-fit-sweep", "smollm2-merged-sweep", "smollm2-quarter")
