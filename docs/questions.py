@@ -32,7 +32,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("recovery-ablations", "smollm2-*-h200"),
     ),
     "What do merged heads keep?": (
-        *("smollm2-merged*", "smollm2-default-whole", "merged-bundled", "joint-latent"),
+        *("smollm2-merged*", "smollm2-default-*", "merged-bundled", "joint-latent"),
     ),
     "What remains on other data and tasks?": (
         *("smollm2-texts*", "smollm2-fit-texts", "smollm2-fit-mixed", "smollm2-fit-general"),

@@ -45,7 +45,7 @@ TEXTS = (
     "chat.jsonl",
     "tasks",
 )
-# Models that commands read, and what an experiment keeps them as: OUT/models/CELL.
+# Models that commands read, and what an experiment keeps them as: OUT/models/CELL, or OUT/out.
 MODELS = {
     "cut/rap-0.7": "smollm2-far/models/rap-merge=1-0.7-none-*",
     "cut/rap-paper-0.7": "smollm2-texts/models/rap-paper-0.7-none-*",
@@ -63,6 +63,7 @@ MODELS = {
     "fitted/general-60": "smollm2-merged-python/models/rap-general-merge=all-0.5-fit-*",
     "fitted/twice-60": "smollm2-merged-own-twice/models/rap-merge=all-profile=stock-0.5-fit-*",
     "fitted/encyclopedia-60": "smollm2-merged-encyclopedia/models/rap-merge=all-profile=*-fit-*",
+    "fitted/default-plain-0.5": "smollm2-default-model/out",
     "fitted/merged-plain-0.5": "smollm2-merged/models/rap-merge=all-profile=stock-0.5-fit-*",
     "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",
     "fitted/palu-0.5": "smollm2-fit-methods/models/palu-0.5-fit-*",

@@ -13,6 +13,7 @@ from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import assets
 from rap.cli import generation as generation_cli
+from rap.data import sampling as drawing
 from rap.data.sampling import nucleus
 from rap.evaluation.quality import answers, decoding
 from rap.evaluation.quality.answers import (
@@ -163,6 +164,14 @@ def test_tokens_are_drawn_with_their_probability():
     error = (expected * (1 - expected) / 2000).sqrt()
     assert ((found - expected).abs() <= 5 * error).all()
     assert 1 < int((found > 0).sum()) < len(logits)
+
+
+def test_the_draw_of_a_token_is_its_own_however_many_are_sorted(prompts, monkeypatch):
+    model, asked = tiny_model(), Sampling(1.0, 0.05, seed=3)
+    expected = tokens_of(write(model, prompts, 12, sampling=asked))
+    monkeypatch.setattr(drawing, "FEW", 64)
+    found = tokens_of(write(model, prompts, 12, sampling=asked))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(("config", "ends"), [(2, {2}), ([2, 5], {2, 5}), (None, set())])
