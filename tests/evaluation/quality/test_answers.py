@@ -13,7 +13,6 @@ from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import assets
 from rap.cli import generation as generation_cli
-from rap.data import sampling as drawing
 from rap.data.sampling import nucleus
 from rap.evaluation.quality import answers, decoding
 from rap.evaluation.quality.answers import (
@@ -166,12 +165,19 @@ def test_tokens_are_drawn_with_their_probability():
     assert 1 < int((found > 0).sum()) < len(logits)
 
 
-def test_the_draw_of_a_token_is_its_own_however_many_are_sorted(prompts, monkeypatch):
-    model, asked = tiny_model(), Sampling(1.0, 0.05, seed=3)
-    expected = tokens_of(write(model, prompts, 12, sampling=asked))
-    monkeypatch.setattr(drawing, "FEW", 64)
-    found = tokens_of(write(model, prompts, 12, sampling=asked))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+def test_models_that_are_close_draw_the_same_tokens(prompts):
+    """Luck is a token's, not its rank's, which the least change of a flat distribution moves."""
+    model, asked = tiny_model(), Sampling(1.0, 1.0, seed=3)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        weight = other.get_output_embeddings().weight
+        torch.manual_seed(0)
+        weight += 1e-2 * weight.std() * torch.randn_like(weight)
+    first, second = (
+        [text[0] for text in tokens_of(write(one, prompts, 1, sampling=asked))]
+        for one in (model, other)
+    )
+    assert first == second
 
 
 @pytest.mark.parametrize(("config", "ends"), [(2, {2}), ([2, 5], {2, 5}), (None, set())])
