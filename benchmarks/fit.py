@@ -124,10 +124,10 @@ def row(found: dict[str, Any], settings: FitConfig) -> list[str]:
     layer = found["rest"] + settings.num_windows * found["window"] + settings.steps * found["step"]
     return [
         found["shape"],
-        figure(found["step"], ".3g", " s"),
-        figure(found["window"], ".3g", " s"),
+        figure(found["step"], ".2f", " s"),
+        figure(found["window"], ".2f", " s"),
         figure(found["peak"] / 2**30, ".2f", " GiB"),
-        figure(layer, ",.3g", " s"),
+        figure(layer, ",.0f", " s"),
         figure(layers * layer / 3600, ",.1f", " h"),
     ]
 

@@ -120,7 +120,8 @@ def write(
         made["device"] = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
     made["packages"]["triton"] = installed_version("triton")
     made["load_average"] = {"begin": LOAD, "end": os.getloadavg()}
-    made["command"] = re.sub(r" --output \S+", "", made["command"] or "")  # of one machine
+    if made["command"]:
+        made["command"] = re.sub(r" --output \S+", "", made["command"])  # of one machine
     result = {**result, "provenance": made, "command": made["command"]}
     path = output_path(name, arguments)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,11 @@ from rap.model.kernels.rope_pairs import reference as rope_reference
 from rap.model.rope import gather_pairs, rotate_pairs
 
 ROOM = 2.0
-# A result that plain PyTorch has exactly may still be off by the last place of its dtype. Compiled,
-# a float32 product adds its 256 terms one by one, and exp is the hardware's: 8.5e-7 was seen.
-FLOOR = {torch.float32: 1e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
+# A result that plain PyTorch has exactly may still be off by the last place of its dtype.
+FLOOR = {torch.float32: 1e-7, torch.float16: 1e-4, torch.bfloat16: 1e-3}
+# Compiled, a float32 product adds its 256 terms one by one, and exp is the hardware's: 8.5e-7 was
+# seen on an H200.
+COMPILED_FLOOR = FLOOR | {torch.float32: 1e-6}
 
 
 def assert_close(found: Tensor, plain: Tensor, exact: Tensor) -> None:
@@ -28,7 +30,8 @@ def assert_close(found: Tensor, plain: Tensor, exact: Tensor) -> None:
     size = exact.square().mean().sqrt().item()
     # Else both may be far off: 0.01 is the most that rounding does here, a wrong sign is near 1.
     assert _error(plain, exact) < 0.05 * size
-    allowed = ROOM * _error(plain, exact) + FLOOR[found.dtype] * size
+    floor = COMPILED_FLOOR if found.is_cuda else FLOOR
+    allowed = ROOM * _error(plain, exact) + floor[found.dtype] * size
     assert _error(found, exact) <= allowed, f"{_error(found, exact):.3g} of {allowed:.3g}"
 
 

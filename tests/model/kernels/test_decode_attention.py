@@ -271,6 +271,21 @@ def test_growing_cache_moves_rarely_and_not_at_all_with_capacity():
         assert cache.layers[0].get_seq_length() == 300
 
 
+@pytest.mark.parametrize(
+    ("programs", "channels", "capability", "stages"),
+    [(8, 256, (9, 0), 3), (9, 256, (9, 0), 2), (8, 128, (9, 0), 2), (8, 256, (8, 9), 2)],
+)
+def test_a_third_stage_is_for_wide_and_few_programs(
+    monkeypatch, programs, channels, capability, stages
+):
+    """And for a device whose shared memory holds it; a CPU has none."""
+    kernel = pytest.importorskip("rap.model.kernels.decode_attention.triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    blocks = {"BW": channels, "BC": channels}
+    assert kernel.num_stages(programs, blocks, torch.device("cuda")) == stages
+    assert kernel.num_stages(programs, blocks, torch.device("cpu")) == 2
+
+
 @pytest.mark.parametrize("tables", [1, 3])
 @pytest.mark.parametrize(("free", "clockwise"), [(0, False), (3, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

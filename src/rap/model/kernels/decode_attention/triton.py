@@ -287,7 +287,7 @@ _MAX_SPLITS = 64
 # again, mostly from the L2 cache.
 _MAX_QUERIES = 32
 # Blocks of keys and values in flight: two stages, within the shared memory of any GPU.
-_STAGES, _BLOCK_BYTES, _WARPS = 2, 2**16, 4
+_STAGES, _BLOCK_BYTES = 2, 2**16
 # Few and wide programs wait for memory: a third stage, where shared memory is large, makes one
 # sequence of 32k at widths of 256 take 24 us for 35 on an H200 (and 16 of them 81 for 74).
 _WIDE, _FEW = 512, 8
@@ -374,7 +374,7 @@ def launch(
         NUM_QUERIES=heads // groups, NUM_SLOTS=0 if new is None else new[4].shape[1],
         WIDTH=width, VALUE_WIDTH=value_width, FUSED=new is not None, CLOCKWISE=clockwise,
         MASKED=keep_BS is not None, LENGTHS=lengths_B is not None, CAPPED=softcap is not None,
-        TILES=tiles, **blocks, num_warps=_WARPS,
+        TILES=tiles, **blocks, num_warps=4,
         num_stages=num_stages(batch * groups * tiles, blocks, q_BHW.device),
     )  # fmt: skip
     output = q_BHW.new_empty(batch, heads, value_width)
