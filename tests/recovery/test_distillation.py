@@ -33,6 +33,7 @@ CONFIG = RecoveryConfig(
     schedule="cosine",
     ce_weight=0.0,
     kl_weight=1.0,
+    products="float32",
 )
 RATES = {"lora": {}, "full": {"tune": "full", "learning_rate": 0.03}}
 
@@ -136,6 +137,32 @@ def test_the_best_checkpoint_is_merged_not_the_last(models, recovered, monkeypat
     assert found["chosen_step"] == 2
     assert found["perplexity_after"] == pytest.approx(measured[2], rel=1e-5)
     assert abs(measured[2] - measured[6]) > 1e-3 * measured[2]
+
+
+def test_only_layers_multiply_in_bfloat16(models):
+    """Teacher and student in training; weights, logits and what judges them stay in float32."""
+    dense, small = models
+    seen = []
+
+    def watch(module, args, output):
+        if output.shape[1] > 1:  # the model's own call has one token, which nobody reads
+            seen.append(output.dtype)
+
+    hooks = [model.lm_head.register_forward_hook(watch) for model in (dense, small)]
+    config = replace(CONFIG, **RATES["full"])
+    found = {}
+    for products in ("float32", "bfloat16"):
+        one = replace(config, products=products)
+        found[products] = distill(small, dense, WINDOWS, one, validation=VALIDATION)
+    for hook in hooks:
+        hook.remove()
+    assert set(seen) == {torch.float32}
+    half, whole = found["bfloat16"], found["float32"]
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}
+    assert half.report["perplexity_before"] == whole.report["perplexity_before"]
+    after = half.report["perplexity_after"], whole.report["perplexity_after"]
+    assert after[0] != after[1]
+    assert after[0] == pytest.approx(after[1], rel=0.01)
 
 
 def test_a_recovery_that_makes_it_worse_is_not_kept(models):

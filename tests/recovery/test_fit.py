@@ -23,6 +23,7 @@ from rap.recovery.fit import estimate_fit, fit_layers
 from rap.recovery.layer_fit import FitConfig, LayerProblem, fit_config
 from rap.recovery.streams import residual_scale
 from rap.runtime.layerwise import LayerwiseRunner
+from rap.runtime.products import multiplies_bfloat16
 from rap.runtime.sources import LoadedLayers
 
 CONFIG = FitConfig(
@@ -307,10 +308,10 @@ def test_products_are_in_bfloat16_where_the_device_has_them(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {able: True})
     cpu = torch.device("cpu")
-    assert layer_fit.multiplies_bfloat16(cpu, "auto") is half
-    assert layer_fit.multiplies_bfloat16(cpu, "bfloat16")
-    assert not layer_fit.multiplies_bfloat16(cpu, "float32")
-    assert not layer_fit.multiplies_bfloat16(torch.device("mps"), "auto")
+    assert multiplies_bfloat16(cpu, "auto") is half
+    assert multiplies_bfloat16(cpu, "bfloat16")
+    assert not multiplies_bfloat16(cpu, "float32")
+    assert not multiplies_bfloat16(torch.device("mps"), "auto")
 
 
 def test_a_low_precision_model_is_fitted_in_float32(pair: tuple[Any, Any]) -> None:

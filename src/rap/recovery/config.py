@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from ..model.errors import RapError
+from ..runtime.products import Products
 from ..runtime.settings import Count, NotNegative, Positive, Within, check_fields
 
 Steps = Annotated[int, Within(least=0)]
@@ -27,6 +28,9 @@ class RecoveryConfig:
     Loss: `ce_weight` * CE + `kl_weight` * T^2 * KL at temperature T; `divergence` "reverse" is
     KL(student || teacher), "forward" the other one; `top_k` keeps the teacher's k likeliest tokens
     and lumps the others together.
+
+    `products` is the type in which the layers of a float32 model multiply matrices, as that of a
+    fit; the output layer, weights, their updates and what judges them are in their own.
     """
 
     window: Annotated[int, Within(least=2)] = 256  # it predicts from its second token on
@@ -53,6 +57,7 @@ class RecoveryConfig:
     divergence: Literal["reverse", "forward"] = "reverse"
     top_k: Count | None = None
     gradient_checkpointing: bool = False
+    products: Products = "auto"
     report_to: Literal["tensorboard", "trackio"] | None = None
     seed: int = 0
 

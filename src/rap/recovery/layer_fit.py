@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..model.errors import RapError
 from ..runtime.layerwise import LayerwiseRunner
+from ..runtime.products import Products, multiplying
 from ..runtime.settings import Count, Positive, Within, check_fields
 from .streams import call_of
 
 Scope = Literal["attention", "block"]
-Products = Literal["auto", "float32", "bfloat16"]
 WARMUP_STEPS = 5
 BETAS = (0.9, 0.95)  # in a few hundred steps the second moment must not remember the first ones
 
@@ -156,10 +156,8 @@ class LayerProblem:
             groups.append({"params": [parameter.requires_grad_(True)], "lr": rate * size})
         optimizer = torch.optim.Adam(groups, betas=BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
-        device = next(self.layer.parameters()).device
-        half = multiplies_bfloat16(device, self.config.products)
         for rows in self._batches():
-            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            with multiplying(self.layer, self.config.products):
                 loss = self.loss(rows)
             if not torch.isfinite(loss):
                 raise RapError(
@@ -186,16 +184,6 @@ class LayerProblem:
                 left = torch.cat([left, torch.randperm(count, generator=generator)])
             yield left[: self.config.batch]
             left = left[self.config.batch :]
-
-
-def multiplies_bfloat16(device: torch.device, products: Products) -> bool:
-    """Whether products are in bfloat16: as asked for, or where a device of that kind has them."""
-    if products != "auto":
-        return products == "bfloat16"
-    if device.type == "cpu":
-        able = torch.cpu.get_capabilities()
-        return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def trained_parameters(

@@ -25,6 +25,7 @@ from transformers.trainer_callback import ExportableState
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..runtime.logits import decoder_of, head_logits
+from ..runtime.products import multiplying
 from ..runtime.progress import Progress
 from .config import RecoveryConfig
 from .data import WindowDataset
@@ -131,7 +132,7 @@ class DistillationTrainer(Trainer):
         with last_outputs([decoder]) as hidden:
             self._run(model, ids_BT)
         return distillation_loss(
-            hidden[0][:, :-1].flatten(0, 1),
+            hidden[0].to(student.dtype)[:, :-1].flatten(0, 1),
             teacher_BTE[:, :-1].flatten(0, 1),
             ids_BT[:, 1:].flatten(),
             (logits_head(student, name), logits_head(self.teacher, teacher_name)),
@@ -148,13 +149,16 @@ class DistillationTrainer(Trainer):
 
     def _run(self, model: Any, ids_BT: Tensor) -> None:
         # Through the wrapper, or data parallelism would not average the gradients.
-        model(input_ids=ids_BT, use_cache=False, logits_to_keep=1)
+        with multiplying(model, self.config.products):
+            model(input_ids=ids_BT, use_cache=False, logits_to_keep=1)
 
     @torch.no_grad()
     def _teach(self, ids_BT: Tensor) -> Tensor:
         """The teacher's last hidden states [B, T, E]."""
-        device = self.teacher.get_input_embeddings().weight.device
-        return decoder_of(self.teacher)[1](input_ids=ids_BT.to(device), use_cache=False)[0]
+        ids_BT = ids_BT.to(self.teacher.get_input_embeddings().weight.device)
+        with multiplying(self.teacher, self.config.products):
+            states = decoder_of(self.teacher)[1](input_ids=ids_BT, use_cache=False)[0]
+        return states.to(self.teacher.dtype)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Held-out perplexity of the student, in its own precision."""
