@@ -14,7 +14,7 @@ from typing import Any
 from first_page import COMPARED, EXPERIMENTS, MERGED, REPOSITORY, is_merged
 from sources import anchor, link, put
 
-from rap.methods.naming import result_today
+from rap.methods.naming import named_today, result_today
 from rap.studies.report.report import caption, markdown_table
 
 PAGE = "docs/how-to/choose.md"
@@ -27,7 +27,7 @@ EMPTY = "not measured"
 HEADER = (
     "fewer bytes",
     "quantization or eviction alone",
-    "with pruning, separate heads",
+    "with pruning",
     "pruning alone, merged heads (`rap`)",
     "low rank alone (`palu`)",
 )
@@ -45,7 +45,7 @@ class Choices:
         rows = [row | {"folder": COMBINED} for row in result["rows"] if row["weights"] == AS_IT_IS]
         self.dense = next(row for row in rows if row["share"] == 1 and row["method"] == "dense")
         self.plain = [row for row in rows if row["method"] == "dense"]
-        self.combined = [row for row in rows if row["method"] == "rap"]
+        self.combined = [row for row in rows if row["method"].partition(":")[0] == "rap"]
         first = result_today(_read(experiments / COMPARED[0] / "compare.json"))
         self.protocol = caption(first, {"title": "", "header": []})
         alone = [row for folder in (*COMPARED, *MERGED) for row in _alone(experiments, folder)]
@@ -82,7 +82,7 @@ def _alone(experiments: Path, folder: str) -> Iterator[Row]:
 
 def combined_name(row: Row) -> str:
     """What a row of the combinations is called: its model unless dense, eviction, bits."""
-    model = f"`rap:merge=1` {row['retain']:g}, {RECOVERED[row['recover']]}"
+    model = f"`{named_today(row['method'])}` {row['retain']:g}, {RECOVERED[row['recover']]}"
     parts = ["" if row["method"] == "dense" else model]
     parts += [f"`{one}`" for one in (row["press"], row["bits"]) if one]
     return " + ".join(filter(None, parts))
@@ -141,8 +141,6 @@ def notes(choices: Choices) -> str:
         f"other {made['window'] - made['prefix']} are evaluated.",
         f"Other columns: {choices.protocol}",
         "The two protocols differ: compare exactly within a column, and roughly across columns.",
-        "Merged heads were not measured with a quantized cache or eviction. What is pruned in the "
-        "second column has separate heads (`rap:merge=1`).",
         "KL hides what eviction loses: with half of the tokens evicted, fact recall of the dense "
         f"model falls from {choices.recalled('snapkv')[0]} ({', '.join(evicted)}; "
         f"{link(PRESSED, PAGE)}).",

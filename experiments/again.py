@@ -145,7 +145,7 @@ def _set_then(folder: Path) -> dict[str, Any]:
         then = {f"fit.{n}": x for n, x in ({"products": "float32"} | fit if fit else {}).items()}
         if preset := PRESETS.get(config.get("recover", "").rpartition("+")[2]):
             today |= asdict(preset)
-            then |= config.get("recovery") or {}
+            then |= {"products": "float32"} | (config.get("recovery") or {})
         for name in then.keys() & today.keys() - {"seed", "fit.seed"}:
             if then[name] != today[name]:
                 found[name] = then[name]

@@ -257,6 +257,13 @@ def test_a_distillation_of_before_products_was_a_setting_is_in_float32(tmp_path)
     assert repeated(tmp_path, command, {"fit": fit}) == f"{command} --set fit.products=float32"
 
 
+def test_so_is_one_end_to_end(tmp_path):
+    full = {name: x for name, x in asdict(PRESETS["full"]).items() if name != "products"}
+    command = "rap compare --windows 24 --window 1024 --recover full -o x"
+    config = {"fit": None, "recover": "full", "recovery": full}
+    assert repeated(tmp_path, command, config) == f"{command} --set products=float32"
+
+
 def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given():
     """The default protocol has changed since; results keep the settings that they were made by."""
     complete = load_script("experiments/again.py")._complete

@@ -52,7 +52,7 @@ def picks(rows: Sequence[Row]) -> Table:
     sorts = {
         "best of all": found,
         "best without pruning": [row for row in found if row["method"] == "dense"],
-        "best with rap": [row for row in found if row["method"] == "rap"],
+        "best with rap": [row for row in found if row["method"].partition(":")[0] == "rap"],
         "best of pruning alone": [row for row in found if not row["bits"] and not row["press"]],
     }
     return {

@@ -204,11 +204,11 @@ def relative(text: str) -> Path:
 
 def checkpoint(text: str) -> Subject:
     """A model from 'METHOD RETAIN RECOVERY=DIRECTORY'."""
-    name, _, directory = text.partition("=")
-    parts = name.split()
-    if len(parts) != 3 or parts[2] not in front.RECOVERED or not directory:
+    parts = text.split(maxsplit=2)
+    recover, _, directory = parts[-1].partition("=")
+    if len(parts) != 3 or recover not in front.RECOVERED or not directory:
         raise argparse.ArgumentTypeError(f"{text}: write 'METHOD RETAIN RECOVERY=DIRECTORY'")
-    return Subject(parts[0], float(parts[1]), parts[2], relative(directory))
+    return Subject(parts[0], float(parts[1]), recover, relative(directory))
 
 
 def main() -> None:
