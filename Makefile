@@ -63,9 +63,10 @@ test-families: $(SERVE)/.installed ## serve every family of docs/models.md in vL
 test-gpu: $(STAMP) ## run the tests that need a CUDA device, kernels compiled
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-lint: $(STAMP) ## ruff check, ruff format --check, mypy, and the language of documents
+lint: $(STAMP) ## ruff, imports between folders, mypy, and the language of documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 	$(BIN)/python docs/prose.py
 

@@ -4,7 +4,7 @@ Kept apart from the tests so that each rule can be shown to fail on a planted so
 """
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 PACKAGE = "rap"
@@ -33,72 +33,8 @@ def _module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(name: str, sources: Sources) -> set[str]:
-    """Modules of the package that one of them imports, also in functions; "" is the package."""
-    found = set()
-    for node in ast.walk(ast.parse(sources[name])):
-        if isinstance(node, ast.Import):
-            dotted = [alias.name for alias in node.names]
-            found |= {part.partition(".")[2] for part in dotted if _is_own(part)}
-        elif isinstance(node, ast.ImportFrom):
-            base = _base(name, node, sources)
-            if base is not None:
-                found |= {_narrowest(base, alias.name, sources) for alias in node.names}
-    return found
-
-
 def _is_own(dotted: str) -> bool:
     return dotted.partition(".")[0] == PACKAGE
-
-
-def _base(name: str, node: ast.ImportFrom, sources: Sources) -> str | None:
-    """The module that a `from ... import` names, or None if it is not of the package."""
-    if node.level == 0:
-        dotted = node.module or ""
-        return dotted.partition(".")[2] if _is_own(dotted) else None
-    parts = name.split(".") if name else []
-    is_package = name == "" or any(other.startswith(f"{name}.") for other in sources)
-    up = node.level - 1 if is_package else node.level
-    parts = parts[: len(parts) - up]
-    return ".".join([*parts, node.module] if node.module else parts)
-
-
-def _narrowest(base: str, imported: str, sources: Sources) -> str:
-    """`from .methods import base` imports the module methods.base, if there is one."""
-    candidate = f"{base}.{imported}" if base else imported
-    return candidate if candidate in sources else base
-
-
-def _room(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def order_violations(sources: Sources, order: Sequence[str]) -> list[str]:
-    """Imports of a folder that stands later in the order, and modules in none of its folders.
-
-    A folder (or a module at the root) imports itself and what stands before it.
-    """
-    rank = {room: position for position, room in enumerate(order)}
-    found = []
-    for name in sorted(set(sources) - {""}):
-        room = _room(name)
-        if room not in rank:
-            found.append(f"{name}: not in the import order, add it where it belongs")
-            continue
-        for target in sorted(imports(name, sources)):
-            goal = _room(target)
-            if goal != room and rank.get(goal, len(rank)) > rank[room]:
-                found.append(f"{name}: must not import {target or PACKAGE + ' itself'}")
-    return found
-
-
-def cycle_violations(sources: Sources) -> list[str]:
-    """Modules that import each other, directly or around a corner."""
-    waiting = {name: imports(name, sources) & set(sources) - {name} for name in sources}
-    while free := [name for name, targets in waiting.items() if not targets & set(waiting)]:
-        for name in free:
-            del waiting[name]
-    return [f"in an import cycle, or importing one: {sorted(waiting)}"] if waiting else []
 
 
 def remote_code_violations(sources: Sources, folder: str, shipped: Iterable[str]) -> list[str]:
@@ -116,21 +52,6 @@ def remote_code_violations(sources: Sources, folder: str, shipped: Iterable[str]
             else:
                 continue
             found += [f"{name}: {text!r} would be missing from a checkpoint" for text in bad]
-    return found
-
-
-def foreign_import_violations(sources: Sources, rooms: set[str], library: str) -> list[str]:
-    """Modules of the folders `rooms` that import `library`."""
-    found = []
-    for name in sorted(name for name in sources if _room(name) in rooms):
-        for node in ast.walk(ast.parse(sources[name])):
-            dotted: list[str] = []
-            if isinstance(node, ast.Import):
-                dotted = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                dotted = [node.module or ""]
-            if any(part.partition(".")[0] == library for part in dotted):
-                found.append(f"{name}: must not import {library}")
     return found
 
 

@@ -105,18 +105,18 @@ METHOD_TEXTS = [
     ("palu:group=1", "method 'palu' has no setting 'group'; it has: group_size, multiple, ranks"),
     ("palu:group_size=", "cannot set 'group_size=': write name=value"),
     ("palu:group_size=1:group_size=2", "group_size is set twice"),
-    ("palu:group_size=few", "group_size cannot be 'few': give a whole number"),
-    ("palu:group_size=1.5", "group_size cannot be 1.5: give a whole number"),
+    ("palu:group_size=few", "group_size cannot be 'few': it should be a valid integer"),
+    ("palu:group_size=1.5", "group_size cannot be 1.5: it should be a valid integer"),
     ("rap:retain=0.5", "method 'rap' has no setting 'retain'"),
-    ("rap:qk_norm=no", "unknown qk_norm 'no'"),
-    ("kvpruner:rotation=twice", "unknown rotation 'twice': use one of first, narrow"),
-    ("elitekv:pairs=some", "pairs cannot be 'some': give a whole number or sweep"),
-    ("elitekv:whiten=1", "whiten cannot be 1: give true or false"),
+    ("rap:qk_norm=no", "qk_norm cannot be 'no'"),
+    ("kvpruner:rotation=twice", "rotation cannot be 'twice': it should be 'narrow' or 'first'"),
+    ("elitekv:pairs=some", "pairs cannot be 'some': it should be a valid integer or 'sweep'"),
+    ("elitekv:whiten=1", "whiten cannot be 1: it should be a valid boolean"),
     (":", "unknown method ''"),
 ]
 CASES = [
     *[
-        ((*BUNDLED, "--retain", r), f"retain cannot be {float(r)}: give")
+        ((*BUNDLED, "--retain", r), f"retain cannot be {float(r)}: it should be")
         for r in ("0", "1.5", "nan")
     ],
     ((*BUNDLED, "--calibration", "empty.txt"), "the calibration text is empty"),
@@ -135,8 +135,8 @@ CASES = [
     ((*BUNDLED, "--windows", 0), "cannot take 0 windows"),
     ((*BUNDLED, "--method", "no"), "unknown method 'no': use one of rap"),
     ((*BUNDLED, "--score", "no"), "unknown score 'no': use one of energy, fisher, gate"),
-    ((*BUNDLED, "--budget", "no"), "unknown budget 'no': use one of adaptive"),
-    ((*BUNDLED, "--keys", "no"), "unknown keys 'no': use one of fold, pairs"),
+    ((*BUNDLED, "--budget", "no"), "budget cannot be 'no': it should be "),
+    ((*BUNDLED, "--keys", "no"), "keys cannot be 'no': it should be 'pairs' or 'fold'"),
     ((*BUNDLED, "--align", -3), "align cannot be -3"),
     ((*BUNDLED, "--key-share", 3), "key_share cannot be 3"),
     ((*BUNDLED, "--key-share", "no"), "key_share cannot be 'no'"),
@@ -156,7 +156,7 @@ CASES = [
     ((*BUNDLED, "--method", "palu", "--target", "no"), "unknown target 'no': use one of any"),
     ((*BUNDLED, "--method", "heads", "--keys", "fold"), "method 'heads' has no setting 'keys'"),
     (("plan", "bundled", "-o", "x", "--method", "palu:x=1"), "'palu' has no setting 'x'"),
-    ((*BUNDLED, "--context", 0), "context cannot be 0: give 1 or more"),
+    ((*BUNDLED, "--context", 0), "context cannot be 0: it should be greater than or equal to 1"),
     ((*BUNDLED, "--recover", "no"), "unknown recovery 'no'"),
     ((*BUNDLED, "--recover", "projections"), "trains the bases of method matryoshka: rap has none"),
     ((*BUNDLED, "--recover", "projections", "--dry-run"), "rap has none"),
@@ -252,8 +252,8 @@ CASES = [
             (TAUGHT, "bundled is not the dense model of this pruned checkpoint"),
             ((*TAUGHT, "--teacher-dtype", "no"), "unknown dtype 'no': use auto, float32, bfloat16"),
             ((*TAUGHT, "--text", "nowhere.txt"), "there is no file nowhere.txt"),
-            ((*TAUGHT, "--preset", "fit", "--set", "steps=abc"), "give a whole number"),
-            ((*TAUGHT, "--preset", "fit", "--set", "steps=2.5"), "give a whole number"),
+            ((*TAUGHT, "--preset", "fit", "--set", "steps=abc"), "it should be a valid integer"),
+            ((*TAUGHT, "--preset", "fit", "--set", "steps=2.5"), "it should be a valid integer"),
         )
     ],
     (("evaluate", "perplexity", "quantized"), "cannot load weights from quantized"),
@@ -309,7 +309,7 @@ EVALUATIONS = [
     ("generation bundled --dense bundled --tokens 0", "at least 1"),
     (
         "generation bundled --dense bundled --chat bundled --temperature -1",
-        "temperature cannot be -1.0: give more than 0",
+        "temperature cannot be -1.0: it should be greater than 0",
     ),
 ]
 

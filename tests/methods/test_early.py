@@ -56,8 +56,8 @@ def test_what_a_config_rules_out_is_refused_first(monkeypatch, tokenizer, method
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("svdllm:multiple=0", "multiple cannot be 0: give 1 or more"),
-        ("svdllm2:multiple=-2", "multiple cannot be -2: give 1 or more"),
+        ("svdllm:multiple=0", "multiple cannot be 0: it should be greater than or equal to 1"),
+        ("svdllm2:multiple=-2", "multiple cannot be -2: it should be greater than or equal to 1"),
         ("rap:score=magnitude", "read no score: remove it"),
         ("rap:paper:norm_rows=3", "norm_rows is of qk_norm 'rows' alone"),
     ],

@@ -96,11 +96,11 @@ def test_a_record_of_a_run_makes_the_method_again(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"retain": "0.5"}, "retain cannot be '0.5': give a number"),
+        ({"retain": "0.5"}, "retain cannot be '0.5': it should be a valid number"),
         ({"retain": True}, "retain cannot be True"),
-        ({"align": 2.5}, "align cannot be 2.5: give a whole number"),
-        ({"key_share": "all"}, "key_share cannot be 'all': give a number or pooled"),
-        ({"keys": "whole"}, "unknown keys 'whole': use one of fold, pairs"),
+        ({"align": 2.5}, "align cannot be 2.5: it should be a valid integer"),
+        ({"key_share": "all"}, "it should be a valid number or 'pooled'"),
+        ({"keys": "whole"}, "keys cannot be 'whole': it should be 'pairs' or 'fold'"),
     ],
 )
 def test_a_field_of_another_type_is_refused_in_python_too(settings: Any, reason: str) -> None:

@@ -176,7 +176,7 @@ def test_needs_follow_the_mode():
     assert "norms" in Rap(qk_norm="rows").needs_for(normed)
     assert "norms" not in Rap(qk_norm="rows").needs_for(plain)
     assert "norms" not in Rap(qk_norm="constant").needs_for(normed)
-    with pytest.raises(RapError, match="norm_rows cannot be 0: give 1 or more"):
+    with pytest.raises(RapError, match="norm_rows cannot be 0: it should be greater"):
         Rap(qk_norm="rows", norm_rows=0)
 
 

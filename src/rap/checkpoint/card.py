@@ -78,7 +78,7 @@ def model_card(report: dict[str, Any], title: str) -> str:
         title=title,
         what=_what(report, about),
         imported=_IMPORTS.get(about.get("ships", ""), f"{_IMPORT}\n"),
-        rows="\n".join(_row(name, dense, small) for name, dense, small in comparison(report)),
+        rows="\n".join(f"| {' | '.join(row)} |" for row in comparison(report)),
         path=title,
         method=report["method"],
         calibration=_calibrated(report),
@@ -173,7 +173,3 @@ def _calibrated(report: dict[str, Any]) -> str:
         metric = f"metric `{about['metric']}`, " if about["metric"] else ""
         found += f"Objective: {metric}statistics {about['statistics']} ({about['why']}). "
     return found
-
-
-def _row(name: str, dense: str, small: str) -> str:
-    return f"| {name} | {dense} | {small} |"

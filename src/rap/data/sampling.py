@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -25,7 +26,7 @@ from ..model.fingerprint import fingerprint_model
 from ..model.kernels.growing_cache import grow
 from ..model.layers import trained_length
 from ..runtime.progress import Progress
-from ..runtime.settings import Count, Positive, Share, Within, check_fields
+from ..runtime.settings import Count, Positive, Share, check_fields
 from ..runtime.state import evaluating, shared_reads
 from .bos import bos_token
 
@@ -47,7 +48,7 @@ class Corpus:
     temperature: Positive = 1.0
     top_p: Share = 0.95
     batch_size: Count = 64
-    chats: Annotated[float, Within(least=0, most=1)] = 0.0
+    chats: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ..calibration.statistics import Statistics
 from ..model.kinds.base import WeightsPlan
 from ..planning.subspace import WeightFactors, whitened_factors
-from ..runtime.settings import Within
 from ..runtime.sources import LayerSource
 from .replacing import DenseLayer, Replacing, latent_layer
 
@@ -38,7 +38,7 @@ class StarKv(Replacing):
     summary: ClassVar[str] = "a latent of every head for keys, one of all heads for values"
     reconstructs: ClassVar[str] = "keys and values"
 
-    gap: Annotated[float, Within(least=0, below=1)] = 0.2
+    gap: Annotated[float, Field(ge=0, lt=1)] = 0.2
     whiten: bool = False
 
     @classmethod

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from ..model.errors import RapError
 from ..runtime.products import Products
-from ..runtime.settings import Count, NotNegative, Positive, Within, check_fields
+from ..runtime.settings import Count, NotNegative, Positive, check_fields
 
-Steps = Annotated[int, Within(least=0)]
+Steps = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class RecoveryConfig:
     fit; the output layer, weights, their updates and what judges them are in their own.
     """
 
-    window: Annotated[int, Within(least=2)] = 256  # it predicts from its second token on
+    window: Annotated[int, Field(ge=2)] = 256  # it predicts from its second token on
     num_windows: Count | None = None
     validation_windows: Count = 64
     epochs: Count = 20
@@ -50,7 +52,7 @@ class RecoveryConfig:
     tune: Literal["lora", "full"] = "lora"
     rank: Count = 8
     alpha: Count = 16
-    dropout: Annotated[float, Within(least=0, below=1)] = 0.05
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     ce_weight: NotNegative = 1.0
     kl_weight: NotNegative = 1.0
     temperature: Positive = 2.0

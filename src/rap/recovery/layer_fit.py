@@ -14,12 +14,13 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from ..model.errors import RapError
 from ..runtime.layerwise import LayerwiseRunner
 from ..runtime.products import Products, multiplying
-from ..runtime.settings import Count, Positive, Within, check_fields
+from ..runtime.settings import Count, Positive, check_fields
 from .streams import call_of
 
 Scope = Literal["attention", "block"]
@@ -44,14 +45,14 @@ class FitConfig:
     float32. Weights, their updates and what judges them are float32 in any case.
     """
 
-    window: Annotated[int, Within(least=2)] = 512
-    num_windows: Annotated[int, Within(least=2)] = 96
+    window: Annotated[int, Field(ge=2)] = 512
+    num_windows: Annotated[int, Field(ge=2)] = 96
     validation_windows: Count = 32
-    held_out: Annotated[float, Within(above=0, below=1)] = 0.125
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.125
     steps: Count = 160
     batch: Count = 2
     rate: Positive = 0.01
-    drift: Annotated[float, Within(least=0, most=1)] = 1.0
+    drift: Annotated[float, Field(ge=0, le=1)] = 1.0
     scope: Scope = "block"
     feed_forward_rate: Positive = 0.01
     products: Products = "auto"

@@ -352,7 +352,7 @@ def test_the_command_answers_and_writes(chatty, tmp_path):
         (("--chat", "bundled", "--bos", "never"), "remove --bos"),
         (("--temperature", 0.5), "--temperature needs --chat"),
         (("--chat", "bundled", "--top-p", 0.5), "give a --temperature too"),
-        (("--chat", "bundled", "--temperature", -1), "cannot be -1.0: give more than 0"),
+        (("--chat", "bundled", "--temperature", -1), "cannot be -1.0: it should be greater than 0"),
         (("--chat", "bundled", "--tokens", 0), "at least 1"),
         (("--chat", "bundled", "--prompts", 51), "50 prompts, not 51: use fewer"),
     ],

@@ -12,7 +12,8 @@ import torch
 
 from cases.characters import Characters
 from cases.command import error_violations, run
-from rap.evaluation.retrieval.documents import ANSWER, FactWriter, evaluation_rng
+from rap.data.protocol import evaluation_rng
+from rap.evaluation.retrieval.documents import ANSWER, FactWriter
 from rap.evaluation.retrieval.needle import (
     NeedleCell,
     heat_map,

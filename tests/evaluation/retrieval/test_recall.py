@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cases.characters import Characters
+from rap.data.protocol import evaluation_rng
 from rap.evaluation.retrieval import documents, needle, recall
 from rap.model.errors import RapError
 
@@ -98,7 +99,7 @@ def test_a_part_of_the_answer_is_not_the_answer(text):
 @pytest.mark.parametrize("num_facts", [1, 2, 7])
 def test_recall_document_keeps_its_distance(text, distance, num_facts):
     writer = documents.FactWriter(Characters())
-    rng = documents.evaluation_rng(3, distance, num_facts)
+    rng = evaluation_rng(3, distance, num_facts)
     document = documents.recall_document(writer, text, rng, distance, num_facts)
     words = "".join(map(chr, document.ids))
     name, answer = re.search(r"What is the number of (\w+)\?( \d{4})$", words).groups()
@@ -112,7 +113,7 @@ def test_recall_document_keeps_its_distance(text, distance, num_facts):
 def test_plain_documents_are_those_that_the_bundled_model_was_judged_by(text):
     writer = documents.FactWriter(Characters())
     made = recall.recall_documents(writer, text, 150, 5, num_documents=4, seed=2)
-    made.append(needle.needle_document(writer, text, documents.evaluation_rng(2), 300, 0.5, 3))
+    made.append(needle.needle_document(writer, text, evaluation_rng(2), 300, 0.5, 3))
     content = b"".join(document.ids.tobytes() + document.kinds.tobytes() for document in made)
     # Taken when there was no other wording.
     assert hashlib.sha256(content).hexdigest()[:16] == "02212376b001861b"
@@ -120,7 +121,7 @@ def test_plain_documents_are_those_that_the_bundled_model_was_judged_by(text):
 
 def test_a_score_is_as_long_as_its_document(text):
     """Shorter ones are padded, and nothing is said of what was padded."""
-    writer, rng = documents.FactWriter(Characters()), documents.evaluation_rng(2)
+    writer, rng = documents.FactWriter(Characters()), evaluation_rng(2)
     made = [needle.needle_document(writer, text, rng, size, 0.5, 3) for size in (300, 200)]
     scored = list(documents.score_documents(Stub(look_up), made, 2))
     assert [len(part) for _, *both in scored for part in both] == [299, 299, 199, 199]

@@ -12,6 +12,7 @@ import torch
 
 from cases.characters import Characters
 from cases.command import error_violations, run
+from rap.data.protocol import evaluation_rng
 from rap.evaluation.quality.intervals import Interval
 from rap.evaluation.retrieval import ruler
 from rap.evaluation.retrieval.documents import (
@@ -20,7 +21,6 @@ from rap.evaluation.retrieval.documents import (
     TEXT,
     answer_runs,
     encoder,
-    evaluation_rng,
 )
 from rap.evaluation.retrieval.ruler import TASKS, WORDS
 from rap.model.errors import RapError

@@ -66,7 +66,7 @@ def test_a_new_method_makes_a_checkpoint_with_a_card(place: Path) -> None:
 def test_a_new_method_is_refused_as_clearly_as_the_others(place: Path) -> None:
     for text, reason in (
         ("loudest:loud", "method 'loudest' has no recipe 'loud'; it has: square"),
-        ("loudest:power=much", "power cannot be 'much': give a number"),
+        ("loudest:power=much", "power cannot be 'much': it should be a valid number"),
     ):
         result = run("compress", "bundled", "-o", "out", *TEXT, "--method", text)
         assert error_violations(result) == []

@@ -18,13 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
+from ...data.protocol import evaluation_rng
 from ...data.sampling import nucleus
 from ...model.kernels.growing_cache import grow
 from ...runtime.logits import Head, decoder_of
 from ...runtime.progress import Progress
 from ...runtime.settings import Positive, Share, check_fields
 from ...runtime.state import evaluating, shared_reads
-from ..retrieval.documents import evaluation_rng
 
 _TINY = float(np.finfo(np.float32).tiny)  # an exponential can be 0, by which nothing is divided
 

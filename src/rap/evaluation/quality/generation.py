@@ -19,9 +19,9 @@ from torch import Tensor
 from ... import assets
 from ...data.bos import Bos, bos_token, with_bos
 from ...data.entries import read_entries
+from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
 from ...runtime.progress import Progress
-from ..retrieval.documents import evaluation_rng
 from .decoding import write
 from .fidelity import check_vocabularies
 from .intervals import Interval, mean_interval

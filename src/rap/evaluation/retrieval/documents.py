@@ -138,11 +138,6 @@ def num_shared(pieces: Iterable[Sequence[int]]) -> int:
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
-def evaluation_rng(seed: int, *key: int) -> np.random.Generator:
-    """Generator whose stream no training seed can reach (training uses `default_rng(int)`)."""
-    return np.random.default_rng([0xE7A1, seed, *key])
-
-
 def check_documents(num_documents: int) -> None:
     """RapError for a number of documents that is too small for an evaluation."""
     if num_documents < 1:

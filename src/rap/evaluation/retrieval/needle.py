@@ -16,6 +16,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import PercentFormatter
 
 from ...data.bos import Bos, bos_token
+from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
 from .documents import (
     ANSWER,
@@ -23,7 +24,6 @@ from .documents import (
     FactWriter,
     check_grid,
     draw_facts,
-    evaluation_rng,
     grade,
     interleave,
     opened,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ...data.bos import Bos, bos_token
+from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
 from ...model.layers import text_config
 from .documents import (
@@ -21,7 +22,6 @@ from .documents import (
     check_documents,
     check_grid,
     copy_document,
-    evaluation_rng,
     grade,
     opened,
     recall_document,

@@ -22,6 +22,7 @@ import numpy as np
 
 from ...checkpoint.card import interval_text
 from ...data.bos import Bos, bos_token
+from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
 from ...runtime.state import evaluating
 from ..quality.intervals import Interval, mean_interval
@@ -37,7 +38,6 @@ from .documents import (
     Encode,
     check_grid,
     encoder,
-    evaluation_rng,
     grade,
     interleave,
     num_shared,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,10 +21,10 @@ from ...evaluation.retrieval.documents import check_wording
 from ...evaluation.retrieval.recall import copy_loss, recall_grid
 from ...model.errors import RapError
 from ...model.fingerprint import fingerprint_model
-from ...runtime.settings import Count, Within, check_fields, read_value, split_setting
+from ...runtime.settings import Count, check_fields, read_value, split_setting
 from ...runtime.state import evaluating
 
-OrNone = Annotated[int, Within(least=0)]  # 0 skips what it is a number of
+OrNone = Annotated[int, Field(ge=0)]  # 0 skips what it is a number of
 
 
 @dataclass(frozen=True, kw_only=True)
