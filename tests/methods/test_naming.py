@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rap
@@ -106,6 +107,12 @@ def test_a_record_of_a_run_makes_the_method_again(name: str) -> None:
 def test_a_field_of_another_type_is_refused_in_python_too(settings: Any, reason: str) -> None:
     with pytest.raises(RapError, match=reason):
         Rap(**settings)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert Rap(retain=np.float32(0.5), align=np.int64(4)) == Rap(retain=0.5, align=4)
+    with pytest.raises(RapError, match="align cannot be"):
+        Rap(align=np.float64(4.5))
 
 
 def test_compress_takes_the_text_in_python() -> None:
