@@ -33,6 +33,10 @@ def test_a_value_is_a_number_a_word_or_null(text: str, value: Any) -> None:
     assert type(read_value(text)) is type(value)
 
 
+def test_a_value_is_all_behind_the_first_sign() -> None:
+    assert read_settings(["source=a=b"]) == {"source": "a=b"}
+
+
 def test_settings_are_a_dictionary() -> None:
     assert read_settings(["learning-rate=2e-5", "steps = 3", "schedule=cosine", "top_k=null"]) == {
         "learning_rate": 2e-5,
