@@ -57,11 +57,12 @@ def test_the_verdict_follows_from_the_rows(script, choices):
     assert script.verdict(choices) == "Pruning or low rank has the lowest KL at 4x, 8x."
 
 
-def test_what_is_pruned_and_compressed_further_had_separate_heads(script, choices):
+def test_what_is_pruned_and_compressed_further_is_named_as_today(script, choices):
     assert {row["method"] for row in choices.plain} == {"dense"}
-    (row,) = [x for x in choices.combined if (x["bits"], x["press"]) == ("hqq8", None)][-1:]
-    assert script.combined_name(row).startswith("`rap:merge=1` 0.")
-    assert script.combined_name(row).endswith(" + `hqq8`")
+    quantized = [x for x in choices.combined if (x["bits"], x["press"]) == ("hqq8", None)]
+    names = {script.combined_name(row).partition(" ")[0] for row in quantized}
+    assert names == {"`rap:merge=1`", "`rap:merge=all:profile=stock`"}
+    assert all(script.combined_name(row).endswith(" + `hqq8`") for row in quantized)
 
 
 def test_a_page_without_the_place_is_refused(script, choices):

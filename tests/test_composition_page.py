@@ -55,6 +55,10 @@ ROWS = [
 ]
 
 
+EVICTED, QUANTIZED = {"press": "keydiff:0.5"}, {"bits": "hqq4"}
+MORE = ({}, QUANTIZED, EVICTED, EVICTED | QUANTIZED)
+
+
 def test_the_front_has_what_nothing_beats(front):
     found = front.front(front.cache_rows(ROWS))
     assert [(one["share"], one["kl"]) for one in found] == [(1, 0.0), (0.25, 0.1), (0.125, 0.4)]
@@ -113,12 +117,16 @@ def test_the_best_of_every_compression_is_a_row(front):
 
 def test_rows_are_drawn_by_what_they_are(page):
     sorts = [page.sort_of(one) for one in page.drawn(ROWS)]
-    assert sorts == ["press", "bits", "rap", "rap bits", "bits"]
-    assert page.sort_of(row(0.5, 1.0, "rap", recover="fit")) == "rest"
+    assert sorts == ["press", "bits", "rest", "rest", "bits"]
+    merged = [row(0.5, 1.0, "rap:merge=all", recover="fit", **more) for more in MORE]
+    assert [page.sort_of(one) for one in merged] == ["rap", "rap bits", "rap press", "rap press"]
     assert page.sort_of(row(0.5, 1.0, "palu", bits="hqq4")) == "palu"
 
 
 def test_every_model_is_planned_once_and_latents_are_not_evicted(pareto):
+    merged = pareto.checkpoint("rap:merge=all 0.5 fit=fitted/merge=all")
+    assert (merged.method, merged.recover) == ("rap:merge=all", "fit")
+    assert str(merged.directory) == "fitted/merge=all"
     made = pareto.checkpoint("rap 0.7 fit+full=distilled/rap-0.7")
     chosen = pareto.subjects([made])
     assert chosen[1] == made

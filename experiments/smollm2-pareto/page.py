@@ -17,9 +17,10 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
+from first_page import is_merged
 from sources import put, runs
 
-from rap.methods.naming import result_today
+from rap.methods.naming import named_today, result_today
 from rap.studies.report.report import markdown_table
 
 REPOSITORY = Path(__file__).parents[2]
@@ -38,9 +39,9 @@ SORTS: dict[str, tuple[str, str, str]] = {
     "bits": ("#1f5fa8", "o", "quantized cache"),
     "press": ("#2c8a4b", "s", "50% of the tokens evicted"),
     "press bits": ("#7cc08f", "s", "50% evicted, quantized (4 or 3 bits)"),
-    "rap": ("#d9480f", "D", "rap, distilled end to end"),
-    "rap bits": ("#f08c00", "D", "rap, distilled, quantized"),
-    "rap press": ("#9c36b5", "^", "rap, distilled, 50% evicted (4-bit)"),
+    "rap": ("#d9480f", "D", "rap, merged heads, recovered"),
+    "rap bits": ("#f08c00", "D", "the same, quantized"),
+    "rap press": ("#9c36b5", "^", "the same, 50% evicted (4-bit)"),
     "palu": ("#7a4a21", "v", "PaLU, no recovery (quantized)"),
     "rest": (GREY, ".", "all others"),
 }
@@ -55,7 +56,9 @@ def sort_of(row: front.Row) -> str:
     pruned = row["method"] != "dense"
     if row["method"] == "palu":
         return "palu"
-    if (pruned and row["recover"] != "fit+full") or (row["bits"] or "").startswith("quanto"):
+    if (pruned and not is_merged(named_today(row["method"]))) or (row["bits"] or "").startswith(
+        "quanto"
+    ):
         return "rest"
     if row["press"] and not row["press"].endswith(":0.5"):
         return "rest"
@@ -103,7 +106,7 @@ def _draw_front(axes: Axes, best: Sequence[front.Row]) -> None:
     xs, ys = zip(*map(place, best), strict=True)
     axes.plot(xs, ys, color="0.25", linewidth=1.1, zorder=1, label="Pareto front")
     for row in best:
-        said = front.name_of(row).replace(" distilled +", " +")  # the legend says it
+        said = front.name_of(row).replace(row["method"], "rap").replace(" distilled", "")
         named = {"textcoords": "offset points", "fontsize": 8.5, "va": "top", "zorder": 4}
         axes.annotate(said, place(row), LABEL, **named)
 
@@ -111,8 +114,9 @@ def _draw_front(axes: Axes, best: Sequence[front.Row]) -> None:
 def _name(axes: Axes, rows: Sequence[front.Row]) -> None:
     """Name the points of some sorts, in their colour."""
     for row in rows:
-        # Two bits are far above everything else.
-        if (sort := sort_of(row)) in NAMED and row["bits"] != "hqq2":
+        # Two bits are far above everything else, and odd widths gain nothing by fewer.
+        gains = not row["bits"] or row["share"] < 0.8 * row["retain"]
+        if (sort := sort_of(row)) in NAMED and row["bits"] != "hqq2" and gains:
             beside = ABOVE if row["bits"] and row["retain"] == 0.5 else RIGHT
             drawn = {"textcoords": "offset points", "fontsize": 7.5, "zorder": 4}
             said = " + ".join(filter(None, (f"{row['retain']:g}", row["bits"])))

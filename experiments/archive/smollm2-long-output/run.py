@@ -29,11 +29,11 @@ from rap.checkpoint.files import write_json
 from rap.checkpoint.load import load
 from rap.checkpoint.provenance import provenance
 from rap.checkpoint.source import resolve_source
+from rap.data.protocol import evaluation_rng
 from rap.evaluation.quality.answers import divergences, long_output
 from rap.evaluation.quality.decoding import Sampling, Text, end_tokens, write
 from rap.evaluation.quality.generation import chat_tokens, read_prompts
 from rap.evaluation.quality.intervals import share_interval
-from rap.evaluation.retrieval.documents import evaluation_rng
 from rap.methods import parse_method
 from rap.model.fingerprint import fingerprint_model
 from rap.studies.report.report import markdown_table
