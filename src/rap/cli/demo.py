@@ -50,7 +50,7 @@ class DemoSettings:
 
 
 # Minutes instead of half an hour; what the rest of the steps would gain is in docs/log.md.
-BRIEF = FitConfig(num_windows=24, validation_windows=8, steps=24)
+BRIEF = FitConfig(window=512, num_windows=24, validation_windows=8, steps=24, batch=2)
 SHOWS = {
     "smollm2": DemoSettings(
         source="smollm2",

@@ -133,18 +133,23 @@ def whole_batches(windows_NT: Tensor, global_batch: int) -> Tensor:
 def apart(windows_NT: Tensor, held_ST: Tensor) -> Tensor:
     """The windows that share no text with those held out, which may be of another length.
 
-    Text is shared where SHARED_RUN tokens in a row are the same, or a window of fewer, but for what
-    BOILERPLATE windows have, such as a system prompt of all chats. Raises RapError if no window is
-    left.
+    Text is shared where SHARED_RUN tokens in a row are the same, or a window of fewer, but for runs
+    of which a half is in BOILERPLATE windows, such as a system prompt of all chats and the first
+    words behind it. Raises RapError if no window is left.
     """
     length = min(SHARED_RUN, windows_NT.shape[1], held_ST.shape[1])
-    rows, others = (
-        [np.unique(_runs(x.numpy()[None], length)) for x in y] for y in (windows_NT, held_ST)
-    )
-    runs, count = np.unique(np.concatenate([*rows, *others]), return_counts=True)
-    held = np.setdiff1d(np.concatenate(others), runs[count >= BOILERPLATE])
+    half = max(1, length // 2)
+    given = [row.numpy() for row in (*windows_NT, *held_ST)]
+    halves = [_runs(row, half) for row in given]
+    found, count = np.unique(np.concatenate([np.unique(one) for one in halves]), return_counts=True)
+    common = found[count >= BOILERPLATE]
+    rows = []
+    for row, parts in zip(given, halves, strict=True):
+        runs, usual = _runs(row, length), np.isin(parts, common)
+        rows.append(runs[~(usual[: len(runs)] | usual[length - half :])])
+    held = np.concatenate(rows[len(windows_NT) :])
     kept = [
-        row for row, found in zip(windows_NT, rows, strict=True) if not np.isin(found, held).any()
+        row for row, runs in zip(windows_NT, rows, strict=False) if not np.isin(runs, held).any()
     ]
     if not kept:
         raise RapError(
@@ -154,11 +159,11 @@ def apart(windows_NT: Tensor, held_ST: Tensor) -> Tensor:
     return torch.stack(kept)
 
 
-def _runs(rows_NT: np.ndarray, length: int) -> np.ndarray:
+def _runs(row_T: np.ndarray, length: int) -> np.ndarray:
     """A hash of every `length` tokens in a row."""
     factors = np.random.default_rng(0).integers(2**62, size=length) | 1
-    runs_NSR = np.lib.stride_tricks.sliding_window_view(rows_NT, length, axis=1)
-    return (runs_NSR @ factors).ravel()  # wraps around, as a hash may
+    runs_SR = np.lib.stride_tricks.sliding_window_view(row_T, length)
+    return runs_SR @ factors  # wraps around, as a hash may
 
 
 def _pack(

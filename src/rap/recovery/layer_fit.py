@@ -45,12 +45,12 @@ class FitConfig:
     float32. Weights, their updates and what judges them are float32 in any case.
     """
 
-    window: Annotated[int, Field(ge=2)] = 512
-    num_windows: Annotated[int, Field(ge=2)] = 96
-    validation_windows: Count = 32
+    window: Annotated[int, Field(ge=2)] = 2048  # a shorter one forgets how to look far back
+    num_windows: Annotated[int, Field(ge=2)] = 48
+    validation_windows: Count = 8
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.125
-    steps: Count = 160
-    batch: Count = 2
+    steps: Count = 80
+    batch: Count = 1
     rate: Positive = 0.01
     drift: Annotated[float, Field(ge=0, le=1)] = 1.0
     scope: Scope = "block"
