@@ -75,8 +75,9 @@ the command of every run.
 
 <!-- end of what is measured -->
 
-* Layer-wise: `--recover fit`, on 96 samples of 512 tokens of the calibration data. End-to-end:
-  `--recover fit+full`, 64 more steps (default 120).
+* Layer-wise: `--recover fit`, 160 steps of two samples of 512 tokens. The samples are 96 of the
+  calibration data. They are longer by default now. End-to-end: `--recover fit+full`, 64 more steps
+  (default 120).
 * KV, parameters, FLOPs: attention, % of the dense model. They are counted on caches, weights and
   products (FLOPs of one decode step at {context:,} tokens of context).
 * Decode{prefill}: time on a CPU, % of the dense model, interleaved with it.

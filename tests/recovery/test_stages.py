@@ -116,6 +116,18 @@ def test_what_many_windows_share_is_no_text_of_one_of_them():
         apart(chats[:3], chats[3:6])
 
 
+def test_first_words_behind_what_many_share_are_no_text_of_one():
+    """Two chats that begin alike, as many do, share the prompt and a few words."""
+    opening, others = torch.arange(30), 100 + torch.arange(12 * 40).view(12, 40)
+    chats = torch.cat([opening.expand(12, 30), others], 1)
+    chats[:8, 30 : 30 + SHARED_RUN // 2] = chats[8, 30 : 30 + SHARED_RUN // 2]
+    alike = chats[:6], chats[8:]
+    assert torch.equal(apart(*alike), alike[0])
+    more = chats.clone()
+    more[0, 30 : 30 + SHARED_RUN] = more[8, 30 : 30 + SHARED_RUN]
+    assert torch.equal(apart(more[:6], more[8:]), more[1:6])
+
+
 def test_what_the_fit_holds_out_no_later_stage_trains_on(models, tokenizer, tmp_path, monkeypatch):
     dense, small = models
     path = tmp_path / "own.txt"
