@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "How much does recovery regain?": (
         *("smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods", "smollm2-fit-svdllm"),
         *("smollm2-fit-others", "smollm2-distil*", "smollm2-refit", "ladder"),
-        *("recovery-ablations", "smollm2-*-h200"),
+        *("recovery-ablations", "smollm2-*-h200", "smollm2-others-short-fits"),
     ),
     "What do merged heads keep?": (
         *("smollm2-merged*", "smollm2-default-*", "merged-bundled", "joint-latent"),
