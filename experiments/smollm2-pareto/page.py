@@ -106,7 +106,9 @@ def _draw_front(axes: Axes, best: Sequence[front.Row]) -> None:
     xs, ys = zip(*map(place, best), strict=True)
     axes.plot(xs, ys, color="0.25", linewidth=1.1, zorder=1, label="Pareto front")
     for row in best:
-        said = front.name_of(row).replace(row["method"], "rap").replace(" distilled", "")
+        said = front.name_of(row).replace(row["method"], "rap")
+        for recovered in front.RECOVERED.values():  # the legend states it
+            said = said.replace(recovered, "")
         named = {"textcoords": "offset points", "fontsize": 8.5, "va": "top", "zorder": 4}
         axes.annotate(said, place(row), LABEL, **named)
 
