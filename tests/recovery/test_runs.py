@@ -74,11 +74,12 @@ dense = tiny_model(vocab_size=4096)
 small = rap.apply(dense, random_plan(dense, ((4, 8), (4, 8))))
 sizes = {"window": 32, "num_windows": 12, "validation_windows": 4}
 config = RecoveryConfig(
-    **sizes, steps=2, global_batch=4, micro_batch=2, evaluate_every=2, schedule="cosine"
+    **sizes, steps=2, global_batch=4, micro_batch=2, evaluate_every=2, schedule="cosine",
+    products="float32",
 )
 found, report = stages.recover_stage(
     small, dense, rap.load_tokenizer("bundled"), "fit+fast", config=config,
-    fit=FitConfig(**sizes, steps=4), output=Path(sys.argv[1], "out"),
+    fit=FitConfig(**sizes, steps=4, batch=2), output=Path(sys.argv[1], "out"),
 )
 kept = {"before": report["distillation"]["fingerprint_before"], "after": fingerprint_model(found)}
 Path(sys.argv[1], f"rank-{rank}").write_text(json.dumps(kept))
