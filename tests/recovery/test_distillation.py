@@ -148,12 +148,21 @@ def test_only_layers_multiply_in_bfloat16(models):
         if output.shape[1] > 1:  # the model's own call has one token, which nobody reads
             seen.append(output.dtype)
 
-    hooks = [model.lm_head.register_forward_hook(watch) for model in (dense, small)]
+    def adding(types):
+        return lambda module, args, output: types.add(output.dtype)  # a copy would keep its own set
+
+    hooks, taken = [model.lm_head.register_forward_hook(watch) for model in (dense, small)], []
+    for model in (dense, small):
+        taken.append(set())
+        down = model.model.layers[0].mlp.down_proj
+        hooks.append(down.register_forward_hook(adding(taken[-1])))
     config = replace(CONFIG, **RATES["full"])
     found = {}
     for products in ("float32", "bfloat16"):
+        assert all(types <= {torch.float32} for types in taken)
         one = replace(config, products=products)
         found[products] = distill(small, dense, WINDOWS, one, validation=VALIDATION)
+    assert all(torch.bfloat16 in types for types in taken)
     for hook in hooks:
         hook.remove()
     assert set(seen) == {torch.float32}
