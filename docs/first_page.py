@@ -128,9 +128,9 @@ class Measured:
         found = [self.protocol]
         found += [f"Merged heads: {one}" for one in sorted(heads - {self.protocol})]
         found += [
-            "Pruned models are recovered by layer-wise distillation (`--recover fit`). The dense "
-            "model is dequantized from 4-bit weights. KV cache: bfloat16. Zero-shot: six tasks, "
-            "500 questions each.",
+            "Recovery is layer-wise distillation (`--recover fit`) on samples of 512 tokens. Dense "
+            "weights are dequantized from 4 bits. KV cache: bfloat16. Zero-shot: six tasks, 500 "
+            "questions each.",
         ]
         return found
 

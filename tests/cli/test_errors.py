@@ -135,7 +135,10 @@ CASES = [
     ((*BUNDLED, "--windows", 0), "cannot take 0 windows"),
     ((*BUNDLED, "--method", "no"), "unknown method 'no': use one of rap"),
     ((*BUNDLED, "--score", "no"), "unknown score 'no': use one of energy, fisher, gate"),
-    ((*BUNDLED, "--budget", "no"), "budget cannot be 'no': it should be "),
+    (
+        (*BUNDLED, "--budget", "no"),
+        "budget cannot be 'no': it should be 'auto', 'adaptive', 'uniform', 'error'",
+    ),
     ((*BUNDLED, "--keys", "no"), "keys cannot be 'no': it should be 'pairs' or 'fold'"),
     ((*BUNDLED, "--align", -3), "align cannot be -3"),
     ((*BUNDLED, "--key-share", 3), "key_share cannot be 3"),

@@ -147,10 +147,8 @@ def apart(windows_NT: Tensor, held_ST: Tensor) -> Tensor:
     for row, parts in zip(given, halves, strict=True):
         runs, usual = _runs(row, length), np.isin(parts, common)
         rows.append(runs[~(usual[: len(runs)] | usual[length - half :])])
-    held = np.concatenate(rows[len(windows_NT) :])
-    kept = [
-        row for row, runs in zip(windows_NT, rows, strict=False) if not np.isin(runs, held).any()
-    ]
+    own, held = rows[: len(windows_NT)], np.concatenate(rows[len(windows_NT) :])
+    kept = [row for row, runs in zip(windows_NT, own, strict=True) if not np.isin(runs, held).any()]
     if not kept:
         raise RapError(
             "every window of the recovery text overlaps what an earlier stage holds out: give a "

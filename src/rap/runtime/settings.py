@@ -55,8 +55,7 @@ def check_fields(settings: object, owner: str = "") -> None:
     """Raise RapError, with what is possible, for a field that its annotation does not allow.
 
     True is no number, a whole number is a number, also one of NumPy's, and of a Literal only what
-    it lists is right.
-    `owner` says in messages what the settings are of.
+    it lists is right. `owner` says in messages what the settings are of.
     """
     hints = get_type_hints(type(settings), include_extras=True)
     for field in fields(settings):  # type: ignore[arg-type]

@@ -531,17 +531,32 @@ def test_what_is_given_wins_over_the_demo(tmp_path, monkeypatch, arguments, reta
         ("--recover sometimes", "unknown recovery 'sometimes'"),
         ("--recover fast --set rate=1", "recovery has no setting 'rate'"),
         ("--measure speed=4", "cannot measure 'speed=4'"),
-        ("--measure window=0", "measure window cannot be 0: it should be greater"),
+        (
+            "--measure window=0",
+            "measure window cannot be 0: it should be greater than or equal to 1",
+        ),
         ("--measure window=soon", "measure window cannot be 'soon'"),
-        ("--measure prefill_tokens=-1", "prefill_tokens cannot be -1: it should be greater"),
-        ("--measure recall_distances=64,soon", "cannot be (64, 'soon'): it should be a valid"),
+        (
+            "--measure prefill_tokens=-1",
+            "prefill_tokens cannot be -1: it should be greater than or equal to 0",
+        ),
+        (
+            "--measure recall_distances=64,soon",
+            "cannot be (64, 'soon'): it should be a valid integer",
+        ),
         ("--recover fast --set dropout=1", "dropout cannot be 1: it should be less than 1"),
         ("--methods ,", "a comparison needs methods: name at least one"),
         ("--demo --methods ' '", "a comparison needs methods: name at least one"),
         ("--retain ,", "retain ',' is no list of ratios"),
         ("--recover ,", "a comparison needs recoveries: name at least one"),
-        ("--recover fast --set steps=abc", "recovery steps cannot be 'abc': it should be a"),
-        ("--recover fit --set fit.steps=abc", "fit steps cannot be 'abc': it should be a"),
+        (
+            "--recover fast --set steps=abc",
+            "recovery steps cannot be 'abc': it should be a valid integer",
+        ),
+        (
+            "--recover fit --set fit.steps=abc",
+            "fit steps cannot be 'abc': it should be a valid integer",
+        ),
         ("--recover fit --set fit.foo=3", "fit has no setting foo; it has: batch"),
         (
             "--recover none,fit --set steps=3",
