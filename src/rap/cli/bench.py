@@ -22,6 +22,8 @@ from ..evaluation.cost.latency import (
     time_prefill,
 )
 from ..evaluation.cost.random_models import dense_config, random_model, uniform_config
+from ..methods import Rap, parse_method
+from ..methods.merged import Merge
 from ..model.errors import RapError
 from ..model.layers import PREFIX
 from ..runtime.progress import track
@@ -39,6 +41,10 @@ def bench_command(
         float | None,
         typer.Option(help="For a dense MODEL: retain ratio of a pruned model with random weights."),
     ] = None,
+    merge: Annotated[
+        str,
+        typer.Option(help="With --retain: KV heads per cached head: a number, all, or auto."),
+    ] = AUTO,
     contexts: Annotated[
         list[int], typer.Option("--context", help="Tokens in the cache; repeatable.")
     ] = [512, 2048, 8192],  # noqa: B006 - typer copies it
@@ -68,9 +74,10 @@ def bench_command(
     _check(output, (rounds, batch, *contexts))
     placed, device = placement(device), str(working_device(device))
     settings = {"rounds": rounds, "dtype": dtype, "device": device, "cpu_time": cpu_time}
+    settings |= {} if retain is None else {"retain": retain, "merge": merge}
     timed: dict[str, Any] = {"batch": batch, "rounds": rounds}
     timed["clock"] = time.process_time if cpu_time else time.perf_counter
-    models = _models(resolve_source(model), dense, retain, dtype, device, placed)
+    models = _models(resolve_source(model), dense, retain, merge, dtype, device, placed)
     say_device(models["pruned"])
     rows = []
     for context in track(sorted(contexts), "timing", "contexts", shown=not as_json):
@@ -158,6 +165,7 @@ def _models(
     source: str,
     dense: str | None,
     retain: float | None,
+    merge: str,
     dtype: str,
     device: str,
     placed: dict[str, Any],
@@ -170,8 +178,9 @@ def _models(
             raise RapError(f"{source} is not pruned: remove --dense, and give --retain")
         if retain is None:
             raise RapError(f"{source} is not pruned: give --retain for a pruned stand-in")
+        narrow = uniform_config(config, retain, merge=_merge(merge))
         whole = load(source, dtype=dtype, **placed)
-        small = random_model(uniform_config(config, retain), dtype=whole.dtype, device=device)
+        small = random_model(narrow, dtype=whole.dtype, device=device)
         return {"dense": whole, "pruned": small}
     if retain is not None:
         raise RapError(f"{source} is pruned already: remove --retain")
@@ -181,6 +190,12 @@ def _models(
     else:
         whole = random_model(dense_config(config), dtype=small.dtype, device=device)
     return {"dense": whole, "pruned": small}
+
+
+def _merge(asked: str) -> Merge:
+    method = parse_method(f"rap:merge={asked}")
+    assert isinstance(method, Rap)
+    return method.merge
 
 
 def _row(point: LatencyPoint) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..calibration.moments import behind_norm
 from ..calibration.statistics import Statistics
 from ..model.kinds.factored import FactoredPlan
+from ..model.rope import AttentionShape
 from ..planning.folding import FoldedHead, fold_head
 from ..planning.losses import Metric, Moments, free_moments, key_moments
 from ..planning.plan import PairPlan
@@ -169,17 +170,22 @@ def behind_norms(statistics: Statistics, dense: DenseLayers) -> Statistics:
     return replace(statistics, layers=tuple(layers))
 
 
+def maps_are_smaller(shape: AttentionShape, width: int) -> bool:
+    """Whether a merged head of `width` channels takes fewer products with maps than absorbed."""
+    # Products of one query head: W E absorbed, D E and D W factored. Parameters follow, for the
+    # query heads of a KV head share its map.
+    size, dim = shape.hidden_size, shape.head_dim
+    return width * size > dim * (size + width)
+
+
 def factored(plan: PairPlan, index: int, dense: DenseLayers, queries: Queries) -> PairPlan:
     """The plan of a layer with maps where it needs them, or `queries` requires them."""
     shape = dense.shapes[index]
     assert shape is not None
-    size, dim = shape.hidden_size, shape.head_dim
 
     def mapped(needed: bool, width: int) -> bool:
-        # Products of one query head: W E absorbed, D E and D W factored. Parameters follow, for
-        # the query heads of a KV head share its map.
-        grows = plan.merge > 1 and width * size > dim * (size + width)
-        return needed or queries == "factored" or (queries == "auto" and grows)
+        smaller = plan.merge > 1 and maps_are_smaller(shape, width)
+        return needed or queries == "factored" or (queries == "auto" and smaller)
 
     of_queries = plan.mixes_keys and mapped(dense.maps_keys[index], plan.key_width)
     if dense.normalises_keys(index) and not of_queries:

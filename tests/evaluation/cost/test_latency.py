@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from cases.command import run
-from cases.models import tiny_model
+from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
+from rap.calibration.run import calibrate
 from rap.cli import bench
 from rap.cli.bench import conclusion
 from rap.evaluation.cost import latency
@@ -24,6 +25,7 @@ from rap.evaluation.cost.latency import (
     weight_bytes,
 )
 from rap.evaluation.cost.random_models import dense_config, random_model, uniform_config
+from rap.methods import Rap
 from rap.model.cache_layout import PairEntry
 from rap.model.errors import RapError
 from rap.model.layers import attention_layers
@@ -100,6 +102,22 @@ def test_random_models_have_the_shape_they_stand_for(model_type):
     assert kept == pytest.approx(0.5, abs=2 / 16)
     rows = {tuple(row.tolist()) for n, b in small.named_buffers() if "frequency" in n for row in b}
     assert len(rows) > 1, "heads should keep pairs of their own"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "glm", "gemma3_text", "olmo2"])
+@pytest.mark.parametrize("merge", [1, 2, "auto", "all"])
+@pytest.mark.parametrize("hidden", [8, 64])
+def test_a_stand_in_has_the_entries_of_a_real_plan(model_type, merge, hidden):
+    """Families without a norm, with one that maps stand behind, and with one that they do not.
+
+    Maps are larger than what is absorbed where the model is narrow, and smaller where it is wide.
+    """
+    dense = tiny_model(model_type, heads=8, kv_heads=4, hidden=hidden)
+    method = Rap(retain=0.5, align=2, merge=merge, budget="uniform")
+    found = calibrate(dense, random_tokens(2, 8), method.needs_for(dense))
+    plan = method.plan(dense, found)
+    config = uniform_config(dense.config, 0.5, align=2, merge=merge)
+    assert config.rap["layers"] == [layer.entry().fields() for layer in plan.layers]
 
 
 def test_merged_heads_with_more_slots_than_pairs_have_a_random_model():

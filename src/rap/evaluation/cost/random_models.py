@@ -4,18 +4,24 @@ They let a pruned checkpoint be timed beside the dense model it came from withou
 weights, and large models be timed without any checkpoint.
 """
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ...methods.dense import maps_keys, maps_values, merge_limit
+from ...methods.keys import Queries, maps_are_smaller
+from ...methods.merged import Merge, merged_budget, most_merged
 from ...model.attention import RapAttention
-from ...model.cache_layout import PairEntry
-from ...model.layers import attention_layers, base_model_type
+from ...model.cache_layout import FactoredEntry, PairEntry
+from ...model.layers import AttentionLayer, attention_layers, base_model_type
 from ...model.modeling import CONFIG_VERSION
 from ...model.rope import AttentionShape
-from ...planning.budgets import check_retain
+from ...planning.budgets import check_retain, nearest_width
+from ...planning.merging import check_merge
 from ...surgery.weights import config_with
 
 
@@ -27,18 +33,27 @@ def dense_config(config: PreTrainedConfig) -> Any:
     return CONFIG_MAPPING[base_model_type(config)](**kept)
 
 
-def uniform_config(config: PreTrainedConfig, retain: float, align: int = 8) -> Any:
+def uniform_config(
+    config: PreTrainedConfig,
+    retain: float,
+    align: int = 8,
+    merge: Merge = 1,
+    queries: Queries = "auto",
+) -> Any:
     """A pruned config with all layers and heads at `retain` of the dense channels.
 
-    Widths are multiples of `align` where heads are that wide; pass-through channels stay. Raises
-    RapError unless 0 < retain <= 1.
+    Widths are multiples of `align` where heads are that wide. `merge` is that of method `rap`: so
+    many KV heads become one where that can be exact. Then `queries`, as there, decides where maps
+    stand instead of larger projections.
+    Raises RapError unless 0 < retain <= 1, and for a `merge` that does not divide the heads.
     """
     check_retain(retain)
     dense = dense_config(config)
     with torch.device("meta"):
         layers = attention_layers(AutoModelForCausalLM.from_config(dense))
+    even = _Uniform(retain, align, merge, queries)
     entries = [
-        None if layer.shape is None else _entry(layer.shape, retain, align).fields()
+        None if layer.shape is None else even.entry(layer, layers, dense).fields()
         for layer in layers
     ]
     section = {"version": CONFIG_VERSION, "layers": entries, "retain": retain}
@@ -66,11 +81,48 @@ def random_model(
     return model
 
 
-def _entry(shape: AttentionShape, retain: float, align: int) -> PairEntry:
-    """One layer's entry of the `rap` section: K and V of the same width."""
-    geometry = shape.geometry
-    step = align if shape.head_dim % align == 0 else 2
-    width = max(step, round(retain * shape.head_dim / step) * step)
-    width = max(width, geometry.num_free + 2 * (geometry.num_pairs > 0))
-    pairs = (width - geometry.num_free) // 2
-    return PairEntry(pairs, geometry.num_free, 2 * pairs + geometry.num_free)
+@dataclass(frozen=True)
+class _Uniform:
+    """The settings of a `uniform_config`."""
+
+    retain: float
+    align: int
+    merge: Merge
+    queries: Queries
+
+    def entry(
+        self, layer: AttentionLayer, layers: Sequence[AttentionLayer], config: Any
+    ) -> PairEntry:
+        """A layer's entry of the `rap` section: K and V of the same width."""
+        shape, merged = layer.shape, self.merged(layer, layers, config)
+        assert shape is not None
+        unit = self.align // 2 if shape.head_dim % self.align == 0 else 1
+        size = merged * shape.head_dim // 2
+        steps = max(unit, nearest_width(self.retain * size, size, unit))
+        kept = merged_budget(self.retain, merged, shape, unit, steps)
+        if merged == 1:
+            return PairEntry(kept.pairs, kept.free, kept.values)
+        plain = PairEntry(kept.pairs, kept.free, kept.values, heads=shape.num_kv_heads // merged)
+        about = (layer, layers, config)
+        queries = maps_keys(*about) or self._maps(shape, plain.key_width)
+        outputs = maps_values(*about) or self._maps(shape, plain.values)
+        if not (queries or outputs):
+            return plain
+        return FactoredEntry(**asdict(plain), queries=queries, outputs=outputs)
+
+    def merged(self, layer: AttentionLayer, layers: Sequence[AttentionLayer], config: Any) -> int:
+        """KV heads of a cached head of the layer, 1 where they stay apart."""
+        mapped = self.queries != "absorbed"
+        if self.merge == 1 or merge_limit(layer, layers, config, mapped=mapped):
+            return 1
+        assert layer.shape is not None
+        heads, dim = layer.shape.num_kv_heads, layer.shape.head_dim
+        if isinstance(self.merge, int):
+            check_merge(self.merge, heads)
+            return self.merge
+        return heads if self.merge == "all" else most_merged(heads, dim, self.retain)
+
+    def _maps(self, shape: AttentionShape, width: int) -> bool:
+        if self.queries == "auto":
+            return maps_are_smaller(shape, width)
+        return self.queries == "factored"
