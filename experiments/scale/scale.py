@@ -168,17 +168,19 @@ def break_even(small: Scaled, dense: Scaled) -> int:
 
 
 def serving_rows() -> list[dict[str, Any]]:
-    """A row a model and variant; ratios are of the pruned model's figure over the dense one's."""
+    """A row a model and variant that is not the one before; ratios are of pruned over dense."""
     rows = []
     for name in MODELS:
         dense = scaled(name)
         assert dense is not None
         rows.append(_row(name, DENSE, dense, dense) | {"break_even": None})
+        before = dense
         for variant in VARIANTS:
             model = scaled(name, variant)
-            if model is not None:
-                found = _row(name, variant, model, dense)
-                rows.append(found | {"break_even": break_even(model, dense)})
+            if model is None or model == before:
+                continue
+            before, found = model, _row(name, variant, model, dense)
+            rows.append(found | {"break_even": break_even(model, dense)})
     return rows
 
 

@@ -286,6 +286,23 @@ def test_bench_times_both_and_says_from_where_on(checkpoints, tmp_path, argument
     assert found["verdict"] == conclusion(ratios)
 
 
+@pytest.mark.parametrize(("asked", "merged"), [((), 2), (("--merge", 1), 1), (("--merge", 2), 2)])
+def test_bench_stands_in_for_what_compress_would_make(checkpoints, monkeypatch, asked, merged):
+    """By default heads are merged, as `rap compress` merges them."""
+    timed = []
+
+    def seen(models, **how):
+        timed.append(models["pruned"].config.rap["layers"])
+        return measure_point(models, **how)
+
+    monkeypatch.setattr(bench, "measure_point", seen)
+    result = run("bench", checkpoints / "dense", "--retain", 0.5, *asked, *FAST, "--json")
+    assert result.code == 0, result.err
+    assert {2 // entry.get("heads", 2) for entry in timed[0]} == {merged}
+    (said,) = asked[1:] or ("auto",)
+    assert result.json["provenance"]["settings"]["merge"] == str(said)
+
+
 def test_bench_prints_a_table_and_the_verdict(checkpoints):
     result = run("bench", checkpoints / "small", *FAST, "--cpu-time")
     assert result.code == 0, result.err
@@ -310,6 +327,11 @@ def test_bench_times_prompts_too(checkpoints):
         (("dense",), "give --retain"),
         (("dense", "--retain", 0.5, "--dense", "x"), "remove --dense"),
         (("small", "--retain", 0.5), "pruned already"),
+        (
+            ("dense", "--retain", 0.5, "--merge", 3),
+            "2 KV heads cannot be merged by 3: use one of 1, 2",
+        ),
+        (("dense", "--retain", 0.5, "--merge", "most"), "merge cannot be 'most'"),
         (("small", "--rounds", 0), "at least 1"),
         (("small", "--dtype", "bf17"), "unknown dtype"),
     ],
