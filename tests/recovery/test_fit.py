@@ -276,28 +276,46 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
         fit_layers(other, dense, WINDOWS, replace(config, steps=3), work=tmp_path)
 
 
-def test_products_alone_are_in_bfloat16(pair: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("scope", ["block", "attention"])
+def test_products_alone_are_in_bfloat16(
+    pair: tuple[Any, Any], scope: Any, monkeypatch: Any
+) -> None:
     """Weights keep their type, and a layer is judged as it will be used."""
     dense, _ = pair
-    seen: list[tuple[bool, torch.dtype]] = []
+    seen: list[tuple[str, torch.dtype]] = []
+    judging = [False]
+
+    def judge(problem: LayerProblem) -> float:
+        judging[0] = True
+        found = judged(problem)
+        judging[0] = False
+        return found
 
     def watch(module: Any, args: Any, output: Tensor) -> None:
-        seen.append((torch.is_grad_enabled(), output.dtype))
+        done = "trained" if torch.is_grad_enabled() else "judged" if judging[0] else "handed on"
+        seen.append((done, output.dtype))
 
+    judged = LayerProblem.judge
+    monkeypatch.setattr(LayerProblem, "judge", judge)
     plan = random_plan(dense, ((4, 8), (3, 6), (4, 8)))
-    fitted = {}
+    fitted, types = {}, {}
     for products in ("float32", "bfloat16"):
         small = rap.apply(dense, plan)
-        watched = small.model.layers[0].self_attn.v_proj.register_forward_hook(watch)
-        fitted[products] = fit_layers(small, dense, WINDOWS, replace(HALF, products=products))[0]
-        watched.remove()
+        found = [model.model.layers[0].self_attn.v_proj for model in (small, dense)]
+        watched = [module.register_forward_hook(watch) for module in found]
+        config = replace(HALF, products=products, scope=scope)
+        fitted[products] = fit_layers(small, dense, WINDOWS, config)[0]
+        for handle in watched:
+            handle.remove()
         assert {parameter.dtype for parameter in small.parameters()} == {torch.float32}
-    types: dict[bool, list[torch.dtype]] = {True: [], False: []}
-    for training, dtype in seen:
-        types[training].append(dtype)
-    assert set(types[True]) == {torch.float32, torch.bfloat16}
-    assert set(types[False]) == {torch.float32}
-    assert fitted["bfloat16"].before == fitted["float32"].before
+        types[products] = {*seen}
+        seen.clear()
+    stages = ("trained", "judged", "handed on")
+    assert types["float32"] == {(stage, torch.float32) for stage in stages}
+    handed = torch.bfloat16 if scope == "block" else torch.float32
+    halves = (torch.bfloat16, torch.float32, handed)
+    assert types["bfloat16"] == {*zip(stages, halves, strict=True)}
+    assert fitted["bfloat16"].before == pytest.approx(fitted["float32"].before, rel=0.02)
     assert fitted["bfloat16"].after == pytest.approx(fitted["float32"].after, rel=0.02)
     assert fitted["bfloat16"].after != fitted["float32"].after
 

@@ -34,6 +34,7 @@ from ..model.layers import (
 )
 from ..runtime.layerwise import FLOAT, LayerwiseRunner, new_stream
 from ..runtime.memory import describe_memory
+from ..runtime.products import Products, multiplying
 from ..runtime.progress import Progress
 from ..runtime.sources import REMOVE, LayerSource, source_of
 from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
@@ -141,7 +142,7 @@ class _Fitter:
                     yield result
                 else:
                     for stream in (self.dense, self.small):
-                        stream.advance(stream.source.working(layer.index), layer.index)
+                        self._advance(stream, stream.source.working(layer.index), layer.index)
                     shown.update(layer.index + 1)
 
     def _fit(self, layer: AttentionLayer) -> LayerFit:
@@ -155,8 +156,20 @@ class _Fitter:
         # The stream goes on with what the model's dtype holds.
         trained = layer_file(self.work, index) if self.work is not None else None
         self.small.source.keep(index, mine, trained)
-        self.small.advance(mine, index)
+        self._advance(self.small, mine, index)
         return result
+
+    def _advance(self, stream: LayerwiseRunner, layer: nn.Module, index: int) -> None:
+        with multiplying(layer, self._products):
+            stream.advance(layer, index)
+
+    @property
+    def _products(self) -> Products:
+        """As in training, whose errors are a hundred times what bfloat16 loses of a stream.
+
+        By scope "attention" float32: how a layer adds its attention's output is found from streams.
+        """
+        return self.config.products if self.config.scope == "block" else "float32"
 
     def _problem(self, mine: nn.Module, index: int) -> LayerProblem:
         """What the layer is to give; the dense stream goes on to the next layer's input."""
@@ -166,13 +179,14 @@ class _Fitter:
         weight, scale = torch.empty(*target.shape[:2], 1), None
         for rows in self.dense.batches():
             before, now = self.dense.hidden[rows].clone(), self.small.hidden[rows]
-            with attention_outputs_of(original) as seen:
-                after = self.dense.run(theirs, index, before).cpu()
+            with attention_outputs_of(original) as seen, multiplying(theirs, self._products):
+                after = self.dense.run(theirs, index, before).float().cpu()
             added = seen.pop().cpu()
             self.dense.hidden[rows] = after
             if self.config.scope == "block":
                 # What the layer gives as it was cut: no parameter of it wants gradients yet.
-                given = self.small.run(mine, index, now).cpu()
+                with multiplying(mine, self._products):
+                    given = self.small.run(mine, index, now).float().cpu()
                 target[rows] = after - (1 - self.config.drift) * (before - now)
                 weight[rows] = _weight(_mean_square(after) + _mean_square(given))
                 continue

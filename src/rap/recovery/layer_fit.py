@@ -40,9 +40,10 @@ class FitConfig:
     output before it is added: there all of it is left to the layers behind). `scope` says what
     of a layer is trained, and what is wanted to come out right: its attention, or "block", all of
     it, where the matrices of a dense feed-forward begin at `feed_forward_rate`, and experts and
-    their routers stay. `products` is the type in which a layer that is trained multiplies matrices:
-    "auto" is bfloat16 where the device does so itself, which takes two thirds of the time, else
-    float32. Weights, their updates and what judges them are float32 in any case.
+    their routers stay. `products` is the type in which layers multiply matrices, when they are
+    trained and, by scope "block", hand windows on: "auto" is bfloat16 where the device does so
+    itself, which takes two thirds of the time, else float32. Weights, their updates and what judges
+    them are float32 in any case.
     """
 
     window: Annotated[int, Field(ge=2)] = 2048  # a shorter one forgets how to look far back
