@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "How much does recovery regain?": (
         *("smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods", "smollm2-fit-svdllm"),
         *("smollm2-fit-others", "smollm2-distil*", "smollm2-refit", "ladder"),
-        *("recovery-ablations", "smollm2-*-h200", "smollm2-others-short-fits"),
+        *("recovery-ablations", "smollm2-*-h200", "smollm2-others-short-fits", "smollm2-fits-*"),
     ),
     "What do merged heads keep?": (
         *("smollm2-merged*", "smollm2-default-*", "merged-bundled", "joint-latent"),
@@ -43,7 +43,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Does it combine with quantization and eviction?": (
         *("smollm2-pareto", "smollm2-presses", "composition", "width-bits"),
     ),
-    "What does it cost, and how fast is it?": ("smollm2-times", "cost", "merged-cost", "scale"),
+    "What does it cost, and how fast is it?": (
+        *("smollm2-times", "smollm2-sweep-times", "cost", "merged-cost", "scale"),
+    ),
     "Is it exact and reliable?": ("gguf-fidelity", "qk-norm", "reliability"),
     "Which parts of the method matter?": (
         *("smollm2-analyses", "smollm2-defaults", "smollm2-search", "analyses", "matched"),

@@ -47,7 +47,7 @@ MORE += ("smollm2-merged-sweep", "smollm2-quarter", "smollm2-palu-h200", "smollm
 # The methods that are followed from ratio to ratio.
 FOLLOWED = ("rap:merge=all", "rap:merge=all:profile=stock", SEPARATE, "palu", "transmla")
 FOLLOWED += ("rap:paper",)
-TIMED = ("smollm2-times", "smollm2-merged-times")
+TIMED = ("smollm2-times", "smollm2-merged-times", "smollm2-sweep-times")
 # Layer-wise distillation of fewer steps, with which all ratios fit into a day.
 SHORT = ("smollm2-merged-short", "smollm2-merged-fits", "smollm2-merged-ratios")
 SHORT += ("smollm2-merged-plain-quarter", "smollm2-merged-short-fits")
