@@ -50,6 +50,26 @@ def test_the_bundled_model_has_its_two_heads_merged(reference_model: Any) -> Non
     assert same(plan, rap.Rap(retain=0.5, merge="all").plan(reference_model, statistics))
 
 
+@pytest.mark.parametrize(
+    ("settings", "merge"),
+    [
+        ({}, 4),
+        ({"queries": "factored"}, 4),
+        ({"queries": "absorbed"}, 2),
+        ({"profile": "stock"}, 2),
+    ],
+)
+def test_what_absorbs_its_maps_merges_no_more_than_the_weights_bear(
+    settings: dict[str, Any], merge: int
+) -> None:
+    """Four heads as one double W_q and W_o at half of the cache, pairs leave them as they are."""
+    model = tiny_model(heads=8, kv_heads=8, hidden=64)
+    method = rap.Rap(retain=0.5, merge="auto", **settings)
+    statistics = rap.calibrate(model, random_tokens(2, 16), method.needs_for(model))
+    plan = method.plan(model, statistics)
+    assert {layer.merge for layer in plan.layers} == {merge}
+
+
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("metric", ["loss", "output"])
 def test_where_nothing_is_merged_it_is_the_method_with_separate_heads(

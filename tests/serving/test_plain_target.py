@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rap
 from cases.command import run
 from cases.models import random_tokens, tiny_model
 from cases.plans import plan_of
-from rap.model.errors import UnsupportedModelError
+from rap.cli.groups import PruningOptions
+from rap.model.errors import RapError, UnsupportedModelError
 from rap.model.families import FAMILIES
 from rap.planning.plan import PairPlan
 from rap.serving.plain_forms import STOCK_FAMILIES, check_stock
@@ -55,7 +56,7 @@ _LOGITS = """
 import sys
 sys.modules["rap"] = None
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 for path in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager").eval()
     ids = torch.load(path + ".ids", weights_only=True)
@@ -232,4 +233,24 @@ def test_one_command_writes_what_loads_without_the_package(tmp_path: Path) -> No
 def test_methods_without_merging_are_refused_for_the_target(tmp_path: Path) -> None:
     given = ("compress", "bundled", "--retain", 0.5, "--target", "plain", "-o", tmp_path / "out")
     assert "needs a method with" in run(*given, "--method", "palu").err
-    assert "decides merge" in run(*given, "--method", "rap:merge=2").err
+    assert "merge cannot be 'most'" in run(*given, "--method", "rap:merge=most").err
+
+
+@pytest.mark.parametrize(
+    ("method", "merge"),
+    [("rap", "auto"), ("rap:merge=2", 2), ("rap:merge=all", "all"), ("rap:merge=1", 1)],
+)
+def test_how_many_heads_are_merged_may_be_asked_for(
+    tmp_path: Path, method: str, merge: Any
+) -> None:
+    """The target decides if nothing is asked, but for the width and the list of frequencies."""
+    LlamaConfig(num_attention_heads=8, head_dim=64, hidden_size=64).save_pretrained(tmp_path)
+    cut = PruningOptions(retain=0.5, method=method, target="plain").build(str(tmp_path), seed=0)
+    assert (cut.merge, cut.profile, cut.align) == (merge, "stock", 32)
+    # 80 % of a head of 64 channels is no smaller multiple of 32, of two or more heads it is.
+    low = PruningOptions(retain=0.8, method=method, target="plain")
+    if merge == 1:
+        with pytest.raises(RapError, match="heads of 64 channels rounds to 64"):
+            low.build(str(tmp_path), seed=0)
+    else:
+        assert low.build(str(tmp_path), seed=0).merge == merge

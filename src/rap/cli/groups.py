@@ -125,13 +125,18 @@ class PruningOptions:
                     f"--target {target} needs a method with {NEEDS[setting]}, which {name!r} has "
                     "not: remove --target, or take another method"
                 )
+        if "merge" in wanted and "merge" in given:
+            wanted["merge"] = given["merge"]
         for name in wanted:
-            if name in given:
+            if name in given and name != "merge":
                 raise RapError(f"--target {target} decides {name}: remove --{name}, or the target")
         if wanted.get("profile") == "stock" and self.retain < 1:
             if "merge" in wanted:
                 heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-                dim *= most_merged(heads, dim, self.retain)
+                most = most_merged(heads, dim, self.retain, absorbed=True)
+                named = {"auto": most, "all": heads}
+                merged = named.get(wanted["merge"], wanted["merge"])
+                dim *= merged if isinstance(merged, int) else 1  # what is no number, Rap refuses
             width = nearest_width(self.retain * dim, dim, wanted["align"])
             if width in (0, dim):
                 raise RapError(
@@ -139,7 +144,7 @@ class PruningOptions:
                     f"nothing can be pruned; --target {target} supports multiples of "
                     f"{wanted['align']} below {dim}: choose another ratio, or remove --target"
                 )
-        return wanted
+        return {name: value for name, value in wanted.items() if name not in given}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,11 @@ from ..runtime.settings import Count
 from .dense import DenseLayers
 
 # auto: W_q and W_o grow by merge * retain. Three heads at 0.7 are worth it, and leave the attention
-# with 98 % of its parameters (docs/log.md, 2026-11-25).
+# with 98 % of its parameters where maps stand beside them (docs/log.md, 2026-11-25).
 GROWTH = 2.25
+# What grows itself is read at every step: of larger models a request would then read more bytes
+# than it saves, up to tens of thousands of tokens (docs/measurements/larger-models.md).
+ABSORBED_GROWTH = 1.5
 
 Merge = Count | Literal["all", "auto"] | None
 
@@ -166,9 +169,12 @@ def _layer(index: int, statistics: Statistics, dense: DenseLayers) -> tuple[Any,
     return statistics.layers[index] or {}, shape, weights
 
 
-def layer_merges(merge: Merge, retain: float, dense: DenseLayers) -> list[int]:
+def layer_merges(
+    merge: Merge, retain: float, dense: DenseLayers, *, absorbed: bool = False
+) -> list[int]:
     """KV heads of a cached head of every layer, 1 where its heads stay apart.
 
+    `absorbed` are maps that must be multiplied into W_q and W_o, as in `most_merged`.
     Raises RapError for a number that does not divide the heads of a layer that can be merged.
     """
     merges = []
@@ -181,11 +187,12 @@ def layer_merges(merge: Merge, retain: float, dense: DenseLayers) -> list[int]:
             merges.append(merge)
             continue
         heads, dim = shape.num_kv_heads, shape.head_dim
-        merges.append(heads if merge == "all" else most_merged(heads, dim, retain))
+        most = most_merged(heads, dim, retain, absorbed=absorbed)
+        merges.append(heads if merge == "all" else most)
     return merges
 
 
-def most_merged(num_kv_heads: int, head_dim: int, retain: float) -> int:
+def most_merged(num_kv_heads: int, head_dim: int, retain: float, *, absorbed: bool = False) -> int:
     """The most KV heads in one cached head that keep W_q and W_o, and the head, within bounds.
 
     >>> most_merged(8, 128, 0.5), most_merged(3, 64, 0.5), most_merged(8, 64, 0.7)
@@ -193,13 +200,22 @@ def most_merged(num_kv_heads: int, head_dim: int, retain: float) -> int:
     >>> most_merged(3, 64, 0.7)
     3
 
+    Where their maps can only be `absorbed`, W_q and W_o grow by less if any heads can then be
+    merged, and else by as little as merging takes.
+
+    >>> [most_merged(*of, absorbed=True) for of in ((8, 128, 0.5), (3, 64, 0.5), (3, 64, 0.7))]
+    [2, 3, 3]
+
     One where everything is kept: merging would only enlarge W_q and W_o.
     """
     if retain >= 1:
         return 1
     sizes = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
-    fits = (n for n in sizes if n * retain <= GROWTH and n * retain * head_dim <= WIDEST)
-    return max(fits, default=1)
+    fits = [n for n in sizes if n * retain <= GROWTH and n * retain * head_dim <= WIDEST]
+    if not absorbed:
+        return max(fits, default=1)
+    light = max((n for n in fits if n * retain <= ABSORBED_GROWTH), default=1)
+    return light if light > 1 else min((n for n in fits if n > 1), default=1)
 
 
 def merged_budget(

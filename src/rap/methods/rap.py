@@ -69,8 +69,8 @@ class Rap(PairPruning):
         stands far back (docs/log.md).
     shrinkage: how far a subspace looks beyond the calibration text (losses.value_subspace).
     merge: KV heads that become one cached head: a number that divides them, `all`, or `auto`, the
-        most that keep W_q and W_o within 2.25 times the dense size and a head within 256
-        channels. None is `auto`, or 1 where another setting is of separate heads
+        most that keep W_q and W_o within 2.25 times the dense size (1.5 where the profile or
+        `queries` has them absorbed) and a head within 256 channels. None is `auto`, or 1 where another setting is of separate heads
         (merged.default_merge). Needs keys `fold` and values `subspace`; layers that cannot be
         merged stay as they are, and where `auto` merges in no layer all is as with 1.
     queries: `absorbed`, W_q and W_o take in what merged or folded heads are multiplied by;
@@ -227,7 +227,8 @@ class Rap(PairPruning):
         return Merged(self.metric, context, self._reach, self.shrinkage)
 
     def _merges(self, dense: DenseLayers) -> list[int]:
-        return layer_merges(self.merge, self.retain, dense)
+        absorbed = self.profile == "stock" or self.queries == "absorbed"
+        return layer_merges(self.merge, self.retain, dense, absorbed=absorbed)
 
     @property
     def _ranking(self) -> str:

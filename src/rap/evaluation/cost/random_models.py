@@ -120,7 +120,9 @@ class _Uniform:
         if isinstance(self.merge, int):
             check_merge(self.merge, heads)
             return self.merge
-        return heads if self.merge == "all" else most_merged(heads, dim, self.retain)
+        absorbed = self.queries == "absorbed"
+        most = most_merged(heads, dim, self.retain, absorbed=absorbed)
+        return heads if self.merge == "all" else most
 
     def _maps(self, shape: AttentionShape, width: int) -> bool:
         if self.queries == "auto":
