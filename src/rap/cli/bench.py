@@ -79,12 +79,7 @@ def bench_command(
     timed["clock"] = time.process_time if cpu_time else time.perf_counter
     models = _models(resolve_source(model), dense, retain, merge, dtype, device, placed)
     say_device(models["pruned"])
-    rows = []
-    for context in track(sorted(contexts), "timing", "contexts", shown=not as_json):
-        variants = default_variants(device)
-        rows.append(_row(measure_point(models, context=context, variants=variants, **timed)))
-        if prefill:
-            rows[-1]["prefill"] = _prefill(models, tokens=context, **timed)
+    rows = _rows(models, contexts, prefill, device, timed, shown=not as_json)
     verdict = conclusion([(row["context"], row["ratio"]) for row in rows])
     result = {"model": model, "batch": batch, "points": rows, "verdict": verdict}
     result["provenance"] = provenance(**settings)
@@ -95,6 +90,25 @@ def bench_command(
     else:
         _print(f"Decode step of {model}, batch {batch}", rows)
         console.print(verdict)
+
+
+def _rows(
+    models: dict[str, Any],
+    contexts: list[int],
+    prefill: bool,
+    device: str,
+    timed: dict[str, Any],
+    *,
+    shown: bool,
+) -> list[dict[str, Any]]:
+    """What is printed of every context, shortest first."""
+    rows = []
+    for context in track(sorted(contexts), "timing", "contexts", shown=shown):
+        variants = default_variants(device)
+        rows.append(_row(measure_point(models, context=context, variants=variants, **timed)))
+        if prefill:
+            rows[-1]["prefill"] = _prefill(models, tokens=context, **timed)
+    return rows
 
 
 def _check(output: Path | None, counts: Sequence[int]) -> None:
