@@ -71,8 +71,9 @@ class Rap(PairPruning):
     merge: KV heads that become one cached head: a number that divides them, `all`, or `auto`, the
         most that keep W_q and W_o within 2.25 times the dense size (1.5 where the profile or
         `queries` has them absorbed) and a head within 256 channels. None is `auto`, or 1 where
-        another setting is of separate heads (merged.default_merge). Needs keys `fold` and values `subspace`; layers that cannot be
-        merged stay as they are, and where `auto` merges in no layer all is as with 1.
+        another setting is of separate heads (merged.default_merge). Needs keys `fold` and values
+        `subspace`; layers that cannot be merged stay as they are, and where `auto` merges in no
+        layer all is as with 1.
     queries: `absorbed`, W_q and W_o take in what merged or folded heads are multiplied by;
         `factored`, they stay dense and every head has a map of its own, which also merges and folds
         keys behind QK-norm; `auto`, of merged heads the smaller of the two, else absorbed.
