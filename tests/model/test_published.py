@@ -64,3 +64,27 @@ def test_what_cannot_be_mixed_is_said_with_the_reason(tmp_path):
     # Layers without positions have no norm, and nothing of this model is gated.
     assert [bool(layer["key_limit"]) for layer in layers[:4]] == [True, True, True, False]
     assert not any(layer["value_limit"] for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "merging"),
+    [
+        ("Llama-3-8B", "8 KV heads become 4 at retain 0.7"),
+        ("GLM-4.7", "8 KV heads become 4 at retain 0.7"),
+        ("Llama-2-7B", "32 KV heads become 16 at retain 0.7"),
+    ],
+)
+def test_how_many_heads_the_default_merges_is_said(name, merging):
+    """GLM-4.7 normalises queries and keys: merged behind the norm, its keys are no plain pairs."""
+    model_type, fields = PUBLISHED[name]
+    layers = describe_config(AutoConfig.for_model(model_type, **fields), name)["layers"]
+    assert {layer["merging"] for layer in layers} == {merging}
+    assert not any(layer["key_limit"] for layer in layers)
+
+
+def test_a_single_head_is_said_to_leave_nothing_to_merge(tmp_path):
+    model_type, fields = PUBLISHED["Llama-3-8B"]
+    config = AutoConfig.for_model(model_type, **fields | {"num_key_value_heads": 1})
+    config.save_pretrained(tmp_path)
+    said = "layers 0-31: heads are not merged: one KV head leaves nothing to merge"
+    assert said in run("inspect", tmp_path).out

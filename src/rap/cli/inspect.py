@@ -11,7 +11,8 @@ from ..calibration.kv_sharing import joined_shapes
 from ..checkpoint.load import is_pruned, load_config, without_tensors
 from ..evaluation.cost.footprint import cached_channels
 from ..methods import Rap
-from ..methods.dense import key_mixing_limit, value_mixing_limit
+from ..methods.dense import key_mixing_limit, merge_limit, value_mixing_limit
+from ..methods.merged import most_merged
 from ..model.errors import RapError
 from ..model.layers import (
     AttentionLayer,
@@ -27,7 +28,7 @@ from ..planning.scores import LayerScores
 from . import options
 from .options import print_json, print_table
 
-NOTES = ("key_limit", "value_limit")
+NOTES = ("merging", "key_limit", "value_limit")
 
 
 def inspect_command(
@@ -91,7 +92,11 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     # Methods with an attention of their own cache something else than keys and values.
     entries = (getattr(config, "rap", None) or {}).get("layers", ())
     cached = cached_channels(model) if any("kind" in (one or {}) for one in entries) else None
-    layers = [_describe_layer(layer, config, element, cached) for layer in attentions]
+    merging = _merging(attentions, config, retain)
+    layers = [
+        _describe_layer(layer, config, element, cached, *found)
+        for layer, found in zip(attentions, merging, strict=True)
+    ]
     every = [layer.shape for layer in attentions]
     shapes = [shape for shape in joined_shapes(every) if shape is not None]
     total = sum(layer["kv_bytes_per_token"] for layer in layers)
@@ -219,8 +224,31 @@ def _indices(text: str) -> set[int]:
     return {index for span in spans for index in range(span[0], span[-1] + 1)}
 
 
+def _merging(
+    layers: list[AttentionLayer], config: PreTrainedConfig, retain: float
+) -> list[tuple[int, str]]:
+    """How many KV heads of every layer method `rap` makes one, and what to say of it."""
+    found = []
+    for layer in layers:
+        shape, limit = layer.shape, merge_limit(layer, layers, config, mapped=True)
+        if shape is None or hasattr(layer.module, "key_width"):
+            found.append((1, ""))
+            continue
+        heads = shape.num_kv_heads
+        merged = 1 if limit else most_merged(heads, shape.head_dim, retain)
+        alone = limit and f"heads are not merged: {limit}"
+        become = f"{heads} KV heads become {heads // merged} at retain {retain:g}"
+        found.append((merged, alone if merged == 1 else become))
+    return found
+
+
 def _describe_layer(
-    layer: AttentionLayer, config: PreTrainedConfig, element: int, cached: list[int] | None
+    layer: AttentionLayer,
+    config: PreTrainedConfig,
+    element: int,
+    cached: list[int] | None,
+    merged: int,
+    merging: str,
 ) -> dict[str, Any]:
     shape, module = layer.shape, layer.module
     if shape is None:
@@ -232,7 +260,9 @@ def _describe_layer(
             "kv_bytes_per_token": 0,
             "dense_kv_bytes_per_token": 0,
         }
-    keys, values = key_mixing_limit(layer, config), value_mixing_limit(config)
+    mapped = merged > 1  # then maps stand behind norms and before gates
+    keys = key_mixing_limit(layer, config, mapped=mapped)
+    values = value_mixing_limit(config, mapped=mapped)
     rope = _rope(text_config(config), layer)
     eligible = "yes" if shape.source is None else f"with layer {shape.source}"
     key = getattr(module, "key_width", shape.head_dim)
@@ -244,6 +274,7 @@ def _describe_layer(
         "head_dim": shape.head_dim if key == shape.head_dim else f"{key} of {shape.head_dim}",
         "rotates": f"{shape.geometry.rotary_dim} ({shape.geometry.pairing})",
         "qk_norm": _norm(layer),
+        "merging": merging,
         "key_limit": keys and f"keys keep plain pairs and channels: {keys}",
         "value_limit": values and f"values keep plain channels: {values}",
         "eligible": eligible if not hasattr(module, "key_width") else "pruned",
