@@ -82,6 +82,13 @@ def test_how_many_heads_the_default_merges_is_said(name, merging):
     assert not any(layer["key_limit"] for layer in layers)
 
 
+def test_what_forbids_merging_is_said():
+    clipped = AutoConfig.for_model("olmo", num_key_value_heads=8, clip_qkv=8.0)
+    layers = describe_config(clipped, "olmo")["layers"]
+    said = "heads are not merged: clip_qkv clamps single channels"
+    assert {layer["merging"] for layer in layers} == {said}
+
+
 def test_a_single_head_is_said_to_leave_nothing_to_merge(tmp_path):
     model_type, fields = PUBLISHED["Llama-3-8B"]
     config = AutoConfig.for_model(model_type, **fields | {"num_key_value_heads": 1})
