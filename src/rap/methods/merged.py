@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError
+from ..model.rope import AttentionShape
 from ..planning.budgets import LayerBudget, layer_budget, nearest_width
 from ..planning.folding import FoldedHead, fold_head, usual_reach
 from ..planning.losses import Metric, Moments, one_width, part_losses, width_errors
@@ -182,14 +183,20 @@ def layer_merges(
         if shape is None or limit:
             merges.append(1)
             continue
-        if isinstance(merge, int):
-            check_merge(merge, shape.num_kv_heads)
-            merges.append(merge)
-            continue
-        heads, dim = shape.num_kv_heads, shape.head_dim
-        most = most_merged(heads, dim, retain, absorbed=absorbed)
-        merges.append(heads if merge == "all" else most)
+        merges.append(shape_merge(merge, shape, retain, absorbed=absorbed))
     return merges
+
+
+def shape_merge(
+    merge: Merge, shape: AttentionShape, retain: float, *, absorbed: bool = False
+) -> int:
+    """As `layer_merges`, of one layer that can be merged."""
+    if isinstance(merge, int):
+        check_merge(merge, shape.num_kv_heads)
+        return merge
+    if merge == "all":
+        return shape.num_kv_heads
+    return most_merged(shape.num_kv_heads, shape.head_dim, retain, absorbed=absorbed)
 
 
 def most_merged(num_kv_heads: int, head_dim: int, retain: float, *, absorbed: bool = False) -> int:

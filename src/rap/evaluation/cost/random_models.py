@@ -14,14 +14,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...methods.dense import maps_keys, maps_values, merge_limit
 from ...methods.keys import Queries, maps_are_smaller
-from ...methods.merged import Merge, merged_budget, most_merged
+from ...methods.merged import Merge, merged_budget, shape_merge
 from ...model.attention import RapAttention
 from ...model.cache_layout import FactoredEntry, PairEntry
 from ...model.layers import AttentionLayer, attention_layers, base_model_type
 from ...model.modeling import CONFIG_VERSION
 from ...model.rope import AttentionShape
 from ...planning.budgets import check_retain, nearest_width
-from ...planning.merging import check_merge
 from ...surgery.weights import config_with
 
 
@@ -116,13 +115,7 @@ class _Uniform:
         if self.merge == 1 or merge_limit(layer, layers, config, mapped=mapped):
             return 1
         assert layer.shape is not None
-        heads, dim = layer.shape.num_kv_heads, layer.shape.head_dim
-        if isinstance(self.merge, int):
-            check_merge(self.merge, heads)
-            return self.merge
-        absorbed = self.queries == "absorbed"
-        most = most_merged(heads, dim, self.retain, absorbed=absorbed)
-        return heads if self.merge == "all" else most
+        return shape_merge(self.merge, layer.shape, self.retain, absorbed=not mapped)
 
     def _maps(self, shape: AttentionShape, width: int) -> bool:
         if self.queries == "auto":
