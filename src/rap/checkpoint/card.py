@@ -7,6 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..model.cache_layout import dense_layout
+from ..model.layers import windowed_layers
+
 CARD_FILE = "README.md"
 
 _TEMPLATE = """---
@@ -95,16 +98,20 @@ def unmeasured(
     traits: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The part of a card from a Plan and sizes alone; both models may be on the meta device."""
-    shapes = [shape for shape in plan.shapes if shape is not None]
-    elements = sum(2 * shape.num_cached_heads * shape.head_dim for shape in shapes)
+    windowed = windowed_layers(dense.config)
+    caches = [
+        (cache.elements, dense_layout(shape).elements)
+        for index, (cache, shape) in enumerate(zip(plan.caches, plan.shapes, strict=True))
+        if cache is not None and shape is not None and index not in windowed
+    ]
     return {
         "source": source,
         "model_type": plan.model_type,
         "kept_fraction": plan.kept_fraction,
         "method": plan.method,
         "traits": dict(traits or {}),
-        "dense": _sizes(dense, elements),
-        "pruned": _sizes(small, round(elements * plan.kept_fraction)),
+        "dense": _sizes(dense, sum(whole for _, whole in caches)),
+        "pruned": _sizes(small, sum(kept for kept, _ in caches)),
     }
 
 
@@ -141,6 +148,10 @@ def comparison(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         for figure, name in names.items()
         if figure in dense
     ]
+    if dense.get("windowed_kv_bytes_per_token"):
+        name = f"KV cache of sliding windows of {dense['window']:,} tokens, bytes"
+        whole, kept = (x["windowed_kv_bytes_per_token"] * x["window"] for x in (dense, small))
+        rows.insert(1, (name, f"{whole:,}", f"{kept:,}"))
     if "perplexity" in dense and "perplexity" in small:
         name = f"perplexity{_measured_on(dense.get('evaluation') or {})}"
         rows.append((name, f"{dense['perplexity']:.3f}", f"{small['perplexity']:.3f}"))

@@ -90,6 +90,7 @@ class PruningOptions:
     key_share: options.KeyShare = None
     align: options.Align = None
     context: options.Context = None
+    layers: options.Layers = None
     profile: options.Profile = None
     target: options.Target = None
 

@@ -18,8 +18,10 @@ from ..model.layers import (
     AttentionLayer,
     attention_layers,
     attention_spec,
+    attention_window,
     check_dense,
     text_config,
+    windowed_layers,
 )
 from ..model.rope import AttentionShape
 from ..planning.budgets import kv_budgets
@@ -67,6 +69,16 @@ def inspect_command(
     if target != "plan":
         size = f"{report['kv_bytes_per_token_at_retain']:,} KV bytes per token"
         typer.echo(f"at retain {retain:g}, with equal widths in all layers: {size}")
+        if report["windowed_layers"]:
+            typer.echo(_windows(report))
+
+
+def _windows(report: dict[str, Any]) -> str:
+    """What the bytes per token leave out, and how it can be pruned as well."""
+    held = f"{report['window']:,} tokens, {report['windowed_kv_bytes']:,} bytes in all"
+    said = f"layers {ranges(report['windowed_layers'])} cache a sliding window of {held}"
+    dense = report["kv_bytes_per_token"] == report["dense_kv_bytes_per_token"]
+    return f"{said}; they stay dense without --layers all" if dense else said
 
 
 def describe_model(target: str, retain: float = 0.7) -> dict[str, Any]:
@@ -99,8 +111,12 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     ]
     every = [layer.shape for layer in attentions]
     shapes = [shape for shape in joined_shapes(every) if shape is not None]
-    total = sum(layer["kv_bytes_per_token"] for layer in layers)
-    dense = sum(layer["dense_kv_bytes_per_token"] for layer in layers)
+    windowed = windowed_layers(config)
+    growing = [index for index in range(len(layers)) if index not in windowed]
+    total = sum(layers[index]["kv_bytes_per_token"] for index in growing)
+    dense = sum(layers[index]["dense_kv_bytes_per_token"] for index in growing)
+    joint = joined_shapes(every)
+    counted = [shape for index in growing if (shape := joint[index]) is not None]
     state = f"pruned to {total / dense:.1%}" if is_pruned(config) else "dense"
     rotating = [shape for shape in shapes if shape.geometry.num_pairs]
     rotated = sorted({f"{s.geometry.rotary_dim}/{s.head_dim}" for s in rotating})
@@ -116,7 +132,11 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
         "kv_bytes_per_token": total,
         "dense_kv_bytes_per_token": dense,
         "retain": retain,
-        "kv_bytes_per_token_at_retain": _projected_bytes(shapes, retain, element),
+        "kv_bytes_per_token_at_retain": _projected_bytes(counted, retain, element),
+        "window": attention_window(config),
+        "windowed_layers": sorted(windowed),
+        "windowed_kv_bytes": (attention_window(config) or 0)
+        * sum(layers[index]["kv_bytes_per_token"] for index in windowed),
         "layers": layers,
     }
 

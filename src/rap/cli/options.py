@@ -143,6 +143,14 @@ KeyShare = Annotated[
 Align = Annotated[
     int | None, typer.Option("--align", help="Head dimensions are multiples of this many channels.")
 ]
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        "--layers",
+        help="Layers: full leaves those with a sliding window dense where others have full "
+        "attention; all prunes every layer. [default: full]",
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option("--context", help="Context length that decides which RoPE pairs may be merged."),

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import RapError, UnsupportedModelError
-from ..model.layers import attention_layers, base_model_type, check_dense
+from ..model.layers import attention_layers, base_model_type, check_dense, windowed_layers
 from ..model.norms import NORM_PER_HEAD
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets, select
@@ -28,6 +28,7 @@ ALIGNED_WIDTH = 8
 ALIGN_FROM_HEAD_DIM = 64
 
 Ships = Literal["code", "package", "stock"]
+Layers = Literal["full", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,10 @@ class Method(ABC):
     reconstructs from the cache at every step (`reconstructs`: keys, keys and values, or nothing);
     and what loading its checkpoint takes (`ships`): the `code` that is beside it, this `package`,
     or, of a plain one of the family (`stock`), neither.
+
+    layers: `full` leaves layers with a sliding window dense where other layers have full attention,
+        whose cache `retain` is then a fraction of: it alone grows with the context. `all` prunes
+        every layer.
     """
 
     name: ClassVar[str]
@@ -49,9 +54,14 @@ class Method(ABC):
 
     retain: Share = 0.7
     seed: int = 0
+    layers: Layers = "full"
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def spared(self, config: PreTrainedConfig) -> frozenset[int]:
+        """Layers of a model with this config that stay dense, by `layers`."""
+        return windowed_layers(config) if self.layers == "full" else frozenset()
 
     @property
     @abstractmethod
@@ -79,7 +89,9 @@ class Method(ABC):
 
     def check_model(self, model: PreTrainedModel) -> None:
         """As `check_shapes`, which it asks: RapError for what a dense model's config rules out."""
-        self.check_shapes([layer.shape for layer in attention_layers(model)])
+        spared = self.spared(model.config)
+        layers = attention_layers(model)
+        self.check_shapes([None if x.index in spared else x.shape for x in layers])
 
     def apply(self, model: PreTrainedModel, plan: Plan) -> Any:
         """The smaller model, new; `model` is left untouched."""
@@ -98,8 +110,12 @@ class Method(ABC):
         return fingerprint
 
     def describe(self) -> dict[str, Any]:
-        """The record of the run: the method's name and every hyper-parameter."""
-        return {"name": self.name, **asdict(self)}
+        """The record of the run: the method's name and every hyper-parameter.
+
+        Without `layers` unless it is `all`: records of models without windows have none.
+        """
+        settings = {k: x for k, x in asdict(self).items() if (k, x) != ("layers", "full")}
+        return {"name": self.name, **settings}
 
 
 def traits(method: Method | type[Method]) -> dict[str, str]:
@@ -174,12 +190,16 @@ class PairPruning(Method):
 
     def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
         """Score, budget, select (the paper's Budget-Alloc)."""
-        fingerprint, dense = self.check(source, statistics), dense_layers(source.model, source)
+        fingerprint, dense = self.check(source, statistics), self.dense(source.model, source)
         dense, statistics = self.seen(dense, statistics)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
         budgets = self.budgets(scores, statistics, dense)
         layers = self.divided(scores, budgets, statistics, dense)
         return self.plan_of(layers, dense, base_model_type(source.model.config), fingerprint)
+
+    def dense(self, model: PreTrainedModel, source: LayerSource | None = None) -> DenseLayers:
+        """The dense layers, without those that are `spared`."""
+        return dense_layers(model, source, self.spared(model.config))
 
     def seen(self, dense: DenseLayers, statistics: Statistics) -> tuple[DenseLayers, Statistics]:
         """The dense layers and their statistics as the method plans on them."""
@@ -196,6 +216,7 @@ class PairPruning(Method):
         return Plan(
             layers=layers,
             shapes=tuple(dense.every_shape),
+            spared=dense.spared,
             model_type=model_type,
             retain=self.retain,
             dense_fingerprint=fingerprint,

@@ -44,7 +44,8 @@ class DenseLayers:
     `merge_limits` say why the KV heads of a layer cannot be merged ("": they can).
     `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing),
     `maps_keys` and `maps_values` true where maps of every head could mix them nevertheless, and
-    `mapped_limits` are what then limits merging (rap.model.factored).
+    `mapped_limits` are what then limits merging (rap.model.factored). `spared` layers stay dense,
+    and are seen as if they had no attention but in `every_shape`.
     """
 
     shapes: Sequence[AttentionShape | None]
@@ -58,6 +59,7 @@ class DenseLayers:
     maps_keys: Sequence[bool] = ()
     maps_values: Sequence[bool] = ()
     mapped_limits: Sequence[str] = ()
+    spared: tuple[int, ...] = ()
 
     def normalises_keys(self, index: int) -> bool:
         """Whether something divides a layer's keys by their size."""
@@ -90,14 +92,20 @@ class AttentionWeights(Sequence[Named | None]):
         return layer_weights(live, attention_spec(self._source.model.config))
 
 
-def dense_layers(model: PreTrainedModel, source: LayerSource | None = None) -> DenseLayers:
+def dense_layers(
+    model: PreTrainedModel,
+    source: LayerSource | None = None,
+    spared: frozenset[int] = frozenset(),
+) -> DenseLayers:
     """Shapes, weights and frequencies of a dense model; weights are read when they are asked for.
 
-    With a `source` they are read from it, and those of `model` may be on the meta device.
+    With a `source` they are read from it, and those of `model` may be on the meta device. Layers
+    that read the keys and values of a spared one must be spared themselves.
     """
     layers = attention_layers(model)
     every_shape = [layer.shape for layer in layers]
     shapes, weights = joined(every_shape, AttentionWeights(source or LoadedLayers(model)))
+    shapes = [None if index in spared else shape for index, shape in enumerate(shapes)]
     return DenseLayers(
         shapes=shapes,
         weights=weights,
@@ -113,6 +121,7 @@ def dense_layers(model: PreTrainedModel, source: LayerSource | None = None) -> D
         maps_keys=[maps_keys(layer, layers, model.config) for layer in layers],
         maps_values=[maps_values(layer, layers, model.config) for layer in layers],
         mapped_limits=[merge_limit(x, layers, model.config, mapped=True) for x in layers],
+        spared=tuple(sorted(spared)),
     )
 
 

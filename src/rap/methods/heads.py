@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..calibration.statistics import Statistics
 from ..model.errors import UnsupportedModelError
@@ -34,6 +34,10 @@ class Heads(Replacing):
     def needs(self) -> frozenset[str]:
         """Gradients of W_k and W_v."""
         return frozenset({"fisher"})
+
+    def spared(self, config: PreTrainedConfig) -> frozenset[int]:
+        """None: the number of heads is one setting of all layers."""
+        return frozenset()
 
     def replaced(
         self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics

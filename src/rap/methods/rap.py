@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..calibration.registry import WINDOWS
 from ..calibration.statistics import Statistics
@@ -24,7 +24,7 @@ from ..planning.shared import shared_frequencies
 from ..runtime.settings import Count, NotNegative
 from ..runtime.sources import LayerSource
 from .base import PairPruning
-from .dense import DenseLayers, dense_layers, kept_budgets
+from .dense import DenseLayers, kept_budgets
 from .keys import Queries, behind_norms, factored, folded_keys, opened, shared_dense
 from .merged import (
     Merge,
@@ -149,6 +149,10 @@ class Rap(PairPruning):
         unset = {"reach": None, "shrinkage": 0.0, "merge": 1, "queries": "auto"}
         return {key: x for key, x in super().describe().items() if (key, x) not in unset.items()}
 
+    def spared(self, config: PreTrainedConfig) -> frozenset[int]:
+        """As of every method; a plain layout has one width for all layers."""
+        return frozenset() if self.profile == "stock" else super().spared(config)
+
     def decided(self, model: PreTrainedModel) -> "Rap":
         """The same, with what `auto` leaves to the model decided; itself where nothing is left.
 
@@ -156,7 +160,7 @@ class Rap(PairPruning):
         """
         if self.merge != "auto":
             return self
-        if max(self._merges(self._opened(dense_layers(model)))) == 1:
+        if max(self._merges(self._opened(self.dense(model)))) == 1:
             return replace(self, merge=1)
         return replace(self, budget="uniform") if self.budget == "auto" else self
 
@@ -262,7 +266,7 @@ class Rap(PairPruning):
             decided.check_model(model)
             return
         super().check_model(model)
-        dense = self._opened(dense_layers(model))
+        dense = self._opened(self.dense(model))
         self._folds(dense)
         if self.profile == "stock":
             shared_frequencies(dense.frequencies)
@@ -301,13 +305,13 @@ class Rap(PairPruning):
         if decided is not self:
             plan = decided.plan_from(source, statistics)
             record = self.describe() | {"budget": decided.budget}
-            limits = self._opened(dense_layers(source.model)).merge_limits
+            limits = self._opened(self.dense(source.model)).merge_limits
             return with_record(plan, record, limits if decided.merge == 1 else ())
         if self.budget != "search":
             return super().plan_from(source, statistics)
         model = source.whole("budget 'search', which tries pruned layers,")
         fingerprint, family = self.check(source, statistics), base_model_type(model.config)
-        dense, statistics = self.seen(dense_layers(source.model, source), statistics)
+        dense, statistics = self.seen(self.dense(source.model, source), statistics)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
 
         def planned(kept: dict[int, tuple[int, ...]]) -> Plan:

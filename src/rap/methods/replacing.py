@@ -141,7 +141,8 @@ class Replacing(Method):
         """Replace every layer with attention."""
         fingerprint, model = self.check(source, statistics), source.model
         check_plain(model, attention_layers(model), self.name)
-        layers = _layers(source, statistics)
+        spared = self.spared(model.config)
+        layers = _layers(source, statistics, spared)
         made = {
             layer.index: as_stored(layer, new)
             for layer, new in zip(layers, self.replaced(layers, source, statistics), strict=True)
@@ -150,6 +151,7 @@ class Replacing(Method):
         return Plan(
             layers=tuple(made.get(index) for index in range(len(shapes))),
             shapes=shapes,
+            spared=tuple(sorted(spared)),
             model_type=base_model_type(model.config),
             retain=self.retain,
             dense_fingerprint=fingerprint,
@@ -189,13 +191,15 @@ def check_plain(model: PreTrainedModel, layers: Sequence[AttentionLayer], what: 
         )
 
 
-def _layers(source: LayerSource, statistics: Statistics) -> list[DenseLayer]:
+def _layers(
+    source: LayerSource, statistics: Statistics, spared: frozenset[int]
+) -> list[DenseLayer]:
     model: Any = source.model
     dense, spec = dense_layers(model, source), attention_spec(model.config)
     names, reader = spec.projection_names(), _Reader(source, spec)
     factor, layers = float(rotary_module(model).attention_scaling), []  # type: ignore[arg-type]
     for layer, frequencies in zip(attention_layers(model), dense.frequencies, strict=True):
-        if layer.shape is None:
+        if layer.shape is None or layer.index in spared:
             continue
         assert frequencies is not None
         statistic = statistics.layers[layer.index] or {}

@@ -16,6 +16,8 @@ from .rope import AttentionShape, HeadGeometry
 from .specs import PROJECTIONS, AttentionSpec, QKNorm
 
 PREFIX = "rap_"
+# Layers of these types cache no more tokens than their window, or chunk, holds.
+_BOUNDED = ("sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,26 @@ def text_config(config: PreTrainedConfig) -> Any:
 def trained_length(config: PreTrainedConfig) -> int | None:
     """The positions a model was made for, if its config states them."""
     return getattr(text_config(config), "max_position_embeddings", None)
+
+
+def windowed_layers(config: PreTrainedConfig) -> frozenset[int]:
+    """Layers with a sliding window or chunks, of a model that also has full-attention layers.
+
+    Their cache stops growing, so that with the context the others become all of it. None of a model
+    whose layers are of one type.
+    """
+    types = getattr(text_config(config), "layer_types", None) or ()
+    if "full_attention" not in types:
+        return frozenset()
+    return frozenset(index for index, name in enumerate(types) if name in _BOUNDED)
+
+
+def attention_window(config: PreTrainedConfig) -> int | None:
+    """Tokens that `windowed_layers` cache at most; None of a model that has none."""
+    text = text_config(config)
+    if not windowed_layers(config):
+        return None
+    return getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
 
 
 def attention_spec(config: PreTrainedConfig) -> AttentionSpec:

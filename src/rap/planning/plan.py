@@ -32,6 +32,8 @@ class Plan:
 
     `retain` is what was asked for; `kept_fraction` what this plan keeps. `shapes` describes the
     dense layers, `dense_fingerprint` their weights. `qk_norm` is a mode of rap.model.norms.
+    `spared` layers were left dense because a sliding window bounds their cache: neither `retain`
+    nor `kept_fraction` counts them.
     """
 
     layers: tuple[LayerPlan | None, ...]
@@ -41,6 +43,7 @@ class Plan:
     dense_fingerprint: str = ""
     method: dict[str, Any] = field(default_factory=dict)
     qk_norm: str = "constant"
+    spared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.qk_norm not in NORM_MODES:
@@ -77,10 +80,13 @@ class Plan:
 
     @property
     def kept_fraction(self) -> float:
-        """Cached elements of a token over those of the dense model, all layers counted."""
-        kept = sum(cache.elements for cache in self.caches if cache is not None)
-        dense = sum(dense_layout(shape).elements for shape in self.shapes if shape is not None)
-        return kept / dense
+        """Cached elements of a token over those of the dense model, in all but spared layers."""
+        counted = [
+            (cache.elements, dense_layout(shape).elements)
+            for index, (cache, shape) in enumerate(zip(self.caches, self.shapes, strict=True))
+            if cache is not None and shape is not None and index not in self.spared
+        ]
+        return sum(kept for kept, _ in counted) / sum(dense for _, dense in counted)
 
     def about(self) -> list[str]:
         """The entries of `LayerPlan.about`, one line for all layers with the same entry."""
@@ -89,6 +95,8 @@ class Plan:
             line = layer.about(shape) if layer is not None and shape is not None else ""
             if line:
                 said.setdefault(line, []).append(index)
+        if self.spared:
+            said["dense, because a sliding window bounds their cache"] = list(self.spared)
         return [f"layers {ranges(places)}: {line}" for line, places in said.items()]
 
     def __eq__(self, other: object) -> bool:
@@ -138,6 +146,8 @@ class Plan:
             "dense_fingerprint": self.dense_fingerprint,
             "method": self.method,
         }
+        if self.spared:
+            about["spared"] = list(self.spared)
         FILE.save(path, [layer.tensors() if layer else None for layer in self.layers], about)
 
     @classmethod
@@ -201,6 +211,7 @@ def _plan(about: dict[str, Any], layers: Sequence[LayerPlan | None]) -> Plan:
         dense_fingerprint=about["dense_fingerprint"],
         method=about["method"],
         qk_norm=about.get("qk_norm", "constant"),
+        spared=tuple(about.get("spared", ())),
     )
 
 

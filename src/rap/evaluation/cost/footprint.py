@@ -21,7 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from ...model.attention import pruned_attention
-from ...model.layers import AttentionLayer, attention_layers, attention_spec
+from ...model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    attention_window,
+    windowed_layers,
+)
 from ...model.projections import projection_rows
 from ...model.specs import PROJECTIONS, AttentionSpec
 from ...runtime.state import evaluating
@@ -33,9 +39,11 @@ PREFILL = 3  # tokens read before the decode step that is measured
 class Footprint:
     """Cost of attention in the whole model; every field is a plain number or string for JSON.
 
-    `kv_bytes_per_token` is what the cache grows by per token, in the dtype `kv_dtype`. Layers that
-    cache a sliding window stop growing at its size. Parameters are weights of q, k, v, o and of
-    a gate, biases counted apart; `kv_parameters` is the share of W_k and W_v (`rap_complexity`).
+    `kv_bytes_per_token` is what the cache grows by per token, in the dtype `kv_dtype`, at any
+    context: layers with a sliding window beside others without (`layers.windowed_layers`) are
+    counted apart, as `windowed_kv_bytes_per_token`, of up to `window` tokens. Parameters are
+    weights of q, k, v, o and of a gate, biases counted apart; `kv_parameters` is the share of W_k
+    and W_v (`rap_complexity`).
     `projection_flops` are per token, `mixing_flops` (scores, their product with V, and what is
     reconstructed from the cache) per token and attended position. A multiply-add is two FLOPs;
     masked positions, rotation and softmax are not counted. Low-rank factors count with their
@@ -51,6 +59,13 @@ class Footprint:
     kv_projection_flops: int
     mixing_flops: int
     total_parameters: int
+    windowed_kv_bytes_per_token: int = 0
+    window: int | None = None
+
+    def kv_bytes(self, context: int) -> int:
+        """Bytes of the cache at a context of so many tokens."""
+        held = context if self.window is None else min(context, self.window)
+        return self.kv_bytes_per_token * context + self.windowed_kv_bytes_per_token * held
 
     def attention_flops(self, context: int) -> int:
         """FLOPs of one decode step that attends to `context` tokens, itself included."""
@@ -82,13 +97,15 @@ def footprint(model: PreTrainedModel) -> Footprint:
             weights[projection] += int(linear.weight.numel() * share)
             biases += int(linear.bias.numel() * share) if linear.bias is not None else 0
     with _eagerly(model):
-        kv_bytes, kv_dtype, flops = _decode_step(model)
+        grown, kv_dtype, flops = _decode_step(model)
+    bounded = windowed_layers(model.config)
+    windowed = sum(count for index, count in enumerate(grown) if index in bounded)
     projected = _projection_flops(model, layers, flops)
     attended = sum(flops[f"{type(model).__name__}.{layer.path}"] for layer in layers)
     mixing, rest = divmod(attended - sum(projected.values()), PREFILL + 1)
     assert rest == 0, "attention did products besides projections, scores and values"
     return Footprint(
-        kv_bytes_per_token=kv_bytes,
+        kv_bytes_per_token=sum(grown) - windowed,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         attention_parameters=sum(weights.values()),
         attention_biases=biases,
@@ -97,6 +114,8 @@ def footprint(model: PreTrainedModel) -> Footprint:
         kv_projection_flops=projected["k"] + projected["v"],
         mixing_flops=mixing,
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        windowed_kv_bytes_per_token=windowed,
+        window=attention_window(model.config),
     )
 
 
@@ -109,17 +128,21 @@ def over_dense(dense: Footprint, small: Footprint) -> dict[str, float]:
     return {name: part / whole for name, part, whole in figures if name != "kv_dtype" and whole}
 
 
-def _decode_step(model: Any) -> tuple[int, torch.dtype, dict[str, int]]:
-    """Bytes the cache grew by, its dtype, and the FLOPs of every module, in one decode step."""
+def _decode_step(model: Any) -> tuple[list[int], torch.dtype, dict[str, int]]:
+    """Bytes each layer's cache grew by, its dtype, and every module's FLOPs, in a decode step."""
     device = model.get_input_embeddings().weight.device
     ids = torch.zeros(1, PREFILL + 1, dtype=torch.long, device=device)
     cache = model(input_ids=ids[:, :PREFILL], use_cache=True).past_key_values
-    before = sum(tensor.nbytes for tensor in cached_tensors(cache))
+    before = _bytes_by_layer(cache)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids[:, PREFILL:], use_cache=True, past_key_values=cache)
-    after = cached_tensors(cache)
+    grown = [now - then for now, then in zip(_bytes_by_layer(cache), before, strict=True)]
     flops = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
-    return sum(tensor.nbytes for tensor in after) - before, after[0].dtype, flops
+    return grown, cached_tensors(cache)[0].dtype, flops
+
+
+def _bytes_by_layer(cache: Any) -> list[int]:
+    return [sum(tensor.nbytes for tensor in _held(layer)) for layer in cache.layers]
 
 
 @torch.no_grad()
