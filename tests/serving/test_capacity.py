@@ -59,15 +59,21 @@ def test_advice_that_would_change_nothing_is_not_given():
 
 
 def test_layers_of_both_kinds_have_pages_of_one_size():
-    """Measured in vLLM on Gemma 3 270M at 0.7: 1.161 where widths differ, 1.333 where they do not.
+    """Of heads of 64, a layer with 32 has pages twice as long, and one with 48 as long as with 64.
 
-    Of heads of 64, a layer with 32 has pages twice as long, and one with 48 as many bytes as 64.
+    Layers with a window hold what fits into it, whatever the context is: they are not counted.
     """
-    kinds = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    kinds = {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}
     rows = held((16, 32), (24, 48), None, family="gemma3_text", **kinds)
     flash = rows["vLLM, FlashAttention"]
-    assert flash.ratio == pytest.approx(3 * 64 / (32 + 64 + 64))
-    assert flash.advice == "--budget uniform"
+    assert flash.ratio == pytest.approx(2 * 64 / (32 + 64))
+    assert flash.advice == "--layers all"
+    halves = held((16, 32), (16, 32), None, family="gemma3_text", **kinds)
+    assert halves["vLLM, FlashAttention"].ratio == 2
+    assert halves["vLLM, FlashAttention"].advice == ""
+    uneven = held((16, 32), (24, 48), (24, 48), family="gemma3_text", **kinds)
+    assert uneven["vLLM, FlashAttention"].ratio == pytest.approx(2 * 64 / (48 + 48))
+    assert uneven["vLLM, FlashAttention"].advice == "--budget uniform"
     alike = held((24, 48), (24, 48), (24, 48), family="gemma3_text", **kinds)
     assert alike["vLLM, FlashAttention"].ratio == pytest.approx(4 / 3)
     assert alike["vLLM, FlashAttention"].advice == ""

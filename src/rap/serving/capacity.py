@@ -9,7 +9,7 @@ from typing import Any
 
 from ..model.cache_layout import CacheLayout
 from ..model.errors import RapError
-from ..model.layers import base_model_type, text_config
+from ..model.layers import base_model_type, windowed_layers
 from .layout import cache_layouts, dense_layouts, padded_width
 from .plain_forms import STOCK_FAMILIES, WIDELY_READ
 from .refusals import check_served
@@ -43,11 +43,15 @@ class EngineCapacity:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one layer and its dense layer cache; no heads where it reads another layer's."""
+    """What one layer and its dense layer cache; no heads where it reads another layer's.
+
+    `windowed` says that a sliding window bounds it, and not other layers.
+    """
 
     dense: CacheLayout
     kept: CacheLayout
     pruned: bool
+    windowed: bool = False
 
     @property
     def is_merged(self) -> bool:
@@ -67,33 +71,37 @@ def held_by_engines(config: Any) -> list[EngineCapacity]:
         check_served(config)
     except RapError:
         return []  # `rap serve` says why
+    windowed = windowed_layers(config)
     both = zip(dense_layouts(config), cache_layouts(config), strict=True)
-    caches = [LayerCache(dense, kept or dense, kept is not None) for dense, kept in both]
-    kinds = set(getattr(text_config(config), "layer_types", None) or ())
-    paged = kinds >= {"sliding_attention", "full_attention"}
-    rows = [_backend(name, caches, paged) for name in BACKENDS]
+    caches = [
+        LayerCache(dense, kept or dense, kept is not None, index in windowed)
+        for index, (dense, kept) in enumerate(both)
+    ]
+    rows = [_backend(name, caches) for name in BACKENDS]
     return rows + ([_plain(caches)] if STOCK_FAMILIES.get(family) in WIDELY_READ else [])
 
 
 def asked_ratio(caches: Sequence[LayerCache]) -> float:
     """How many times the dense tokens would fit if nothing were padded."""
-    return _dense(caches) / sum(one.kept.elements for one in caches)
+    return _dense(caches) / sum(one.kept.elements for one in caches if not one.windowed)
 
 
 def _dense(caches: Sequence[LayerCache]) -> int:
-    return sum(one.dense.elements for one in caches)
+    return sum(one.dense.elements for one in caches if not one.windowed)
 
 
-def _backend(name: str, caches: Sequence[LayerCache], paged: bool) -> EngineCapacity:
+def _backend(name: str, caches: Sequence[LayerCache]) -> EngineCapacity:
     accepts, better, step = BACKENDS[name]
     wanted = sorted({one.kept.width for one in caches})
     try:
         stored = {width: padded_width(width, accepts, name) for width in wanted}
     except RapError:
         return EngineCapacity(name, "", None, f"takes no head of {wanted[-1]} channels")
-    sizes = [one.kept.num_heads * stored[one.kept.width] for one in caches]
+    every = [one.kept.num_heads * stored[one.kept.width] for one in caches]
+    sizes = [size for size, one in zip(every, caches, strict=True) if not one.windowed]
     # vLLM gives layers with a window and layers without one pages of the same number of bytes.
-    pages = [_page(size, max(sizes)) for size in sizes] if paged else sizes
+    paged = len(sizes) < len(every)
+    pages = [_page(size, max(every)) for size in sizes] if paged else sizes
     ratio = _dense(caches) / (2 * sum(pages))
     # Heads no wider than a step leave no width to choose, and multiples of it nothing to advise.
     other = any(
@@ -103,7 +111,8 @@ def _backend(name: str, caches: Sequence[LayerCache], paged: bool) -> EngineCapa
     )
     lost = other and ratio < _LOSS * asked_ratio(caches)
     if sum(pages) * _LOSS > sum(sizes):
-        lost, better = True, "--budget uniform"
+        beside_dense = any(not one.pruned for one in caches if one.windowed)
+        lost, better = True, "--layers all" if beside_dense else "--budget uniform"
     shown = [f"{width} as {size}" for width, size in stored.items() if width != size]
     return EngineCapacity(name, ", ".join(shown) or "as they are", ratio, better if lost else "")
 
