@@ -20,7 +20,8 @@ from ..checkpoint.load import is_pruned, load, load_config, load_tokenizer, with
 from ..evaluation.cost.footprint import footprint
 from ..model.cache_layout import CacheLayout, dense_layout
 from ..model.errors import CheckpointError, RapError
-from ..model.layers import attention_layers, text_config, trained_length
+from ..model.layers import attention_layers, text_config, trained_length, windowed_layers
+from ..model.rope import AttentionShape
 from ..planning.plan import Plan
 from .engine import GIB, Round, Transcript, run_vllm
 from .layout import check_division
@@ -218,14 +219,15 @@ def transcribe(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -
 
 
 def dense_caches(source: str | Path, config: PreTrainedConfig) -> list[CacheLayout]:
-    """What every layer with attention caches in the dense model that a checkpoint was made from.
+    """What layers cache in the dense model that a checkpoint was made from, if with the context.
 
-    A plain checkpoint's config describes itself alone: its plan, if it lies there, has the shapes
-    of the dense layers. Of any other model without a `rap` section the config is the dense one's.
+    Layers without attention are left out, and windows beside full attention. A plain checkpoint's
+    config describes itself alone: its plan, if it lies there, has the shapes of the dense layers.
+    Of any other model without a `rap` section the config is the dense one's.
     """
     folder = Path(source)
     if not is_pruned(config) and (folder / PLAN_FILE).is_file():
-        return [dense_layout(shape) for shape in Plan.load(folder).shapes if shape is not None]
+        return _growing(Plan.load(folder).shapes, config)
     return _own_caches(config)
 
 
@@ -246,7 +248,18 @@ def channels(caches: Sequence[CacheLayout], num_devices: int = 1) -> int:
 
 def _own_caches(config: PreTrainedConfig) -> list[CacheLayout]:
     layers = attention_layers(without_tensors(config))
-    return [dense_layout(layer.shape) for layer in layers if layer.shape is not None]
+    return _growing([layer.shape for layer in layers], config)
+
+
+def _growing(
+    shapes: Sequence[AttentionShape | None], config: PreTrainedConfig
+) -> list[CacheLayout]:
+    windowed = windowed_layers(config)
+    return [
+        dense_layout(shape)
+        for index, shape in enumerate(shapes)
+        if shape is not None and index not in windowed
+    ]
 
 
 def _agrees(compared: Agreement, tolerance: float, dtype: str) -> bool:

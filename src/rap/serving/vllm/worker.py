@@ -14,6 +14,8 @@ from typing import Any
 import vllm
 from vllm import LLM, SamplingParams
 
+_BOUNDS = ("sliding_window", "attention_chunk_size")  # what a group keeps at most, in tokens
+
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Start the engine, run every round through it, and describe what it did."""
@@ -29,13 +31,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _capacity(engine: Any) -> int:
-    """Tokens that the KV cache holds when every layer keeps all of them.
+    """Tokens that the KV cache holds of a context far longer than any window.
 
-    Layers with and without a window are groups that draw their blocks from one pool.
+    Layers with and without a window are groups that draw their blocks from one pool; the former
+    give back what has left the window, unless the model has no others.
     """
     cache = engine.engine_core.engine_core.scheduler.kv_cache_config
-    sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
-    return int(cache.num_blocks / sum(1 / size for size in sizes))
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    growing = [spec for spec in specs if not any(getattr(spec, name, None) for name in _BOUNDS)]
+    return int(cache.num_blocks / sum(1 / spec.block_size for spec in growing or specs))
 
 
 def _round(llm: LLM, job: dict[str, Any]) -> list[dict[str, Any]]:
