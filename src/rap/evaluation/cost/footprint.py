@@ -148,14 +148,9 @@ def _bytes_by_layer(cache: Any) -> list[int]:
 @torch.no_grad()
 def cached_channels(model: Any) -> list[int]:
     """Numbers that each layer of a cache grows by in a decode step. `model` may be on meta."""
-    device = model.get_input_embeddings().weight.device
-    ids = torch.zeros(1, PREFILL + 1, dtype=torch.long, device=device)
-    with evaluating(model):
-        cache = model(input_ids=ids[:, :PREFILL], use_cache=True).past_key_values
-        before = [sum(x.numel() for x in _held(layer)) for layer in cache.layers]
-        model(input_ids=ids[:, PREFILL:], use_cache=True, past_key_values=cache)
-    after = (sum(x.numel() for x in _held(layer)) for layer in cache.layers)
-    return [now - then for now, then in zip(after, before, strict=True)]
+    with _eagerly(model):
+        grown, dtype, _ = _decode_step(model)
+    return [count // dtype.itemsize for count in grown]
 
 
 def cached_tensors(cache: Any) -> list[Tensor]:

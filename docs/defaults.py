@@ -1,0 +1,136 @@
+"""The tables of what `rap compress MODEL --retain 0.5` keeps, on README.md and on their own page.
+
+    python docs/defaults.py
+
+A table entry is empty, and a column left out, where no result file has it yet.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sources import REPOSITORY, put
+
+from rap.studies.report.report import markdown_table
+
+EXPERIMENTS = REPOSITORY / "experiments"
+PAGE, README = "docs/measurements/defaults.md", "README.md"
+BEGIN = "<!-- measured: python docs/defaults.py {} -->\n"
+END = "<!-- end of the defaults -->\n"
+DATASETS = {
+    "wikitext2-test": "WikiText-2",
+    "novels": "novels",
+    "code": "Python code",
+    "chat": "chat",
+}
+LENGTHS = (1024, 4096, 8192)
+TASKS = ("single-needle", "multi-key")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, the folder of its evaluations, and the report of its compression."""
+
+    name: str
+    folder: str
+    report: str
+
+    def read(self, file: str) -> dict[str, Any]:
+        """A result file of the folder; empty where there is none."""
+        path = EXPERIMENTS / self.folder / file
+        found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        return found
+
+    def cache(self) -> tuple[int, int]:
+        """Bytes that the dense and the pruned cache grow by per token."""
+        report = json.loads((EXPERIMENTS / self.report).read_text("utf-8"))
+        dense, pruned = (int(report[one]["kv_bytes_per_token"]) for one in ("dense", "pruned"))
+        return dense, pruned
+
+    def scores(self) -> tuple[str, str]:
+        """Zero-shot means with their standard errors."""
+        dense, pruned = (_score(self.read(f"zero-shot{one}.json")) for one in ("-dense", ""))
+        return dense, pruned
+
+
+MODELS = (
+    Model("SmolLM2-135M-Instruct", "smollm2-default", "smollm2-default-plain/compress.json"),
+    Model("Gemma 3 270M", "gemma3-default", "gemma3-default-model/compress.json"),
+)
+
+
+def _score(found: dict[str, Any]) -> str:
+    return f"{found['mean']:.1%} +- {found['mean_stderr']:.1%}" if found else ""
+
+
+def quality(*, kl: bool) -> dict[str, Any]:
+    """Perplexity by dataset, KL if asked for, and zero-shot accuracy: two rows a model."""
+    header = ["model", "KV cache, bytes/token", *DATASETS.values()]
+    header += [f"KL, {name}" for name in DATASETS.values()] if kl else []
+    rows = []
+    for model in MODELS:
+        found = [model.read(f"fidelity-{name}.json") for name in DATASETS]
+        dense = [f"{x['dense_perplexity']['value']:.2f}" if x else "" for x in found]
+        half = [_against(x) if x else "" for x in found]
+        nats = [f"{x['kl']['value']:.3f}" if x else "" for x in found] if kl else []
+        (whole, kept), (before, after) = model.cache(), model.scores()
+        rows.append([model.name, f"{whole:,}", *dense, *["0" if x else "" for x in nats], before])
+        rows.append(["**`rap`**", f"{kept:,} ({kept / whole:.0%})", *half, *nats, after])
+    return {"header": [*header, "zero-shot mean"], "rows": rows}
+
+
+def _against(found: dict[str, Any]) -> str:
+    value, dense = found["perplexity"]["value"], found["dense_perplexity"]["value"]
+    return f"{value:.2f} ({value / dense - 1:+.0%})"
+
+
+def retrieval() -> dict[str, Any]:
+    """Accuracy by task and length, of the dense and the pruned model."""
+    header = ["model", *(f"{task}, {length:,}" for task in TASKS for length in LENGTHS)]
+    rows = []
+    for model in MODELS:
+        for name, suffix in ((model.name, "-dense"), ("**`rap`**", "")):
+            found = {
+                (one["task"], length): one["accuracy"]
+                for length in LENGTHS
+                for one in model.read(f"retrieval{suffix}-{length}.json").get("ruler", [])
+            }
+            cells = [found.get((task, length)) for task in TASKS for length in LENGTHS]
+            rows.append([name, *(_interval(one) if one else "" for one in cells)])
+    return {"header": header, "rows": rows}
+
+
+def _interval(accuracy: dict[str, float]) -> str:
+    low, high = accuracy["low"], accuracy["high"]
+    return f"{accuracy['value']:.0%}" + (f" ({low:.0%} to {high:.0%})" if low < high else "")
+
+
+def filled(table: dict[str, Any]) -> str:
+    """A table in Markdown, without columns that nothing is in."""
+    header, rows = table["header"], table["rows"]
+    some = [number for number in range(len(header)) if any(row[number] for row in rows)]
+    kept = [[row[number] for number in some] for row in rows]
+    return str(markdown_table({"header": [header[number] for number in some], "rows": kept}))
+
+
+def made() -> dict[str, dict[str, str]]:
+    """What is generated, by page and by the name in the mark above it."""
+    return {
+        README: {"quality": filled(quality(kl=False))},
+        PAGE: {"quality and KL": filled(quality(kl=True)), "retrieval": filled(retrieval())},
+    }
+
+
+def main() -> None:
+    """Put the tables into their pages."""
+    for page, tables in made().items():
+        path = Path(REPOSITORY / page)
+        text = path.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            text = put(text, BEGIN.format(name), END, table, page)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
