@@ -1,4 +1,4 @@
-"""The table of results and the figure of README.md, from the result files.
+"""The table of methods in docs/measurements/index.md and the figure of README.md, from results.
 
     python docs/first_page.py
 
@@ -26,7 +26,7 @@ from rap.studies.report.report import caption, markdown_table
 
 REPOSITORY = Path(__file__).parents[1]
 EXPERIMENTS = REPOSITORY / "experiments"
-README, FIGURE = REPOSITORY / "README.md", "docs/first-page.svg"
+PAGE, FIGURE = REPOSITORY / "docs/measurements/index.md", "docs/first-page.svg"
 BEGIN, END = "<!-- measured: python docs/first_page.py -->\n", "<!-- end of what is measured -->\n"
 COMPARED = (
     *("smollm2", "smollm2-sweep", "smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods"),
@@ -171,7 +171,7 @@ def _line(name: str, measured: Measured, key: tuple[str, float, str]) -> list[st
 
 
 def table(measured: Measured) -> str:
-    """The table of README.md, in Markdown, with how it was measured."""
+    """The table of methods, in Markdown, with how it was measured."""
     rows = [_line("dense", measured, ("dense", 1.0, "none"))]
     for retain in RATIOS:
         for row in measured.rows():
@@ -238,14 +238,14 @@ def over_share(axes: Axes, what: str, ticks: list[float], shown: Formatter) -> N
 
 
 def with_table(text: str, measured: Measured) -> str:
-    """README.md with the table as it is measured."""
-    return put(text, BEGIN, END, table(measured), README)
+    """The page with the table as it is measured."""
+    return put(text, BEGIN, END, table(measured), PAGE)
 
 
 def main() -> None:
-    """Write the table into README.md, and the figure."""
+    """Write the table into its page, and the figure."""
     measured = Measured()
-    README.write_text(with_table(README.read_text("utf-8"), measured), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text("utf-8"), measured), encoding="utf-8")
     draw(measured, REPOSITORY / FIGURE)
 
 

@@ -69,6 +69,8 @@ MODELS = {
     "fitted/twice-60": "smollm2-merged-own-twice/models/rap-merge=all-profile=stock-0.5-fit-*",
     "fitted/encyclopedia-60": "smollm2-merged-encyclopedia/models/rap-merge=all-profile=*-fit-*",
     "fitted/default-plain-0.5": "smollm2-default-model/out",
+    "fitted/default-0.5": "smollm2-default-plain/out",
+    "fitted/gemma3-0.5": "gemma3-default-model/out",
     "fitted/merged-plain-0.5": "smollm2-merged/models/rap-merge=all-profile=stock-0.5-fit-*",
     "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",
     "fitted/palu-0.5": "smollm2-fit-methods/models/palu-0.5-fit-*",

@@ -1,4 +1,4 @@
-"""README.md: its table and its figure show what was measured, and it stays a first page."""
+"""The table of methods and the figure of README.md show what was measured."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def experiments(page, tmp_path) -> Path:
 
 
 def test_the_committed_table_is_built_from_the_committed_results(page):
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    text = page.PAGE.read_text(encoding="utf-8")
     assert page.with_table(text, page.Measured()) == text
     assert text.count(page.BEGIN) == 1
 

@@ -13,6 +13,7 @@ import rap
 from cases.command import run
 from cases.models import random_tokens, tiny_model
 from rap.cli.groups import PruningOptions
+from rap.evaluation.cost.random_models import uniform_config
 from rap.model.layers import attention_window, windowed_layers
 from rap.planning.plan import Plan
 
@@ -136,6 +137,12 @@ def test_what_was_spared_is_in_the_file(tmp_path: Any) -> None:
     without.save(tmp_path / "other.safetensors")
     assert Plan.load(tmp_path / "other.safetensors").spared == ()
     assert "layers" not in without.method  # as in records of earlier releases
+
+
+def test_models_that_are_timed_leave_them_dense_as_well() -> None:
+    for merge in (1, "auto"):
+        entries = uniform_config(hybrid().config, 0.5, merge=merge).rap["layers"]
+        assert [entry is None for entry in entries] == [True, False, True, False]
 
 
 def test_commands_tell_what_grows_and_what_is_bounded(tmp_path: Any) -> None:

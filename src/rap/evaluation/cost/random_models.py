@@ -17,7 +17,7 @@ from ...methods.keys import Queries, maps_are_smaller
 from ...methods.merged import Merge, merged_budget, shape_merge
 from ...model.attention import RapAttention
 from ...model.cache_layout import FactoredEntry, PairEntry
-from ...model.layers import AttentionLayer, attention_layers, base_model_type
+from ...model.layers import AttentionLayer, attention_layers, base_model_type, windowed_layers
 from ...model.modeling import CONFIG_VERSION
 from ...model.rope import AttentionShape
 from ...planning.budgets import check_retain, nearest_width
@@ -39,8 +39,9 @@ def uniform_config(
     merge: Merge = 1,
     queries: Queries = "auto",
 ) -> Any:
-    """A pruned config with all layers and heads at `retain` of the dense channels.
+    """A pruned config with layers and heads at `retain` of the dense channels.
 
+    Layers with a window beside others without stay dense, as by default when a model is pruned.
     Widths are multiples of `align` where heads are that wide. `merge` is that of method `rap`: so
     many KV heads become one where that can be exact. Then `queries`, as there, decides where maps
     stand instead of larger projections.
@@ -50,9 +51,11 @@ def uniform_config(
     dense = dense_config(config)
     with torch.device("meta"):
         layers = attention_layers(AutoModelForCausalLM.from_config(dense))
-    even = _Uniform(retain, align, merge, queries)
+    even, windowed = _Uniform(retain, align, merge, queries), windowed_layers(dense)
     entries = [
-        None if layer.shape is None else even.entry(layer, layers, dense).fields()
+        None
+        if layer.shape is None or layer.index in windowed
+        else even.entry(layer, layers, dense).fields()
         for layer in layers
     ]
     section = {"version": CONFIG_VERSION, "layers": entries, "retain": retain}
