@@ -30,11 +30,15 @@ TASKS = ("single-needle", "multi-key")
 
 @dataclass(frozen=True)
 class Model:
-    """A model, the folder of its evaluations, and the report of its compression."""
+    """A model, the folder of its evaluations, and the report of its compression.
+
+    `compared` has the zero-shot scores of its dense model, where another study measured them.
+    """
 
     name: str
     folder: str
     report: str
+    compared: str = ""
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
@@ -49,13 +53,21 @@ class Model:
         return dense, pruned
 
     def scores(self) -> tuple[str, str]:
-        """Zero-shot means with their standard errors."""
-        dense, pruned = (_score(self.read(f"zero-shot{one}.json")) for one in ("-dense", ""))
-        return dense, pruned
+        """Zero-shot means with their standard errors, of the dense and the pruned model."""
+        scored = self.read("zero-shot-dense.json")
+        if self.compared:
+            rows = json.loads((EXPERIMENTS / self.compared).read_text("utf-8"))["rows"]
+            scored = next(row for row in rows if row["name"] == "dense")
+        return _score(scored), _score(self.read("zero-shot.json"))
 
 
 MODELS = (
-    Model("SmolLM2-135M-Instruct", "smollm2-default", "smollm2-default-plain/compress.json"),
+    Model(
+        "SmolLM2-135M-Instruct",
+        "smollm2-default",
+        "smollm2-default-plain/compress.json",
+        "smollm2-zero-shot/zero-shot.json",
+    ),
     Model("Gemma 3 270M", "gemma3-default", "gemma3-default-model/compress.json"),
 )
 

@@ -11,8 +11,8 @@ from cases.command import run
 from cases.fits import ShortFit
 from rap import assets
 from rap.checkpoint.files import read_json
-from rap.cli.compress import CompressionRun
-from rap.cli.groups import ReadingOptions
+from rap.cli.compress import CompressionRun, say_report
+from rap.cli.groups import PruningOptions, ReadingOptions
 from rap.data.held_out import dataset_name, split
 from rap.planning.shared import TARGETS
 from rap.recovery import stages
@@ -136,3 +136,15 @@ def test_the_split_is_by_the_data():
     assert split("bundled", "held-out") == ("bundled", "bundled")
     assert split("paper", "held-out") == ("paper", "wikitext2")
     assert dataset_name("wikitext2") == "WikiText-2 test"
+
+
+@pytest.mark.parametrize(("before", "after", "told"), [(12.5, 12.5, True), (12.5, 11.0, False)])
+def test_a_pruned_model_that_no_recovery_was_better_than_is_called_so(capsys, before, after, told):
+    scored = {"kv_bytes_per_token": 8, "attention_parameters": 4, "parameters": 9}
+    report = {"dense": scored, "pruned": scored, "attention": []}
+    report["recovery"] = {"perplexity_before": before, "perplexity_after": after}
+    made = CompressionRun(model="m", output=Path("o"), read=ReadingOptions(), recover="fit")
+    say_report(report, made, PruningOptions(), SimpleNamespace(model_type="llama"), as_json=False)
+    shown = capsys.readouterr()
+    assert ("the pruned model is kept" in shown.err) is told
+    assert ("recovered" in shown.out.splitlines()[2]) is not told

@@ -197,7 +197,7 @@ def compress_command(
     config = result.model.config if loaded else load_config(output)
     about: dict[str, Any] = {"evaluate": evaluate, "target": cut.target, "recover": recovers}
     made = CompressionRun(model=model, output=output, read=read, **about)
-    _say_report(result.report, made, cut, config, as_json)
+    say_report(result.report, made, cut, config, as_json)
 
 
 def _export_plain(written: Path, output: Path, force: bool) -> None:
@@ -217,14 +217,22 @@ def _check_placing(read: CompletedOptions, streamed: StreamingOptions) -> None:
         raise RapError("--statistics requires --stream; add it, or remove --statistics")
 
 
-def _say_report(
+def say_report(
     report: dict[str, Any], made: CompressionRun, cut: PruningOptions, config: Any, as_json: bool
 ) -> None:
+    """Print what was made: figures, what engines hold, what to do next; or the report alone."""
     if as_json:
         return print_json(report)
-    table = comparison(report)
-    after = "pruned" if made.recover == "none" else "recovered"
+    table, recovery = comparison(report), report.get("recovery") or {}
+    refused = "perplexity_after" in recovery and not _better(recovery)
+    after = "pruned" if made.recover == "none" or refused else "recovered"
     print_table(f"{made.model} at retain {cut.retain}", ["", "dense", after], table)
+    if refused:
+        console.print(
+            f"the pruned model is kept: no recovery lowered its perplexity on held-out samples, "
+            f"{recovery['perplexity_before']:.3f}; try other --calibration data",
+            style="yellow",
+        )
     rows = held_by_engines(config) if is_pruned(config) else []
     _say_held(rows)
     if cut.target in ("llamacpp", "mlx") and {*dense_head_dims(text_config(config))} == {64}:
@@ -241,6 +249,11 @@ def _say_report(
     if scored is not None and scored["window"] < EVALUATION_WINDOW:
         made = replace(made, window=scored["window"])
     say_next(made.next_steps(config, rows))
+
+
+def _better(recovery: dict[str, Any]) -> bool:
+    """Whether any stage of a recovery was better than the pruned model, which else is kept."""
+    return bool(recovery["perplexity_after"] < recovery["perplexity_before"])
 
 
 def _tell(
