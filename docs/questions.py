@@ -48,7 +48,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Is it exact and reliable?": ("gguf-fidelity", "qk-norm", "reliability"),
     "Which parts of the method matter?": (
         *("smollm2-analyses", "smollm2-defaults", "smollm2-search", "analyses", "matched"),
-        *("compare-ablations", "compare-pooled", "gemma3-qk-norm*", "gemma3-windows"),
+        *("compare-ablations", "compare-pooled", "gemma3-qk-norm*", "gemma3-windows*"),
     ),
 }
 

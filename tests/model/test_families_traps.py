@@ -119,7 +119,8 @@ def test_constant_norm_is_nearer_to_the_masked_model_than_the_naive_norm(name: s
             linear.weight.mul_(fall.repeat(heads)[:, None])
             if linear.bias is not None:
                 linear.bias.mul_(fall.repeat(heads))
-    method = Rap(retain=0.5, keys="pairs", values="channels", score="energy", budget="uniform")
+    widths = {"score": "energy", "budget": "uniform", "layers": "all"}
+    method = Rap(retain=0.5, keys="pairs", values="channels", **widths)
     plan = method.plan(model, calibrate(model, random_tokens(4, 32), {"energy"}))
     dense = masked_by_hooks(model, plan, case)
     small = apply(model, plan)

@@ -8,7 +8,8 @@ from cases.published import PUBLISHED
 from rap.cli.inspect import describe_config
 
 # Attention layers with RoPE of all layers with attention; rotated channels of a head; KV bytes per
-# token in bfloat16: layers x KV heads x (K + V channels) x 2 bytes, dense.
+# token in bfloat16: layers x KV heads x (K + V channels) x 2 bytes, dense, of all layers as the
+# paper counts.
 EXPECTED = {
     "Llama-3-8B": ((32, 32), "128/128", 131072),
     "Llama-3.2-3B": ((28, 28), "128/128", 114688),
@@ -22,6 +23,8 @@ EXPECTED = {
     "Llama-4-Scout": ((36, 48), "128/128", 196608),
     "Gemma-3": ((62, 62), "128/128", 507904),
 }
+# What is left of them beyond the window, or chunk, of most layers.
+GROWING = {"GPT-OSS": 24576, "Llama-4-Scout": 49152, "Gemma-3": 81920}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -31,10 +34,13 @@ def test_inspect_reproduces_the_table(name):
     layers, rotated, dense_bytes = EXPECTED[name]
     assert (report["rope_layers"], report["attention_layers"]) == layers
     assert report["rotated_dims_per_head"] == rotated
-    assert report["kv_bytes_per_token"] == dense_bytes
+    assert sum(layer["kv_bytes_per_token"] for layer in report["layers"]) == dense_bytes
+    growing = GROWING.get(name, dense_bytes)
+    assert report["kv_bytes_per_token"] == growing
+    assert bool(report["windowed_layers"]) is (name in GROWING)
     # The multiple of eight channels nearest to 0.7: 88 of 128, 176 of 256, 48 of 64.
     kept = 48 / 64 if rotated == "64/64" else 88 / 128
-    assert report["kv_bytes_per_token_at_retain"] == kept * dense_bytes
+    assert report["kv_bytes_per_token_at_retain"] == kept * growing
 
 
 def test_the_command_prints_it_from_a_config_alone(tmp_path):
@@ -44,7 +50,7 @@ def test_the_command_prints_it_from_a_config_alone(tmp_path):
     assert result.code == 0, result.err
     report = result.json
     assert report["rope_layers"] == 36
-    assert report["kv_bytes_per_token_at_retain"] == 135168
+    assert report["kv_bytes_per_token_at_retain"] == 33792
     assert [layer["rotates"] for layer in report["layers"][:4]] == [
         *["128 (interleaved)"] * 3,
         "0 (interleaved)",

@@ -22,7 +22,7 @@ def measure(study: Study) -> Data:
     rows = []
     for budget in BUDGETS:
         for retain in RETAINS:
-            method = Rap(retain=retain, align=2, budget=budget, merge=1)
+            method = Rap(retain=retain, align=2, budget=budget, merge=1, layers="all")
             plan = study.plan(method)
             perplexity = study.after(method, plan)
             rows.append(
@@ -42,7 +42,7 @@ def curves(study: Study) -> list[list[float]]:
 
     Of separate heads, so layers that cannot be mixed drop what is dropped of those.
     """
-    method = Rap(budget="error", merge=1)
+    method = Rap(budget="error", merge=1, layers="all")
     dense, statistics = dense_layers(study.model), study.statistics(method.needs)
     orders = method.orders(method.importance(statistics.layers, dense.weights, dense.shapes), dense)
     return [

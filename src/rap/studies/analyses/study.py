@@ -103,8 +103,8 @@ class Analysis:
 
 
 def paper_cut(retain: float, **settings: Any) -> Rap:
-    """The paper's method in steps of one pair, so that every ratio is met as nearly as it can."""
-    return Rap.paper(**{"retain": retain, "align": 2} | settings)
+    """The paper's method in all layers, by one pair, so that ratios are met as nearly as can be."""
+    return Rap.paper(**{"retain": retain, "align": 2, "layers": "all"} | settings)
 
 
 def figure_of(analysis: Analysis, data: Data) -> Figure:

@@ -4,12 +4,12 @@ import pytest
 
 from cases.scripts import REPOSITORY, load_script
 
-SCRIPT = load_script("docs/defaults.py")
+SCRIPT = load_script("docs/default_tables.py")
 
 
 @pytest.mark.parametrize("page", [SCRIPT.README, SCRIPT.PAGE])
 def test_the_committed_tables_are_built_from_the_committed_results(page):
-    """If they are not: python docs/defaults.py."""
+    """If they are not: python docs/default_tables.py."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     for name, table in SCRIPT.made()[page].items():
         begun = text.split(SCRIPT.BEGIN.format(name))[1].split(SCRIPT.END)[0]

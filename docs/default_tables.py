@@ -1,6 +1,6 @@
 """The tables of what `rap compress MODEL --retain 0.5` keeps, on README.md and on their own page.
 
-    python docs/defaults.py
+    python docs/default_tables.py
 
 A table entry is empty, and a column left out, where no result file has it yet.
 """
@@ -16,7 +16,7 @@ from rap.studies.report.report import markdown_table
 
 EXPERIMENTS = REPOSITORY / "experiments"
 PAGE, README = "docs/measurements/defaults.md", "README.md"
-BEGIN = "<!-- measured: python docs/defaults.py {} -->\n"
+BEGIN = "<!-- measured: python docs/default_tables.py {} -->\n"
 END = "<!-- end of the defaults -->\n"
 DATASETS = {
     "wikitext2-test": "WikiText-2",
