@@ -32,13 +32,15 @@ TASKS = ("single-needle", "multi-key")
 class Model:
     """A model, the folder of its evaluations, and the report of its compression.
 
-    `compared` has the zero-shot scores of its dense model, where another study measured them.
+    `compared` has the zero-shot scores of its dense model, and `ruled` what that one retrieves,
+    where another study measured them.
     """
 
     name: str
     folder: str
     report: str
     compared: str = ""
+    ruled: str = ""
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
@@ -46,9 +48,22 @@ class Model:
         found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         return found
 
+    def compressed(self) -> dict[str, Any]:
+        """The report of the compression."""
+        found: dict[str, Any] = json.loads((EXPERIMENTS / self.report).read_text("utf-8"))
+        return found
+
+    def fidelity(self, name: str) -> dict[str, Any]:
+        """Perplexities and KL on a dataset; of novels the report's, where there is no other."""
+        found, report = self.read(f"fidelity-{name}.json"), self.compressed()
+        if found or name != "novels":
+            return found
+        dense, pruned = ({"value": report[one]["perplexity"]} for one in ("dense", "pruned"))
+        return {"dense_perplexity": dense, "perplexity": pruned, "kl": report["pruned"]["kl"]}
+
     def cache(self) -> tuple[int, int]:
         """Bytes that the dense and the pruned cache grow by per token."""
-        report = json.loads((EXPERIMENTS / self.report).read_text("utf-8"))
+        report = self.compressed()
         dense, pruned = (int(report[one]["kv_bytes_per_token"]) for one in ("dense", "pruned"))
         return dense, pruned
 
@@ -67,6 +82,7 @@ MODELS = (
         "smollm2-default",
         "smollm2-default-plain/compress.json",
         "smollm2-zero-shot/zero-shot.json",
+        "smollm2-ruler/dense.json",
     ),
     Model("Gemma 3 270M", "gemma3-default", "gemma3-default-model/compress.json"),
 )
@@ -82,7 +98,7 @@ def quality(*, kl: bool) -> dict[str, Any]:
     header += [f"KL, {name}" for name in DATASETS.values()] if kl else []
     rows = []
     for model in MODELS:
-        found = [model.read(f"fidelity-{name}.json") for name in DATASETS]
+        found = [model.fidelity(name) for name in DATASETS]
         dense = [f"{x['dense_perplexity']['value']:.2f}" if x else "" for x in found]
         half = [_against(x) if x else "" for x in found]
         nats = [f"{x['kl']['value']:.3f}" if x else "" for x in found] if kl else []
@@ -103,10 +119,13 @@ def retrieval() -> dict[str, Any]:
     rows = []
     for model in MODELS:
         for name, suffix in ((model.name, "-dense"), ("**`rap`**", "")):
+            files = [model.read(f"retrieval{suffix}-{length}.json") for length in LENGTHS]
+            if suffix and model.ruled:
+                files.append(json.loads((EXPERIMENTS / model.ruled).read_text("utf-8")))
             found = {
-                (one["task"], length): one["accuracy"]
-                for length in LENGTHS
-                for one in model.read(f"retrieval{suffix}-{length}.json").get("ruler", [])
+                (one["task"], one["length"]): one["accuracy"]
+                for file in files
+                for one in file.get("ruler", [])
             }
             cells = [found.get((task, length)) for task in TASKS for length in LENGTHS]
             rows.append([name, *(_interval(one) if one else "" for one in cells)])
