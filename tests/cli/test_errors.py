@@ -102,7 +102,10 @@ METHOD_TEXTS = [
     ("rap:nothing", "method 'rap' has no recipe 'nothing'; it has: general, paper"),
     ("heads:paper", "method 'heads' has no recipe 'paper'; it has: none"),
     ("elitekv:plus:plus", "asks for 2 recipes: name one"),
-    ("palu:group=1", "method 'palu' has no setting 'group'; it has: group_size, layers, multiple, ranks"),
+    (
+        "palu:group=1",
+        "method 'palu' has no setting 'group'; it has: group_size, layers, multiple, ranks",
+    ),
     ("palu:group_size=", "cannot set 'group_size=': write name=value"),
     ("palu:group_size=1:group_size=2", "group_size is set twice"),
     ("palu:group_size=few", "group_size cannot be 'few': it should be a valid integer"),
