@@ -26,6 +26,7 @@ DATASETS = {
 }
 LENGTHS = (1024, 4096, 8192)
 TASKS = ("single-needle", "multi-key")
+PRUNED = "**`rap`**"
 
 
 @dataclass(frozen=True)
@@ -92,20 +93,27 @@ def _score(found: dict[str, Any]) -> str:
     return f"{found['mean']:.1%} +- {found['mean_stderr']:.1%}" if found else ""
 
 
-def quality(*, kl: bool) -> dict[str, Any]:
-    """Perplexity by dataset, KL if asked for, and zero-shot accuracy: two rows a model."""
-    header = ["model", "KV cache, bytes/token", *DATASETS.values()]
-    header += [f"KL, {name}" for name in DATASETS.values()] if kl else []
+def quality() -> dict[str, Any]:
+    """Perplexity by dataset and zero-shot accuracy: two rows a model."""
     rows = []
     for model in MODELS:
         found = [model.fidelity(name) for name in DATASETS]
         dense = [f"{x['dense_perplexity']['value']:.2f}" if x else "" for x in found]
         half = [_against(x) if x else "" for x in found]
-        nats = [f"{x['kl']['value']:.3f}" if x else "" for x in found] if kl else []
         (whole, kept), (before, after) = model.cache(), model.scores()
-        rows.append([model.name, f"{whole:,}", *dense, *["0" if x else "" for x in nats], before])
-        rows.append(["**`rap`**", f"{kept:,} ({kept / whole:.0%})", *half, *nats, after])
-    return {"header": [*header, "zero-shot mean"], "rows": rows}
+        rows.append([model.name, f"{whole:,}", *dense, before])
+        rows.append([PRUNED, f"{kept:,} ({kept / whole:.0%})", *half, after])
+    header = ["model", "KV cache, bytes/token", *DATASETS.values(), "zero-shot mean"]
+    return {"header": header, "rows": rows}
+
+
+def divergence() -> dict[str, Any]:
+    """KL to the dense model by dataset, a row a model."""
+    rows = []
+    for model in MODELS:
+        found = [model.fidelity(name) for name in DATASETS]
+        rows.append([model.name, *(f"{x['kl']['value']:.3f}" if x else "" for x in found)])
+    return {"header": ["model", *DATASETS.values()], "rows": rows}
 
 
 def _against(found: dict[str, Any]) -> str:
@@ -118,7 +126,7 @@ def retrieval() -> dict[str, Any]:
     header = ["model", *(f"{task}, {length:,}" for task in TASKS for length in LENGTHS)]
     rows = []
     for model in MODELS:
-        for name, suffix in ((model.name, "-dense"), ("**`rap`**", "")):
+        for name, suffix in ((model.name, "-dense"), (PRUNED, "")):
             files = [model.read(f"retrieval{suffix}-{length}.json") for length in LENGTHS]
             if suffix and model.ruled:
                 files.append(json.loads((EXPERIMENTS / model.ruled).read_text("utf-8")))
@@ -138,8 +146,8 @@ def _interval(accuracy: dict[str, float]) -> str:
 
 
 def filled(table: dict[str, Any]) -> str:
-    """A table in Markdown, without columns that nothing is in."""
-    header, rows = table["header"], table["rows"]
+    """A table in Markdown, without columns and rows that nothing is in."""
+    header, rows = table["header"], [row for row in table["rows"] if any(row[1:])]
     some = [number for number in range(len(header)) if any(row[number] for row in rows)]
     kept = [[row[number] for number in some] for row in rows]
     return str(markdown_table({"header": [header[number] for number in some], "rows": kept}))
@@ -148,8 +156,12 @@ def filled(table: dict[str, Any]) -> str:
 def made() -> dict[str, dict[str, str]]:
     """What is generated, by page and by the name in the mark above it."""
     return {
-        README: {"quality": filled(quality(kl=False))},
-        PAGE: {"quality and KL": filled(quality(kl=True)), "retrieval": filled(retrieval())},
+        README: {"quality": filled(quality())},
+        PAGE: {
+            "quality": filled(quality()),
+            "KL": filled(divergence()),
+            "retrieval": filled(retrieval()),
+        },
     }
 
 

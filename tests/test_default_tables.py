@@ -23,6 +23,8 @@ def test_half_of_the_cache_is_half():
         assert pruned == dense / 2, model.name
 
 
-def test_a_column_without_a_result_is_left_out():
+def test_a_column_or_row_without_a_result_is_left_out():
     table = {"header": ["model", "a", "b"], "rows": [["x", "", "1"], ["y", "", ""]]}
-    assert SCRIPT.filled(table).splitlines()[0] == "| model | b |"
+    lines = SCRIPT.filled(table).splitlines()
+    assert lines[0] == "| model | b |"
+    assert lines[2:] == ["| x | 1 |"]
