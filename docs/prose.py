@@ -33,6 +33,7 @@ SKIPPED = (
     "docs/log.md",  # a log of experiments, frozen
     "docs/reference/commands.md",  # built with the site, not committed: tests/test_prose.py
 )
+MADE = ("runs", "build", "dist")  # folders that commands write: nothing to link to
 
 # Not our words, and the term to use instead. Case does not matter; code is not looked at.
 DENIED = {
@@ -183,7 +184,8 @@ def _links(text: str, repository: Path) -> Iterator[Found]:
     for found in CODE.finditer(linked):
         path = found[0].strip("`").rstrip("/")
         named = re.fullmatch(r"[\w.-]+(?:/[\w.-]+)*", path) and (path[-3:] == ".md" or "/" in path)
-        if named and (repository / path).exists():
+        made = path.partition("/")[0] in MADE
+        if named and not made and (repository / path).exists():
             yield Found(text[: found.start()].count("\n") + 1, "link", f"{found[0]}; link to it")
 
 
