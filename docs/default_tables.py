@@ -7,11 +7,11 @@ A table entry is empty, and a column left out, where no result file has it yet.
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sources import REPOSITORY, put
 
+from rap.checkpoint.card import interval_text
 from rap.studies.report.report import markdown_table
 
 EXPERIMENTS = REPOSITORY / "experiments"
@@ -136,13 +136,8 @@ def retrieval() -> dict[str, Any]:
                 for one in file.get("ruler", [])
             }
             cells = [found.get((task, length)) for task in TASKS for length in LENGTHS]
-            rows.append([name, *(_interval(one) if one else "" for one in cells)])
+            rows.append([name, *(interval_text(one, ".0%") if one else "" for one in cells)])
     return {"header": header, "rows": rows}
-
-
-def _interval(accuracy: dict[str, float]) -> str:
-    low, high = accuracy["low"], accuracy["high"]
-    return f"{accuracy['value']:.0%}" + (f" ({low:.0%} to {high:.0%})" if low < high else "")
 
 
 def filled(table: dict[str, Any]) -> str:
@@ -168,7 +163,7 @@ def made() -> dict[str, dict[str, str]]:
 def main() -> None:
     """Put the tables into their pages."""
     for page, tables in made().items():
-        path = Path(REPOSITORY / page)
+        path = REPOSITORY / page
         text = path.read_text(encoding="utf-8")
         for name, table in tables.items():
             text = put(text, BEGIN.format(name), END, table, page)

@@ -19,8 +19,6 @@ from rap.planning.plan import Plan
 
 WINDOW = 8
 HYBRIDS = {
-    "llama": {},  # nothing slides here
-    "gemma2": {"sliding_window": WINDOW},
     "gemma3_text": {"sliding_window": WINDOW},
     "qwen2": {"sliding_window": WINDOW, "use_sliding_window": True},
 }

@@ -224,7 +224,7 @@ def say_report(
     if as_json:
         return print_json(report)
     table, recovery = comparison(report), report.get("recovery") or {}
-    refused = "perplexity_after" in recovery and not _better(recovery)
+    refused = recovery and not recovery["perplexity_after"] < recovery["perplexity_before"]
     after = "pruned" if made.recover == "none" or refused else "recovered"
     print_table(f"{made.model} at retain {cut.retain}", ["", "dense", after], table)
     if refused:
@@ -249,11 +249,6 @@ def say_report(
     if scored is not None and scored["window"] < EVALUATION_WINDOW:
         made = replace(made, window=scored["window"])
     say_next(made.next_steps(config, rows))
-
-
-def _better(recovery: dict[str, Any]) -> bool:
-    """Whether any stage of a recovery was better than the pruned model, which else is kept."""
-    return bool(recovery["perplexity_after"] < recovery["perplexity_before"])
 
 
 def _tell(

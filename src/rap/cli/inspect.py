@@ -110,12 +110,12 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
         for layer, found in zip(attentions, merging, strict=True)
     ]
     every = [layer.shape for layer in attentions]
-    shapes = [shape for shape in joined_shapes(every) if shape is not None]
-    windowed = windowed_layers(config)
+    joint = joined_shapes(every)
+    shapes = [shape for shape in joint if shape is not None]
+    windowed, window = windowed_layers(config), attention_window(config)
     growing = [index for index in range(len(layers)) if index not in windowed]
     total = sum(layers[index]["kv_bytes_per_token"] for index in growing)
     dense = sum(layers[index]["dense_kv_bytes_per_token"] for index in growing)
-    joint = joined_shapes(every)
     counted = [shape for index in growing if (shape := joint[index]) is not None]
     state = f"pruned to {total / dense:.1%}" if is_pruned(config) else "dense"
     rotating = [shape for shape in shapes if shape.geometry.num_pairs]
@@ -133,9 +133,9 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
         "dense_kv_bytes_per_token": dense,
         "retain": retain,
         "kv_bytes_per_token_at_retain": _projected_bytes(counted, retain, element),
-        "window": attention_window(config),
+        "window": window,
         "windowed_layers": sorted(windowed),
-        "windowed_kv_bytes": (attention_window(config) or 0)
+        "windowed_kv_bytes": (window or 0)
         * sum(layers[index]["kv_bytes_per_token"] for index in windowed),
         "layers": layers,
     }
