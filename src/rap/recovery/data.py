@@ -22,7 +22,7 @@ from .layer_fit import FitConfig
 
 SHARED_RUN = 16  # tokens: natural text repeats fewer
 # A passage is in one window of its source and two of that repeated, trained on and held out.
-BOILERPLATE = 8
+BOILERPLATE = 5  # more would not be seen in the few windows of a short run
 HELD_OUT_SHARE = 10  # without a validation text, one window in so many is held out
 _CHARACTERS_PER_TOKEN = 16
 

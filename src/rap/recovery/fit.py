@@ -41,6 +41,8 @@ from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
 from .runs import begin, processes
 from .streams import attention_outputs_of, is_cut, residual_scale
 
+FIGURES = ("before", "after", "rate")  # of a LayerFit, in its file
+
 
 def fit_layers(
     small: Any,
@@ -220,7 +222,7 @@ class _Fitter:
             with torch.no_grad():
                 for name, parameter in problem.trained.items():
                     parameter.copy_(stored.get_tensor(name))
-            return LayerFit(index, float(errors["before"]), float(errors["after"]))
+            return LayerFit(index, *(float(errors[name]) for name in FIGURES))
 
     def _store(self, index: int, problem: LayerProblem, result: LayerFit) -> None:
         if self.work is None or not processes().is_main_process:
@@ -230,7 +232,7 @@ class _Fitter:
             name: parameter.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, parameter in problem.trained.items()
         }
-        errors = {"before": repr(result.before), "after": repr(result.after)}
+        errors = {name: repr(getattr(result, name)) for name in FIGURES}
         with whole_file(layer_file(self.work, index)) as partial:
             save_file(tensors, partial, metadata=errors)
 

@@ -7,8 +7,9 @@ others, and would else be all that is fitted.
 Shapes: N windows, B windows of a batch, T tokens of a window, E model dim.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -25,6 +26,8 @@ from .streams import call_of
 
 Scope = Literal["attention", "block"]
 WARMUP_STEPS = 5
+TRIAL_STEPS = 10  # after which a rate that a layer does not bear shows
+SLOWER = 3.0
 BETAS = (0.9, 0.95)  # in a few hundred steps the second moment must not remember the first ones
 
 
@@ -35,7 +38,9 @@ class FitConfig:
     Text: `num_windows` windows of `window` tokens, of which the last `held_out` share judges
     whether a layer became better; `validation_windows` others judge the whole. Each of `steps`
     steps of Adam reads `batch` windows; `rate` is the first rate of a matrix in units of its root
-    mean square, and falls to zero by a cosine. `drift` is the share of what the stream has lost
+    mean square, and falls to zero by a cosine. A layer takes a third or a ninth of it, as many as
+    `rate_choices` says, where its error on the held-out windows is lower so after TRIAL_STEPS.
+    `drift` is the share of what the stream has lost
     that a layer is to make up for (by scope "attention" not where a norm reads the attention's
     output before it is added: there all of it is left to the layers behind). `scope` says what
     of a layer is trained, and what is wanted to come out right: its attention, or "block", all of
@@ -53,6 +58,7 @@ class FitConfig:
     steps: Count = 80
     batch: Count = 1
     rate: Positive = 0.01
+    rate_choices: Count = 3
     drift: Annotated[float, Field(ge=0, le=1)] = 1.0
     scope: Scope = "block"
     feed_forward_rate: Positive = 0.01
@@ -82,11 +88,15 @@ def fit_config(**changes: Any) -> FitConfig:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """A layer's mean squared error on held-out windows, relative to the hidden states."""
+    """A layer's mean squared error on held-out windows, relative to the hidden states.
+
+    `rate` is the share of the config's rates that it was trained with.
+    """
 
     layer: int
     before: float
     after: float
+    rate: float = 1.0
 
     @property
     def kept(self) -> bool:
@@ -120,13 +130,43 @@ class LayerProblem:
         """Train what is to be trained in place, or leave it if that is no better."""
         start = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         before = self.judge()
-        self._train()
+        training = self._chosen(start)
+        training.go(self.config.steps - training.done)
+        self.layer.requires_grad_(False)
         after = self.judge()
         if not after < before:
-            with torch.no_grad():
-                for name, parameter in self.trained.items():
-                    parameter.copy_(start[name])
-        return LayerFit(self.index, before, after)
+            self._reset(start)
+        return LayerFit(self.index, before, after, training.share)
+
+    def _chosen(self, start: Mapping[str, Tensor]) -> "Training":
+        """Training under way at the rate that is best after TRIAL_STEPS, the faster of two alike.
+
+        A third is tried first: where the whole rate is better, as it is for most layers, its trial
+        goes on.
+        """
+        most = self.config.rate_choices if self.config.steps > TRIAL_STEPS else 1
+        slower = self._tried(start, 1)[1] if most > 1 else math.inf
+        training, error = self._tried(start, 0) if most > 1 else (Training(self, 1.0), 0.0)
+        times = 0
+        while slower < error:
+            times, error = times + 1, slower
+            slower = self._tried(start, times + 1)[1] if times + 1 < most else math.inf
+        if times:
+            self._reset(start)
+            training = Training(self, SLOWER**-times)
+        return training
+
+    def _tried(self, start: Mapping[str, Tensor], times: int) -> tuple["Training", float]:
+        """TRIAL_STEPS at the rate divided so many times, and the error then."""
+        self._reset(start)
+        training = Training(self, SLOWER**-times)
+        training.go(TRIAL_STEPS)
+        return training, self.judge()
+
+    @torch.no_grad()
+    def _reset(self, start: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.trained.items():
+            parameter.copy_(start[name])
 
     @torch.no_grad()
     def judge(self) -> float:
@@ -149,43 +189,55 @@ class LayerProblem:
         output = self.attention(*args, **kwargs)
         return output if isinstance(output, Tensor) else output[0]
 
-    @torch.enable_grad()
-    def _train(self) -> None:
-        groups, attention = [], set(self.attention.parameters())
-        for parameter in self.trained.values():
-            rate = self.config.rate if parameter in attention else self.config.feed_forward_rate
+
+class Training:
+    """Adam on a layer's problem at a share of its rates: steps that may be interrupted."""
+
+    def __init__(self, problem: LayerProblem, share: float):
+        self.problem, self.share, self.done = problem, share, 0
+        config, attention = problem.config, set(problem.attention.parameters())
+        groups = []
+        for parameter in problem.trained.values():
+            rate = config.rate if parameter in attention else config.feed_forward_rate
             size = parameter.detach().square().mean().sqrt().item()
-            groups.append({"params": [parameter.requires_grad_(True)], "lr": rate * size})
-        optimizer = torch.optim.Adam(groups, betas=BETAS)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
-        for rows in self._batches():
-            with multiplying(self.layer, self.config.products):
-                loss = self.loss(rows)
+            groups.append({"params": [parameter.requires_grad_(True)], "lr": share * rate * size})
+        self.optimizer = torch.optim.Adam(groups, betas=BETAS)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._of_first)
+        self.batches = self._batches()
+
+    @torch.enable_grad()
+    def go(self, steps: int) -> None:
+        """That many steps more; RapError for a loss that is not finite."""
+        problem = self.problem
+        for rows in itertools.islice(self.batches, steps):
+            with multiplying(problem.layer, problem.config.products):
+                loss = problem.loss(rows)
             if not torch.isfinite(loss):
                 raise RapError(
-                    f"layer {self.index}: the loss of layer-wise distillation is not finite; lower "
-                    "the rate, or check the weights of this layer"
+                    f"layer {problem.index}: the loss of layer-wise distillation is not finite; "
+                    "lower the rate, or check the weights of this layer"
                 )
-            optimizer.zero_grad()
+            self.optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
-            schedule.step()
-        self.layer.requires_grad_(False)
+            self.optimizer.step()
+            self.schedule.step()
+            self.done += 1
 
-    def _share(self, step: int) -> float:
+    def _of_first(self, step: int) -> float:
         """Of the first rate, at a step."""
         warm = min(1.0, (step + 1) / WARMUP_STEPS)
-        return warm * 0.5 * (1 + math.cos(math.pi * step / self.config.steps))
+        return warm * 0.5 * (1 + math.cos(math.pi * step / self.problem.config.steps))
 
     def _batches(self) -> Iterator[Tensor]:
         """The windows [B] of every step: all of them in another order, again and again."""
-        generator = torch.Generator().manual_seed(self.config.seed + self.index)
-        count, left = len(self.target) - self.num_judging, torch.empty(0, dtype=torch.long)
-        for _ in range(self.config.steps):
-            while len(left) < self.config.batch:
+        problem, config = self.problem, self.problem.config
+        generator = torch.Generator().manual_seed(config.seed + problem.index)
+        count, left = len(problem.target) - problem.num_judging, torch.empty(0, dtype=torch.long)
+        for _ in range(config.steps):
+            while len(left) < config.batch:
                 left = torch.cat([left, torch.randperm(count, generator=generator)])
-            yield left[: self.config.batch]
-            left = left[self.config.batch :]
+            yield left[: config.batch]
+            left = left[config.batch :]
 
 
 def trained_parameters(
