@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from first_page import COMPARED, EXPERIMENTS, MERGED, REPOSITORY, is_merged
+from first_page import COMPARED, EXPERIMENTS, MERGED, REPOSITORY, SHORT, is_merged
 from sources import anchor, link, put
 
 from rap.methods.naming import named_today, result_today
@@ -48,7 +48,8 @@ class Choices:
         self.combined = [row for row in rows if row["method"].partition(":")[0] == "rap"]
         first = result_today(_read(experiments / COMPARED[0] / "compare.json"))
         self.protocol = caption(first, {"title": "", "header": []})
-        alone = [row for folder in (*COMPARED, *MERGED) for row in _alone(experiments, folder)]
+        folders = (*COMPARED, *MERGED, *SHORT)
+        alone = [row for folder in folders for row in _alone(experiments, folder)]
         self.merged = [row for row in alone if is_merged(row["method"])]
         self.low_rank = [row for row in alone if row["method"] == "palu"]
 
@@ -64,15 +65,17 @@ def _read(path: Path) -> Any:
 
 def _alone(experiments: Path, folder: str) -> Iterator[Row]:
     """Models of a comparison as rows: their share of the cache, KL and perplexity over dense."""
+    length = "short " if folder in SHORT else ""
     for file in sorted((experiments / folder).glob("*.json")):
         cells = result_today(_read(file)).get("cells") or []
         dense = next((cell for cell in cells if cell["method"] == "dense"), None)
         for cell in cells:
             if dense is None or cell is dense or cell["recover"] not in RECOVERED:
                 continue
+            how = RECOVERED[cell["recover"]]
             yield {
                 "method": cell["method"],
-                "name": f"`{cell['method']}` {cell['retain']:g}, {RECOVERED[cell['recover']]}",
+                "name": f"`{cell['method']}` {cell['retain']:g}, {length}{how}",
                 "folder": folder,
                 "share": cell["kv_bytes_per_token"] / dense["kv_bytes_per_token"],
                 "kl": cell["kl"]["value"],
@@ -139,7 +142,7 @@ def notes(choices: Choices) -> str:
         f"First two columns: {made['windows']} windows of {made['window']} tokens of "
         f"{made['text']}. The cache of the first {made['prefix']} tokens is compressed, and the "
         f"other {made['window'] - made['prefix']} are evaluated.",
-        f"Other columns: {choices.protocol}",
+        f"Other columns: {choices.protocol} Short: 60 steps per layer.",
         "The two protocols differ: compare exactly within a column, and roughly across columns.",
         "KL hides what eviction loses: with half of the tokens evicted, fact recall of the dense "
         f"model falls from {choices.recalled('snapkv')[0]} ({', '.join(evicted)}; "

@@ -18,11 +18,14 @@ EXPERIMENTS = REPOSITORY / "experiments"
 PAGE, README = "docs/measurements/defaults.md", "README.md"
 BEGIN = "<!-- measured: python docs/default_tables.py {} -->\n"
 END = "<!-- end of the defaults -->\n"
+NOVELS = "fidelity-novels.json"
+# The result file of every dataset; of WikiText-2 eight windows, and all of its test set.
 DATASETS = {
-    "wikitext2-test": "WikiText-2",
-    "novels": "novels",
-    "code": "Python code",
-    "chat": "chat",
+    "fidelity-wikitext2-test.json": "WikiText-2",
+    "default-whole-test.json": "full test set",
+    NOVELS: "novels",
+    "fidelity-code.json": "Python code",
+    "fidelity-chat.json": "chat",
 }
 LENGTHS = (1024, 4096, 8192)
 TASKS = ("single-needle", "multi-key")
@@ -54,10 +57,10 @@ class Model:
         found: dict[str, Any] = json.loads((EXPERIMENTS / self.report).read_text("utf-8"))
         return found
 
-    def fidelity(self, name: str) -> dict[str, Any]:
+    def fidelity(self, file: str) -> dict[str, Any]:
         """Perplexities and KL on a dataset; of novels the report's, where there is no other."""
-        found, report = self.read(f"fidelity-{name}.json"), self.compressed()
-        if found or name != "novels":
+        found, report = self.read(file), self.compressed()
+        if found or file != NOVELS:
             return found
         dense, pruned = ({"value": report[one]["perplexity"]} for one in ("dense", "pruned"))
         return {"dense_perplexity": dense, "perplexity": pruned, "kl": report["pruned"]["kl"]}
@@ -97,7 +100,7 @@ def quality() -> dict[str, Any]:
     """Perplexity by dataset and zero-shot accuracy: two rows a model."""
     rows = []
     for model in MODELS:
-        found = [model.fidelity(name) for name in DATASETS]
+        found = [model.fidelity(file) for file in DATASETS]
         dense = [f"{x['dense_perplexity']['value']:.2f}" if x else "" for x in found]
         half = [_against(x) if x else "" for x in found]
         (whole, kept), (before, after) = model.cache(), model.scores()
@@ -111,7 +114,7 @@ def divergence() -> dict[str, Any]:
     """KL to the dense model by dataset, a row a model."""
     rows = []
     for model in MODELS:
-        found = [model.fidelity(name) for name in DATASETS]
+        found = [model.fidelity(file) for file in DATASETS]
         rows.append([model.name, *(f"{x['kl']['value']:.3f}" if x else "" for x in found)])
     return {"header": ["model", *DATASETS.values()], "rows": rows}
 

@@ -34,6 +34,11 @@ COMPARED = (
 )
 # Comparisons, zero-shot scores and perplexities of merged heads.
 MERGED = ("smollm2-merged-distil", "smollm2-merged", "smollm2-merged-0.7", "smollm2-merged-sweep")
+# Layer-wise distillation of fewer steps, with which all ratios fit into a day.
+SHORT = ("smollm2-merged-short", "smollm2-merged-fits", "smollm2-merged-ratios")
+SHORT += ("smollm2-merged-plain-quarter", "smollm2-merged-short-fits")
+SHORT += ("smollm2-others-short-fits", "smollm2-fits-0.8", "smollm2-fits-0.6")
+SHORT += ("smollm2-fits-0.35", "smollm2-fits-0.25")
 SCORED = "smollm2-zero-shot/zero-shot.json"
 WHOLE = "smollm2-whole-test"
 RATIOS = (0.7, 0.5)

@@ -22,6 +22,7 @@ from first_page import (
     REPOSITORY,
     SCORED,
     SEPARATE,
+    SHORT,
     SHOWN,
     WHOLE,
     Measured,
@@ -48,11 +49,6 @@ MORE += ("smollm2-merged-sweep", "smollm2-quarter", "smollm2-palu-h200", "smollm
 FOLLOWED = ("rap:merge=all", "rap:merge=all:profile=stock", SEPARATE, "palu", "transmla")
 FOLLOWED += ("rap:paper",)
 TIMED = ("smollm2-times", "smollm2-merged-times", "smollm2-sweep-times")
-# Layer-wise distillation of fewer steps, with which all ratios fit into a day.
-SHORT = ("smollm2-merged-short", "smollm2-merged-fits", "smollm2-merged-ratios")
-SHORT += ("smollm2-merged-plain-quarter", "smollm2-merged-short-fits")
-SHORT += ("smollm2-others-short-fits", "smollm2-fits-0.8", "smollm2-fits-0.6")
-SHORT += ("smollm2-fits-0.35", "smollm2-fits-0.25")
 TEXTS = ("smollm2-fit-texts", "smollm2-texts", "smollm2-texts-distilled", "smollm2-fit-shrinkage")
 RECALLED = ("smollm2-recall", "smollm2-recall-fit", "smollm2-texts", "smollm2-texts-distilled")
 SWEPT = ("smollm2-sweep", "smollm2-fit-sweep", "smollm2-merged-sweep", "smollm2-quarter")

@@ -138,6 +138,57 @@ def test_how_a_layer_adds_its_attention_is_found(
     assert found == (None if scale is None else pytest.approx(scale, rel=1e-3))
 
 
+@pytest.mark.parametrize(("rate", "share"), [(0.003, 1.0), (0.3, 1 / 3), (1.0, 1 / 9)])
+def test_every_layer_takes_the_first_rate_that_gains_in_a_few_steps(
+    rate: float, share: float
+) -> None:
+    """And is then trained as if that one rate had been given."""
+    dense = tiny_model("llama", hidden=32, layers=1)
+    made = [rap.apply(dense, random_plan(dense, ((3, 6),))) for _ in range(2)]
+    config = replace(CONFIG, rate=rate, scope="block", feed_forward_rate=rate)
+    (chosen,) = fit_layers(made[0], dense, random_tokens(64, 16), config)
+    assert chosen.rate == pytest.approx(share)
+    alone = {"rate": rate * chosen.rate, "feed_forward_rate": rate * chosen.rate}
+    given = replace(config, rate_choices=1, **alone)
+    (found,) = fit_layers(made[1], dense, random_tokens(64, 16), given)
+    assert (found.before, found.after) == (chosen.before, chosen.after)
+    assert fingerprint_model(made[0]) == fingerprint_model(made[1])
+
+
+def test_a_rate_that_no_layer_bears_is_lowered(pair: tuple[Any, Any]) -> None:
+    dense, small = pair
+    other = rap.apply(dense, random_plan(dense, ((4, 8), (3, 6), (4, 8))))
+    high = replace(CONFIG, rate=1.0, steps=60)
+    (lost, *_), (won, *_) = (
+        fit_layers(model, dense, WINDOWS, replace(high, rate_choices=choices))
+        for model, choices in ((other, 1), (small, 3))
+    )
+    assert (lost.rate, lost.kept) == (1.0, False)
+    assert won.kept
+    assert won.rate < 0.2
+
+
+def test_a_rate_that_is_not_finite_is_left_for_a_slower_one(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, small = pair
+    go = layer_fit.Training.go
+
+    def fails_at_once(training: layer_fit.Training, steps: int) -> None:
+        if training.share == 1.0:
+            raise layer_fit.NotFinite("the loss is not finite")
+        go(training, steps)
+
+    monkeypatch.setattr(layer_fit.Training, "go", fails_at_once)
+    assert all(found.rate < 1 for found in fit_layers(small, dense, WINDOWS, CONFIG))
+
+
+def test_a_short_run_tries_no_rates(pair: tuple[Any, Any]) -> None:
+    dense, small = pair
+    short = replace(CONFIG, rate=1.0, steps=layer_fit.TRIAL_STEPS)
+    assert {found.rate for found in fit_layers(small, dense, WINDOWS, short)} == {1.0}
+
+
 def test_only_attention_changes_and_the_dense_model_does_not(pair: tuple[Any, Any]) -> None:
     dense, small = pair
     before = {name: tensor.clone() for name, tensor in small.state_dict().items()}

@@ -38,8 +38,8 @@ class FitConfig:
     Text: `num_windows` windows of `window` tokens, of which the last `held_out` share judges
     whether a layer became better; `validation_windows` others judge the whole. Each of `steps`
     steps of Adam reads `batch` windows; `rate` is the first rate of a matrix in units of its root
-    mean square, and falls to zero by a cosine. A layer takes a third or a ninth of it, as many as
-    `rate_choices` says, where its error on the held-out windows is lower so after TRIAL_STEPS.
+    mean square, and falls to zero by a cosine. Where a layer's error on the held-out windows is no
+    lower after TRIAL_STEPS, it begins again with a third of it: `rate_choices` rates at most.
     `drift` is the share of what the stream has lost
     that a layer is to make up for (by scope "attention" not where a norm reads the attention's
     output before it is added: there all of it is left to the layers behind). `scope` says what
@@ -130,7 +130,7 @@ class LayerProblem:
         """Train what is to be trained in place, or leave it if that is no better."""
         start = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         before = self.judge()
-        training = self._chosen(start)
+        training = self._chosen(start, before)
         training.go(self.config.steps - training.done)
         self.layer.requires_grad_(False)
         after = self.judge()
@@ -138,30 +138,27 @@ class LayerProblem:
             self._reset(start)
         return LayerFit(self.index, before, after, training.share)
 
-    def _chosen(self, start: Mapping[str, Tensor]) -> "Training":
-        """Training under way at the rate that is best after TRIAL_STEPS, the faster of two alike.
+    def _chosen(self, start: Mapping[str, Tensor], before: float) -> "Training":
+        """Training under way at the first rate that lowers the error in TRIAL_STEPS, or the last.
 
-        A third is tried first: where the whole rate is better, as it is for most layers, its trial
-        goes on.
+        Not at the one that is best by then, which is too slow in the end.
         """
-        most = self.config.rate_choices if self.config.steps > TRIAL_STEPS else 1
-        slower = self._tried(start, 1)[1] if most > 1 else math.inf
-        training, error = self._tried(start, 0) if most > 1 else (Training(self, 1.0), 0.0)
-        times = 0
-        while slower < error:
-            times, error = times + 1, slower
-            slower = self._tried(start, times + 1)[1] if times + 1 < most else math.inf
-        if times:
+        choices = self.config.rate_choices if self.config.steps > TRIAL_STEPS else 1
+        for times in range(choices):
             self._reset(start)
             training = Training(self, SLOWER**-times)
+            if times == choices - 1 or self._tried(training) < before:
+                break
         return training
 
-    def _tried(self, start: Mapping[str, Tensor], times: int) -> tuple["Training", float]:
-        """TRIAL_STEPS at the rate divided so many times, and the error then."""
-        self._reset(start)
-        training = Training(self, SLOWER**-times)
-        training.go(TRIAL_STEPS)
-        return training, self.judge()
+    def _tried(self, training: "Training") -> float:
+        """The error after TRIAL_STEPS, infinite where it cannot be told."""
+        try:
+            training.go(TRIAL_STEPS)
+        except NotFinite:
+            return math.inf
+        error = self.judge()
+        return error if math.isfinite(error) else math.inf
 
     @torch.no_grad()
     def _reset(self, start: Mapping[str, Tensor]) -> None:
@@ -190,6 +187,10 @@ class LayerProblem:
         return output if isinstance(output, Tensor) else output[0]
 
 
+class NotFinite(RapError):
+    """The loss of a layer is not finite."""
+
+
 class Training:
     """Adam on a layer's problem at a share of its rates: steps that may be interrupted."""
 
@@ -207,13 +208,13 @@ class Training:
 
     @torch.enable_grad()
     def go(self, steps: int) -> None:
-        """That many steps more; RapError for a loss that is not finite."""
+        """That many steps more; NotFinite for such a loss."""
         problem = self.problem
         for rows in itertools.islice(self.batches, steps):
             with multiplying(problem.layer, problem.config.products):
                 loss = problem.loss(rows)
             if not torch.isfinite(loss):
-                raise RapError(
+                raise NotFinite(
                     f"layer {problem.index}: the loss of layer-wise distillation is not finite; "
                     "lower the rate, or check the weights of this layer"
                 )
