@@ -120,7 +120,7 @@ def _figures(
 
 def table(rows: list[dict[str, Any]], engine: str, arguments: argparse.Namespace) -> Any:
     """Speed over the dense model, a row a point and method."""
-    plain = {f"{PLAIN}@0.5": "rap, merged, plain checkpoint@0.5"}
+    plain = {f"{PLAIN}@0.5": "plain checkpoint of merged heads@0.5"}
 
     def cell(row: dict[str, Any], key: str) -> str:
         return f"{1000 * statistics.median(row[f'{key}_seconds']):,.1f} ({row[key]:.2f})"

@@ -218,3 +218,39 @@ def test_serving_steps_are_compared_round_by_round(monkeypatch: pytest.MonkeyPat
     ]
     table = script.table(rows, "vLLM", arguments)["rows"]
     assert table[1] == ["eager", "1 x 8", "rap:merge=1@0.5", "3,000.0 (2.20)", "1,000.0 (2.20)"]
+
+
+def test_cache_bits_counts_bytes_and_compares_round_by_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output, plain = tmp_path / "bits.json", "rap:merge=all:profile=stock@0.5"
+    options = ["--contexts", "8", "16", "--layers", "1", "--rounds", "3", "--output", str(output)]
+    run(monkeypatch, "cache_bits", "--device", "cpu", *options, "--entries", "dense", plain)
+    result = json.loads(output.read_text("utf-8"))
+    rows = {(row["entry"], row["context"]): row for row in result["rows"]}
+    assert rows["dense", 16]["cache_bytes"] == 16 * 2 * 3 * 64 * 2  # bfloat16
+    assert rows[plain, 16]["times_smaller"] == 2
+    ratios = [
+        mine / dense
+        for mine, dense in zip(rows[plain, 8]["seconds"], rows["dense", 8]["seconds"], strict=True)
+    ]
+    assert rows[plain, 8]["over_dense"] == sorted(ratios)[1]
+    assert result["table"]["rows"][1][:2] == [plain, "2.0x"]
+
+
+def test_cache_bits_times_quantized_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the name of a model is the kind of its cache."""
+    script = load_script("benchmarks/cache_bits.py")
+    asked = []
+
+    def quantized(model: Any, bits: str) -> Any:
+        asked.append(bits)
+        return script.DynamicCache(config=model.config)
+
+    monkeypatch.setattr(script, "quantized_cache", quantized)
+    config = LlamaConfig(**WIDE | SMALL)
+    model = random_model(config, dtype=torch.float32, device="cpu")
+    entries = ["dense", "dense+hqq4"]
+    rows = script.measure({"dense": model}, entries, 8, 1, time.perf_counter)
+    assert asked == ["hqq4"]
+    assert [row["entry"] for row in rows] == entries
