@@ -19,6 +19,7 @@ from layouts import pruned_config
 from speed import SMOLLM2, clock_note, clock_of, figure, parser, write
 from transformers import DynamicCache, LlamaConfig
 
+from rap.checkpoint.provenance import installed_version
 from rap.evaluation.cache.compressed import held_bytes
 from rap.evaluation.cache.quantized_cache import quantized_cache
 from rap.evaluation.cost.latency import WARM_UP, fill_cache, interleaved
@@ -114,7 +115,8 @@ def main() -> None:
     for context in arguments.contexts:
         rows += measure(models, arguments.entries, context, rounds, clock)
     assert rounds + WARM_UP < 128, "more steps would quantize the cache again"
-    write("cache_bits", {"rows": rows, "table": table(rows, arguments)}, arguments)
+    made = {"hqq": installed_version("hqq"), "rows": rows, "table": table(rows, arguments)}
+    write("cache_bits", made, arguments)
 
 
 if __name__ == "__main__":
