@@ -88,7 +88,7 @@ MODELS = (
         "smollm2-zero-shot/zero-shot.json",
         "smollm2-ruler/dense.json",
     ),
-    Model("Gemma 3 270M", "gemma3-default", "gemma3-default-model/compress.json"),
+    Model("Gemma 3 270M", "gemma3-default", "gemma3-default-recovered/recover.json"),
 )
 
 

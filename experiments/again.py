@@ -70,7 +70,8 @@ MODELS = {
     "fitted/encyclopedia-60": "smollm2-merged-encyclopedia/models/rap-merge=all-profile=*-fit-*",
     "fitted/default-plain-0.5": "smollm2-default-model/out",
     "fitted/default-0.5": "smollm2-default-plain/out",
-    "fitted/gemma3-0.5": "gemma3-default-model/out",
+    "cut/gemma3-0.5": "gemma3-default-model/out",
+    "fitted/gemma3-0.5": "gemma3-default-recovered/out",
     "fitted/merged-plain-0.5": "smollm2-merged/models/rap-merge=all-profile=stock-0.5-fit-*",
     "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",
     "fitted/palu-0.5": "smollm2-fit-methods/models/palu-0.5-fit-*",
@@ -148,8 +149,9 @@ def _set_then(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(file.read_text())
         today = {f"fit.{name}": x for name, x in asdict(FitConfig()).items()}
         fit = config.get("fit")
-        # Before it was a setting, all products were in float32.
-        then = {f"fit.{n}": x for n, x in ({"products": "float32"} | fit if fit else {}).items()}
+        # Before they were settings, all products were in float32, and layers had one rate.
+        before = {"products": "float32", "rate_choices": 1}
+        then = {f"fit.{n}": x for n, x in (before | fit if fit else {}).items()}
         if preset := PRESETS.get(config.get("recover", "").rpartition("+")[2]):
             today |= asdict(preset)
             then |= {"products": "float32"} | (config.get("recovery") or {})

@@ -257,7 +257,13 @@ def test_a_distillation_of_before_products_was_a_setting_is_in_float32(tmp_path)
     assert repeated(tmp_path, command, {"fit": fit}) == f"{command} --set fit.products=float32"
 
 
-def test_so_is_one_end_to_end(tmp_path):
+def test_a_distillation_of_before_layers_tried_rates_has_one(tmp_path):
+    fit = {name: x for name, x in asdict(FitConfig()).items() if name != "rate_choices"}
+    command = "rap compare --windows 24 --window 1024 --recover fit -o x"
+    assert repeated(tmp_path, command, {"fit": fit}) == f"{command} --set fit.rate_choices=1"
+
+
+def test_one_end_to_end_is_in_float32_too(tmp_path):
     full = {name: x for name, x in asdict(PRESETS["full"]).items() if name != "products"}
     command = "rap compare --windows 24 --window 1024 --recover full -o x"
     config = {"fit": None, "recover": "full", "recovery": full}
