@@ -37,7 +37,8 @@ def writes(command: str, path: Path) -> bool:
         if output == path or (program == "rap" and output == path.parent):
             return True
         # The report of a checkpoint too large to keep lies beside where that was.
-        if words[:2] == ["rap", "compress"] and output == path.parent / "out":
+        made = words[:2] in (["rap", "compress"], ["rap", "recover"])
+        if made and output == path.parent / "out":
             return True
     if program != "python" or not (REPOSITORY / script).is_file() or "--output" in rest:
         return False
