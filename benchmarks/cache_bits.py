@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from rap.checkpoint.provenance import installed_version
 from rap.evaluation.cache.compressed import held_bytes
-from rap.evaluation.cache.quantized_cache import quantized_cache
+from rap.evaluation.cache.quantized_cache import RESIDUAL, quantized_cache
 from rap.evaluation.cost.latency import WARM_UP, fill_cache, interleaved
 from rap.evaluation.cost.random_models import random_model
 
@@ -101,6 +101,8 @@ def main() -> None:
     options.add_argument("--dtype", default="bfloat16", help="of weights, and of what is cached")
     options.add_argument("--layers", type=int, default=SMOLLM2["num_hidden_layers"])
     arguments = options.parse_args()
+    if arguments.rounds + WARM_UP >= RESIDUAL:
+        options.error(f"--rounds {arguments.rounds} would quantize the cache again; give fewer")
     config = LlamaConfig(**SMOLLM2 | {"num_hidden_layers": arguments.layers})
     names = dict.fromkeys(entry.partition("+")[0] for entry in arguments.entries)
     dtype, device = getattr(torch, arguments.dtype), arguments.device
@@ -110,11 +112,9 @@ def main() -> None:
     }
     for model in models.values():
         model.set_attn_implementation("sdpa")
-    clock, rounds = clock_of(arguments), arguments.rounds
     rows = []
     for context in arguments.contexts:
-        rows += measure(models, arguments.entries, context, rounds, clock)
-    assert rounds + WARM_UP < 128, "more steps would quantize the cache again"
+        rows += measure(models, arguments.entries, context, arguments.rounds, clock_of(arguments))
     made = {"hqq": installed_version("hqq"), "rows": rows, "table": table(rows, arguments)}
     write("cache_bits", made, arguments)
 

@@ -142,7 +142,8 @@ def notes(choices: Choices) -> str:
         f"First two columns: {made['windows']} windows of {made['window']} tokens of "
         f"{made['text']}. The cache of the first {made['prefix']} tokens is compressed, and the "
         f"other {made['window'] - made['prefix']} are evaluated.",
-        f"Other columns: {choices.protocol} Short: 60 steps per layer.",
+        f"Other columns: {choices.protocol}",
+        "Short layer-wise distillation is of 60 steps per layer.",
         "The two protocols differ: compare exactly within a column, and roughly across columns.",
         "KL hides what eviction loses: with half of the tokens evicted, fact recall of the dense "
         f"model falls from {choices.recalled('snapkv')[0]} ({', '.join(evicted)}; "

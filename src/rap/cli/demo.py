@@ -50,7 +50,7 @@ class DemoSettings:
 
 
 # Minutes instead of half an hour; what the rest of the steps would gain is in docs/log.md.
-# Layers do not choose their rates: the trials would take half as long as the steps themselves.
+# Layers have one rate: ten steps to try one are much of so few.
 BRIEF = FitConfig(
     window=512, num_windows=24, validation_windows=8, steps=24, batch=2, rate_choices=1
 )

@@ -40,15 +40,14 @@ class FitConfig:
     steps of Adam reads `batch` windows; `rate` is the first rate of a matrix in units of its root
     mean square, and falls to zero by a cosine. Where a layer's error on the held-out windows is no
     lower after TRIAL_STEPS, it begins again with a third of it: `rate_choices` rates at most.
-    `drift` is the share of what the stream has lost
-    that a layer is to make up for (by scope "attention" not where a norm reads the attention's
-    output before it is added: there all of it is left to the layers behind). `scope` says what
-    of a layer is trained, and what is wanted to come out right: its attention, or "block", all of
-    it, where the matrices of a dense feed-forward begin at `feed_forward_rate`, and experts and
-    their routers stay. `products` is the type in which layers multiply matrices, when they are
-    trained and, by scope "block", hand windows on: "auto" is bfloat16 where the device does so
-    itself, which takes two thirds of the time, else float32. Weights, their updates and what judges
-    them are float32 in any case.
+    `drift` is the share of what the stream has lost that a layer is to make up for (by scope
+    "attention" not where a norm reads the attention's output before it is added: there all of it is
+    left to the layers behind). `scope` says what of a layer is trained, and what is wanted to come
+    out right: its attention, or "block", all of it, where the matrices of a dense feed-forward
+    begin at `feed_forward_rate`, and experts and their routers stay. `products` is the type in
+    which layers multiply matrices, when they are trained and, by scope "block", hand windows on:
+    "auto" is bfloat16 where the device does so itself, which takes two thirds of the time, else
+    float32. Weights, their updates and what judges them are float32 in any case.
     """
 
     window: Annotated[int, Field(ge=2)] = 2048  # a shorter one forgets how to look far back
@@ -131,7 +130,7 @@ class LayerProblem:
         start = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         before = self.judge()
         training = self._chosen(start, before)
-        training.go(self.config.steps - training.done)
+        training.go(self.config.steps)
         self.layer.requires_grad_(False)
         after = self.judge()
         if not after < before:
@@ -152,13 +151,12 @@ class LayerProblem:
         return training
 
     def _tried(self, training: "Training") -> float:
-        """The error after TRIAL_STEPS, infinite where it cannot be told."""
+        """The error after TRIAL_STEPS, infinite where training broke off."""
         try:
             training.go(TRIAL_STEPS)
         except NotFinite:
             return math.inf
-        error = self.judge()
-        return error if math.isfinite(error) else math.inf
+        return self.judge()
 
     @torch.no_grad()
     def _reset(self, start: Mapping[str, Tensor]) -> None:
@@ -195,7 +193,7 @@ class Training:
     """Adam on a layer's problem at a share of its rates: steps that may be interrupted."""
 
     def __init__(self, problem: LayerProblem, share: float):
-        self.problem, self.share, self.done = problem, share, 0
+        self.problem, self.share = problem, share
         config, attention = problem.config, set(problem.attention.parameters())
         groups = []
         for parameter in problem.trained.values():
@@ -208,7 +206,7 @@ class Training:
 
     @torch.enable_grad()
     def go(self, steps: int) -> None:
-        """That many steps more; NotFinite for such a loss."""
+        """That many steps more, or those that are left; NotFinite for such a loss."""
         problem = self.problem
         for rows in itertools.islice(self.batches, steps):
             with multiplying(problem.layer, problem.config.products):
@@ -222,7 +220,6 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
-            self.done += 1
 
     def _of_first(self, step: int) -> float:
         """Of the first rate, at a step."""
