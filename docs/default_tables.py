@@ -1,4 +1,4 @@
-"""The tables of what `rap compress MODEL --retain 0.5` keeps, on README.md and on their own page.
+"""The tables of what `rap compress MODEL` keeps, on README.md and on their own page.
 
     python docs/default_tables.py
 
@@ -32,30 +32,27 @@ TASKS = ("single-needle", "multi-key")
 PRUNED = "**`rap`**"
 
 
+def _read(file: str) -> dict[str, Any]:
+    """A result file of an experiment; empty where there is none."""
+    path = EXPERIMENTS / file
+    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return found
+
+
 @dataclass(frozen=True)
-class Model:
-    """A model, the folder of its evaluations, and the report of its compression.
+class Kept:
+    """A compressed model: the report of its compression, and the folder of its evaluations."""
 
-    `compared` has the zero-shot scores of its dense model, and `ruled` what that one retrieves,
-    where another study measured them.
-    """
-
-    name: str
-    folder: str
     report: str
-    compared: str = ""
-    ruled: str = ""
+    folder: str
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
-        path = EXPERIMENTS / self.folder / file
-        found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-        return found
+        return _read(f"{self.folder}/{file}")
 
     def compressed(self) -> dict[str, Any]:
         """The report of the compression."""
-        found: dict[str, Any] = json.loads((EXPERIMENTS / self.report).read_text("utf-8"))
-        return found
+        return _read(self.report)
 
     def fidelity(self, file: str) -> dict[str, Any]:
         """Perplexities and KL on a dataset; of novels the report's, where there is no other."""
@@ -71,24 +68,45 @@ class Model:
         dense, pruned = (int(report[one]["kv_bytes_per_token"]) for one in ("dense", "pruned"))
         return dense, pruned
 
-    def scores(self) -> tuple[str, str]:
-        """Zero-shot means with their standard errors, of the dense and the pruned model."""
-        scored = self.read("zero-shot-dense.json")
-        if self.compared:
-            rows = json.loads((EXPERIMENTS / self.compared).read_text("utf-8"))["rows"]
-            scored = next(row for row in rows if row["name"] == "dense")
-        return _score(scored), _score(self.read("zero-shot.json"))
+    def share(self) -> str:
+        """What is left of the cache that grows."""
+        dense, pruned = self.cache()
+        return f"{pruned / dense:.0%}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and what is kept of it, the largest cache first.
+
+    `scored` has the zero-shot scores of the dense model, `retrieved` what that one retrieves.
+    """
+
+    name: str
+    kept: tuple[Kept, ...]
+    scored: str = ""
+    retrieved: tuple[str, ...] = ()
+
+    def dense_score(self) -> str:
+        """The zero-shot mean of the dense model with its standard error, where measured."""
+        rows = _read(self.scored)["rows"] if self.scored else []
+        return next((_score(row) for row in rows if row["name"] == "dense"), "")
 
 
 MODELS = (
     Model(
         "SmolLM2-135M-Instruct",
-        "smollm2-default",
-        "smollm2-default-plain/compress.json",
+        (
+            Kept("smollm2-default-0.7-plain/compress.json", "smollm2-default-0.7"),
+            Kept("smollm2-default-plain/compress.json", "smollm2-default"),
+        ),
         "smollm2-zero-shot/zero-shot.json",
-        "smollm2-ruler/dense.json",
+        (
+            "smollm2-default/retrieval-dense-1024.json",
+            "smollm2-ruler/dense.json",
+            "smollm2-ruler-8k/dense.json",
+        ),
     ),
-    Model("Gemma 3 270M", "gemma3-default", "gemma3-default-recovered/recover.json"),
+    Model("Gemma 3 270M", (Kept("gemma3-default-recovered/recover.json", "gemma3-default"),)),
 )
 
 
@@ -97,26 +115,31 @@ def _score(found: dict[str, Any]) -> str:
 
 
 def quality() -> dict[str, Any]:
-    """Perplexity by dataset and zero-shot accuracy: two rows a model."""
+    """Perplexity by dataset and zero-shot accuracy: a row a dense model, and one for all kept."""
     rows = []
     for model in MODELS:
-        found = [model.fidelity(file) for file in DATASETS]
+        whole, _ = model.kept[0].cache()
+        found = [model.kept[0].fidelity(file) for file in DATASETS]
         dense = [f"{x['dense_perplexity']['value']:.2f}" if x else "" for x in found]
-        half = [_against(x) if x else "" for x in found]
-        (whole, kept), (before, after) = model.cache(), model.scores()
-        rows.append([model.name, f"{whole:,}", *dense, before])
-        rows.append([PRUNED, f"{kept:,} ({kept / whole:.0%})", *half, after])
+        rows.append([model.name, f"{whole:,}", *dense, model.dense_score()])
+        for kept in model.kept:
+            found = [kept.fidelity(file) for file in DATASETS]
+            against = [_against(x) if x else "" for x in found]
+            size = f"{kept.cache()[1]:,} ({kept.share()})"
+            rows.append([PRUNED, size, *against, _score(kept.read("zero-shot.json"))])
     header = ["model", "KV cache, bytes/token", *DATASETS.values(), "zero-shot mean"]
     return {"header": header, "rows": rows}
 
 
 def divergence() -> dict[str, Any]:
-    """KL to the dense model by dataset, a row a model."""
+    """KL to the dense model by dataset, a row for each kept."""
     rows = []
     for model in MODELS:
-        found = [model.fidelity(file) for file in DATASETS]
-        rows.append([model.name, *(f"{x['kl']['value']:.3f}" if x else "" for x in found)])
-    return {"header": ["model", *DATASETS.values()], "rows": rows}
+        for kept in model.kept:
+            found = [kept.fidelity(file) for file in DATASETS]
+            cells = [f"{x['kl']['value']:.3f}" if x else "" for x in found]
+            rows.append([model.name, kept.share(), *cells])
+    return {"header": ["model", "KV cache", *DATASETS.values()], "rows": rows}
 
 
 def _against(found: dict[str, Any]) -> str:
@@ -125,27 +148,32 @@ def _against(found: dict[str, Any]) -> str:
 
 
 def retrieval() -> dict[str, Any]:
-    """Accuracy by task and length, of the dense and the pruned model."""
-    header = ["model", *(f"{task}, {length:,}" for task in TASKS for length in LENGTHS)]
+    """Accuracy by task and length, of the dense model and each kept."""
+    header = ["model", "KV cache"]
+    header += [f"{task}, {length:,}" for task in TASKS for length in LENGTHS]
     rows = []
     for model in MODELS:
-        for name, suffix in ((model.name, "-dense"), (PRUNED, "")):
-            files = [model.read(f"retrieval{suffix}-{length}.json") for length in LENGTHS]
-            if suffix and model.ruled:
-                files.append(json.loads((EXPERIMENTS / model.ruled).read_text("utf-8")))
-            found = {
-                (one["task"], one["length"]): one["accuracy"]
-                for file in files
-                for one in file.get("ruler", [])
-            }
-            cells = [found.get((task, length)) for task in TASKS for length in LENGTHS]
-            rows.append([name, *(interval_text(one, ".0%") if one else "" for one in cells)])
-    return {"header": header, "rows": rows}
+        rows.append([model.name, "100%", *_accuracies([_read(file) for file in model.retrieved])])
+        for kept in model.kept:
+            files = [kept.read(f"retrieval-{length}.json") for length in LENGTHS]
+            rows.append([PRUNED, kept.share(), *_accuracies(files)])
+    return {"header": header, "rows": [row for row in rows if any(row[2:])]}
+
+
+def _accuracies(files: list[dict[str, Any]]) -> list[str]:
+    """Accuracy with its interval by task and length, in the order of the header."""
+    found = {
+        (one["task"], one["length"]): one["accuracy"]
+        for file in files
+        for one in file.get("ruler", [])
+    }
+    cells = [found.get((task, length)) for task in TASKS for length in LENGTHS]
+    return [interval_text(one, ".0%") if one else "" for one in cells]
 
 
 def filled(table: dict[str, Any]) -> str:
-    """A table in Markdown, without columns and rows that nothing is in."""
-    header, rows = table["header"], [row for row in table["rows"] if any(row[1:])]
+    """A table in Markdown, without columns that nothing is in."""
+    header, rows = table["header"], table["rows"]
     some = [number for number in range(len(header)) if any(row[number] for row in rows)]
     kept = [[row[number] for number in some] for row in rows]
     return str(markdown_table({"header": [header[number] for number in some], "rows": kept}))

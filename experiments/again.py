@@ -70,6 +70,7 @@ MODELS = {
     "fitted/encyclopedia-60": "smollm2-merged-encyclopedia/models/rap-merge=all-profile=*-fit-*",
     "fitted/default-plain-0.5": "smollm2-default-model/out",
     "fitted/default-0.5": "smollm2-default-plain/out",
+    "fitted/default-0.7": "smollm2-default-0.7-plain/out",
     "cut/gemma3-0.5": "gemma3-default-model/out",
     "fitted/gemma3-0.5": "gemma3-default-recovered/out",
     "fitted/merged-plain-0.5": "smollm2-merged/models/rap-merge=all-profile=stock-0.5-fit-*",
