@@ -154,19 +154,40 @@ def test_documents_longer_than_the_model_was_made_for_are_refused(
     write_documents(short, tokenizer, output, ASKED)  # as long as it can
 
 
-@pytest.mark.parametrize(
-    ("tokens", "first"), [({"bos": 4, "eos": 9}, 4), ({"bos": None, "eos": 9}, 9)]
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 )
-def test_a_document_begins_behind_bos_or_the_end_of_another(
-    tokens: dict[str, int | None], first: int
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "end_of_text", "first"),
+    [
+        (None, START, True, START),  # as of most models
+        (None, None, False, END),
+        (None, None, True, "<|endoftext|>"),  # as of Qwen, whose chats end with another token
+        (TURNS, START, True, "<|endoftext|>"),  # as of SmolLM2
+        (TURNS, START, False, START),
+        (START + TURNS.replace(START, ""), START, True, START),  # once a chat, as of Llama 3
+    ],
+)
+def test_a_document_begins_behind_what_stands_before_one_in_pretraining(
+    template: str | None, bos: str | None, end_of_text: bool, first: str, tokenizer: Any
 ) -> None:
-    named = {f"{name}_token_id": token for name, token in tokens.items()}
-    assert first_token(SimpleNamespace(**named)) == first
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"bos_token": START, "eos_token": END})
+    own.bos_token, own.chat_template = bos, template
+    added = dict(own.get_added_vocab())
+    if not end_of_text:
+        added.pop("<|endoftext|>")
+    own.get_added_vocab = lambda: added
+    assert first_token(own) == own.convert_tokens_to_ids(first)
 
 
 def test_a_tokenizer_without_a_beginning_is_refused() -> None:
+    bare = SimpleNamespace(bos_token_id=None, eos_token_id=None, get_added_vocab=dict)
     with pytest.raises(RapError, match="neither BOS nor EOS"):
-        first_token(SimpleNamespace(bos_token_id=None, eos_token_id=None))
+        first_token(bare)
 
 
 @pytest.mark.parametrize(

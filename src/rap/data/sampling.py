@@ -32,6 +32,8 @@ from .bos import bos_token
 
 FEW, MORE = 8192, 4  # tokens, and how many times as many are tried next
 MESSAGE = "What a user says"  # stands for it in a chat template
+# What pretraining has between documents, of families whose chats end with something else.
+ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +153,29 @@ def check_length(config: PreTrainedConfig, asked: Corpus) -> None:
 def first_token(tokenizer: Any) -> int:
     """The token behind which a model begins a document: BOS, else the end of the one before.
 
-    Raises RapError for a tokenizer that has neither.
+    Not a BOS that a chat has between its turns, where the vocabulary has an end of text: behind
+    such a token a chat model goes on in the middle of a sentence. Raises RapError for a tokenizer
+    without any of them.
     """
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+    bos = tokenizer.bos_token_id
+    named = tokenizer.get_added_vocab()
+    ends = [named[token] for token in ENDS_OF_TEXT if token in named]
+    first = [*ends, bos] if bos is None or _between_turns(tokenizer, bos) else [bos]
+    for token in (*first, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
     raise RapError(
         "the tokenizer has neither BOS nor EOS, so no document can begin; give a text file"
     )
+
+
+def _between_turns(tokenizer: Any, token: int) -> bool:
+    """Whether the chat template writes a token more than once in a chat of three messages."""
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    turns = [{"role": role, "content": MESSAGE} for role in ("user", "assistant", "user")]
+    chat = tokenizer.apply_chat_template(turns, tokenize=False)
+    return tokenizer(chat, add_special_tokens=False).input_ids.count(token) > 1
 
 
 @torch.no_grad()
