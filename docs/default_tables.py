@@ -33,9 +33,8 @@ PRUNED = "**`rap`**"
 
 
 def _read(file: str) -> dict[str, Any]:
-    """A result file of an experiment; empty where there is none."""
-    path = EXPERIMENTS / file
-    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    """A result file of an experiment."""
+    found: dict[str, Any] = json.loads((EXPERIMENTS / file).read_text("utf-8"))
     return found
 
 
@@ -48,7 +47,8 @@ class Kept:
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
-        return _read(f"{self.folder}/{file}")
+        path = f"{self.folder}/{file}"
+        return _read(path) if (EXPERIMENTS / path).is_file() else {}
 
     def compressed(self) -> dict[str, Any]:
         """The report of the compression."""
@@ -86,6 +86,11 @@ class Model:
     scored: str = ""
     retrieved: tuple[str, ...] = ()
 
+    def dense_perplexity(self, file: str) -> str:
+        """That of the dense model on a dataset, beside any of what is kept."""
+        found = (one.fidelity(file) for one in self.kept)
+        return next((f"{x['dense_perplexity']['value']:.2f}" for x in found if x), "")
+
     def dense_score(self) -> str:
         """The zero-shot mean of the dense model with its standard error, where measured."""
         rows = _read(self.scored)["rows"] if self.scored else []
@@ -119,8 +124,7 @@ def quality() -> dict[str, Any]:
     rows = []
     for model in MODELS:
         whole, _ = model.kept[0].cache()
-        found = [model.kept[0].fidelity(file) for file in DATASETS]
-        dense = [f"{x['dense_perplexity']['value']:.2f}" if x else "" for x in found]
+        dense = [model.dense_perplexity(file) for file in DATASETS]
         rows.append([model.name, f"{whole:,}", *dense, model.dense_score()])
         for kept in model.kept:
             found = [kept.fidelity(file) for file in DATASETS]

@@ -18,8 +18,8 @@ def test_the_committed_tables_are_built_from_the_committed_results(page):
         assert begun.strip() == table.strip()
 
 
-def test_what_the_page_says_of_every_model_is_half_of_its_cache():
-    """The last that is kept of each; others keep no more than they were asked to."""
+def test_the_last_that_is_kept_of_each_model_is_half_of_its_cache():
+    """As the page says; others keep no more than they were asked to."""
     for model in SCRIPT.MODELS:
         *others, half = model.kept
         dense, pruned = half.cache()
@@ -36,22 +36,35 @@ def test_a_column_without_a_result_is_left_out():
     assert len(lines) == 4
 
 
+def written(folder, files):
+    """Result files, by their names in a folder of experiments."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+
+
+def found(task, value):
+    """A result of retrieval at 4,096 tokens."""
+    accuracy = {"value": value, "low": 0.0, "high": 1.0}
+    return {"ruler": [{"task": task, "length": 4096, "accuracy": accuracy}]}
+
+
+SIZES = {"dense": {"kv_bytes_per_token": 10}, "pruned": {"kv_bytes_per_token": 5}}
+
+
 def test_a_row_of_retrieval_has_what_its_model_retrieves(monkeypatch, tmp_path):
     """That of the dense model is in files of its own; no row is all empty."""
-    entry = {"task": "single-needle", "length": 4096}
-    of = {"own/retrieval-4096.json": 0.25, "one/dense.json": 0.5, "other/dense.json": 0.75}
-    for name, value in of.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        accuracy = {"value": value, "low": 0.0, "high": 1.0}
-        task = "multi-key" if name.startswith("other") else entry["task"]
-        path.write_text(json.dumps({"ruler": [entry | {"task": task, "accuracy": accuracy}]}))
-    sizes = {"dense": {"kv_bytes_per_token": 10}, "pruned": {"kv_bytes_per_token": 5}}
-    (tmp_path / "report.json").write_text(json.dumps(sizes))
+    files = {
+        "report.json": SIZES,
+        "own/retrieval-4096.json": found("single-needle", 0.25),
+        "one/dense.json": found("single-needle", 0.5),
+        "other/dense.json": found("multi-key", 0.75),
+    }
+    written(tmp_path, files)
+    dense = ("one/dense.json", "other/dense.json")
     models = (
-        SCRIPT.Model(
-            "a", (SCRIPT.Kept("report.json", "own"),), "", ("one/dense.json", "other/dense.json")
-        ),
+        SCRIPT.Model("a", (SCRIPT.Kept("report.json", "own"),), retrieved=dense),
         SCRIPT.Model("b", (SCRIPT.Kept("report.json", "nothing"),)),
     )
     monkeypatch.setattr(SCRIPT, "EXPERIMENTS", tmp_path)
@@ -62,3 +75,19 @@ def test_a_row_of_retrieval_has_what_its_model_retrieves(monkeypatch, tmp_path):
         "| a | 100% | 50% (0% to 100%) | 75% (0% to 100%) |",
         "| **`rap`** | 50% | 25% (0% to 100%) |  |",
     ]
+
+
+def test_a_dense_perplexity_is_that_of_any_checkpoint_compared_with_it(monkeypatch, tmp_path):
+    dense = {"dense_perplexity": {"value": 21.61}}
+    written(tmp_path, {"report.json": SIZES, "second/default-whole-test.json": dense})
+    monkeypatch.setattr(SCRIPT, "EXPERIMENTS", tmp_path)
+    model = SCRIPT.Model("a", tuple(SCRIPT.Kept("report.json", name) for name in ("one", "second")))
+    assert model.dense_perplexity("default-whole-test.json") == "21.61"
+    assert model.dense_perplexity("fidelity-code.json") == ""
+
+
+def test_a_result_that_a_row_names_must_be_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(SCRIPT, "EXPERIMENTS", tmp_path)
+    with pytest.raises(FileNotFoundError):
+        SCRIPT.Kept("report.json", "own").compressed()
+    assert SCRIPT.Kept("report.json", "own").read("zero-shot.json") == {}

@@ -158,10 +158,9 @@ def first_token(tokenizer: Any) -> int:
     without any of them.
     """
     bos = tokenizer.bos_token_id
-    named = tokenizer.get_added_vocab()
-    ends = [named[token] for token in ENDS_OF_TEXT if token in named]
-    first = [*ends, bos] if bos is None or _between_turns(tokenizer, bos) else [bos]
-    for token in (*first, tokenizer.eos_token_id):
+    begins = bos is not None and not _between_turns(tokenizer, bos)
+    ends = [] if begins else map(tokenizer.get_added_vocab().get, ENDS_OF_TEXT)
+    for token in (*ends, bos, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
     raise RapError(
