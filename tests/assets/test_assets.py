@@ -41,6 +41,17 @@ def test_text_is_the_stated_one(split, size, phrase):
     assert phrase in text
 
 
+def test_encyclopedia_is_articles_of_many_fields():
+    articles = assets.encyclopedia_text().strip().split("\n\n")
+    assert [article.split(" ", 1)[0].rstrip(",") for article in articles][:3] == [
+        "ABBEY",
+        "ACACIA",
+        "ACCUMULATOR",
+    ]
+    assert len(articles) == 15
+    assert all(1_000 < len(article) <= 120_000 for article in articles)
+
+
 def test_unknown_split_is_refused_with_the_known_ones():
     with pytest.raises(RapError, match=r"'train'.*calibration, validation, test"):
         assets.reference_text("train")

@@ -49,4 +49,13 @@ def reference_text(split: str) -> str:
         raise RapError(
             f"unknown split {split!r} of the bundled text: use one of {', '.join(SPLITS)}"
         )
-    return lzma.decompress((_FOLDER / "corpus" / f"{split}.txt.xz").read_bytes()).decode("utf-8")
+    return _unpacked(split)
+
+
+def encyclopedia_text() -> str:
+    """Articles of an encyclopedia, whose facts and style novels lack."""
+    return _unpacked("encyclopedia")
+
+
+def _unpacked(name: str) -> str:
+    return lzma.decompress((_FOLDER / "corpus" / f"{name}.txt.xz").read_bytes()).decode("utf-8")

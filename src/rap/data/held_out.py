@@ -16,9 +16,9 @@ from .own import OWN
 from .protocol import EVALUATION_WINDOW
 from .splits import REPEATED, TAIL, TRAIN, repeat_passages, without_prefixes
 from .stdlib import PYTHON, PYTHON_TEST
-from .text import encode, named_sources, read_text, shown_name
+from .text import ENCYCLOPEDIA, encode, named_sources, read_text, shown_name
 
-COMPLETING = (OWN, PYTHON)  # beside what a user asks for, which alone is evaluated
+COMPLETING = (OWN, PYTHON, ENCYCLOPEDIA)  # beside what a user asks for, which alone is evaluated
 HELD_OUT = "held-out"  # the default: a held-out split of whatever the calibration data is
 _SHOWN = {
     "bundled": "bundled novels (test split)",

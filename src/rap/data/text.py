@@ -33,13 +33,14 @@ from .splits import (
 from .stdlib import PYTHON, PYTHON_TEST, stdlib_text
 
 GENERAL = "general:"  # before a source: that one and what completes it
+ENCYCLOPEDIA = "encyclopedia"
 ONLY = "only:"  # before a source: nothing is added to it
 POSSIBLE = (
-    "'bundled', 'wikitext2', 'paper', 'c4', 'own', 'python', a .txt or .jsonl file, or the name "
-    "of a dataset"
+    "'bundled', 'encyclopedia', 'wikitext2', 'paper', 'c4', 'own', 'python', a .txt or .jsonl "
+    "file, or the name of a dataset"
 )
 
-_BUILT_IN = ("bundled", OWN, PYTHON, PYTHON_TEST)
+_BUILT_IN = ("bundled", ENCYCLOPEDIA, OWN, PYTHON, PYTHON_TEST)
 _SHOWN = {
     OWN: f"{OWN} (written by the dense model)",
     PYTHON: "Python's standard library (modules e to z)",
@@ -243,6 +244,8 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
             return part(read_text(whole, max_characters=max_characters))
     if str(source) == "bundled":
         return assets.reference_text("calibration")
+    if str(source) == ENCYCLOPEDIA:
+        return assets.encyclopedia_text()
     if str(source) in (PYTHON, PYTHON_TEST):
         return stdlib_text(str(source))
     path = Path(source)

@@ -14,14 +14,14 @@ from ..data.own import OWN
 from ..data.sampling import first_token
 from ..data.splits import REPEATED
 from ..data.stdlib import PYTHON
-from ..data.text import completed_source
+from ..data.text import ENCYCLOPEDIA, completed_source
 from ..model.errors import RapError
 
 AUTO = "auto"
 PRETRAINED = 20_000_000  # parameters; the bundled test model has 4.6 million
 # Where nobody gives a text. Half of it is what the model writes: it keeps its facts
 # (docs/log.md, 2026-11-26).
-UNASKED = ("bundled", OWN, f"{REPEATED}{OWN}", PYTHON)
+UNASKED = ("bundled", ENCYCLOPEDIA, OWN, f"{REPEATED}{OWN}", PYTHON)
 
 
 @dataclass(frozen=True)
