@@ -3,6 +3,8 @@
 Budgets are uniform, so that all layers of a model are alike.
 """
 
+import re
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
@@ -19,15 +21,21 @@ from rap.model.rope import AttentionShape
 from rap.surgery.weights import config_with
 
 DENSE = "dense"
+SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")  # query heads x KV heads x head dimension
 
 
 def pruned_config(config: LlamaConfig, name: str) -> PreTrainedConfig:
     """The config that a method at a retain ratio, `METHOD@RETAIN`, makes of a dense one.
 
-    Merged heads of profile `stock` are a plain Llama, as `--target plain` writes it.
+    Merged heads of profile `stock` are a plain Llama, as `--target plain` writes it, and so is
+    a SHAPE.
     """
     if name == DENSE:
         return config
+    if shape := SHAPE.fullmatch(name):
+        queries, heads, width = map(int, shape.groups())
+        heads_of = {"num_attention_heads": queries, "num_key_value_heads": heads}
+        return LlamaConfig(**config.to_dict() | heads_of | {"head_dim": width})
     text, _, retain = name.rpartition("@")
     method = parse_method(text, float(retain))
     shape = _shape(config)

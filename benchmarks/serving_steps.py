@@ -3,11 +3,14 @@
     python benchmarks/serving_steps.py [--shape smollm2] [--layers 6] [--rounds 3]
         [--methods dense rap:merge=1@0.5 rap:merge=all@0.5] [--modes eager compiled]
         [--points 1x2048 8x2048 32x2048 1x8192 8x8192] [--output FILE]
+    python benchmarks/serving_steps.py --layers 1 --methods dense 9x1x96 8x1x96 9x1x64 8x1x64
+        --points 1x2048 8x2048 32x2048 [--output FILE]
 
 Models with random weights and next to no vocabulary, so that the layers are what is timed. A point
 is requests times tokens of each. The prompts are read once, for prefill, and asked again from the
 prefix cache for one token and for more: the difference is decode alone. Every round starts each
-engine anew, in turns; medians of the rounds, and of their ratios to the dense model.
+engine anew, in turns; medians of the rounds, and of their ratios to the dense model. The second
+command compares plain layouts: query heads x KV heads x head dimension.
 """
 
 import argparse
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layouts import DENSE, pruned_config
+from layouts import DENSE, SHAPE, pruned_config
 from roofline import SHAPES
 from transformers import LlamaConfig
 
@@ -121,12 +124,14 @@ def _figures(
 def table(rows: list[dict[str, Any]], engine: str, arguments: argparse.Namespace) -> Any:
     """Speed over the dense model, a row a point and method."""
     plain = {f"{PLAIN}@0.5": "plain checkpoint of merged heads@0.5"}
+    shapes = any(SHAPE.fullmatch(row["method"]) for row in rows)
+    by = ", by query heads x KV heads x head dimension" if shapes else ""
 
     def cell(row: dict[str, Any], key: str) -> str:
         return f"{1000 * statistics.median(row[f'{key}_seconds']):,.1f} ({row[key]:.2f})"
 
     return {
-        "title": f"Decode and prefill in {engine} (CPU)",
+        "title": f"Decode and prefill in {engine} (CPU){by}",
         "note": (
             f"Milliseconds, and in brackets the speed over dense: {arguments.layers} layers of the "
             f"shape {arguments.shape}, {arguments.dtype}, random weights; medians of "

@@ -193,6 +193,14 @@ def test_llamacpp_measures_plain_shapes(name: str, heads: tuple[int, int]) -> No
     assert not hasattr(found, "rap")
 
 
+def test_a_layout_is_named_by_its_heads() -> None:
+    layouts = load_script("benchmarks/layouts.py")
+    found = layouts.pruned_config(LlamaConfig(**WIDE | SMALL), "8x2x96")
+    heads = found.num_attention_heads, found.num_key_value_heads, found.head_dim
+    assert heads == (8, 2, 96)
+    assert found.hidden_size == LlamaConfig(**WIDE | SMALL).hidden_size
+
+
 def test_serving_steps_are_compared_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """The median of ratios, not the ratio of medians: a slow round slows both."""
     script = load_script("benchmarks/serving_steps.py")
