@@ -2,10 +2,11 @@
 
     python benchmarks/compress.py [--model smollm2] [--output benchmarks/results/compress-cpu.json]
 
-The stages are those of `rap compress MODEL --retain 0.7`, one by one in a process that does
-nothing else. Calibration stands beside a plain forward and backward of the same model by the same
-inputs, which is as fast as reading a text once can be; evaluation beside two plain forward passes.
-Peak memory is the largest resident set so far (Linux).
+The stages are those of `rap compress MODEL --retain 0.7 --recover none` by
+`--calibration only:bundled`, one by one in a process that does nothing else. Calibration stands
+beside a plain forward and backward of the same model by the same inputs, which is as fast as
+reading a text once can be; evaluation beside two plain forward passes. Peak memory is the largest
+resident set so far (Linux).
 """
 
 import argparse

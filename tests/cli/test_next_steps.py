@@ -143,8 +143,10 @@ def test_a_pruned_model_that_no_recovery_was_better_than_is_called_so(capsys, be
     scored = {"kv_bytes_per_token": 8, "attention_parameters": 4, "parameters": 9}
     report = {"dense": scored, "pruned": scored, "attention": []}
     report["recovery"] = {"perplexity_before": before, "perplexity_after": after}
+    report["provenance"] = {"seconds": {"calibrate": 61.4, "recover": 3600.0}}
     made = CompressionRun(model="m", output=Path("o"), read=ReadingOptions(), recover="fit")
     say_report(report, made, PruningOptions(), SimpleNamespace(model_type="llama"), as_json=False)
     shown = capsys.readouterr()
     assert ("the pruned model is kept" in shown.err) is told
     assert ("recovered" in shown.out.splitlines()[2]) is not told
+    assert "time: 1:01:01 (calibrate 0:01:01, recover 1:00:00)" in shown.err

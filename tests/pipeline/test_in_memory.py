@@ -37,6 +37,9 @@ def test_paths_and_numbers_of_numpy_are_taken(tokenizer, tmp_path: Path) -> None
     report = json.loads((tmp_path / "out" / "rap_report.json").read_text(encoding="utf-8"))
     assert report["calibration"].startswith("2 windows of 32 tokens from mine.txt")
     assert rap.load(tmp_path / "out").config.rap["retain"] == 0.5
+    seconds = report["provenance"]["seconds"]
+    assert set(seconds) == {"read", "calibrate", "prune", "recover", "evaluate"}
+    assert sum(seconds.values()) > 0
 
 
 def test_a_recovery_that_was_stopped_goes_on_from_the_same_statistics(

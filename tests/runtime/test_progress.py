@@ -13,7 +13,7 @@ from rap.recovery.closed_form import refit_outputs
 from rap.recovery.config import RecoveryConfig
 from rap.recovery.distillation import distill
 from rap.runtime import progress
-from rap.runtime.progress import INTERVAL, Progress, track
+from rap.runtime.progress import INTERVAL, Progress, Stopwatch, track
 
 SMALL = ("--windows", "2", "--window", "128", "--evaluate", "none")
 
@@ -34,6 +34,17 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
     return clock
+
+
+def test_a_stage_begins_where_the_one_before_ends(clock):
+    watch = Stopwatch()
+    clock.now += 60
+    watch.end("calibrate")
+    clock.now += 0.25
+    watch.end("prune")
+    clock.now += 600.5
+    watch.end("recover")
+    assert watch.seconds == {"calibrate": 60.0, "prune": 0.2, "recover": 600.5}
 
 
 def test_a_log_gets_a_line_every_fifteen_seconds_and_one_at_the_end(clock, capsys):

@@ -4,6 +4,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -245,6 +246,9 @@ def say_report(
         console.print(line)
     inspected = shlex.join(["rap", "inspect", str(made.output)])
     console.print(f"wrote {made.output}; `{inspected}` shows every layer")
+    seconds = report["provenance"]["seconds"]
+    stages = ", ".join(f"{stage} {timedelta(seconds=round(x))}" for stage, x in seconds.items())
+    console.print(f"time: {timedelta(seconds=round(sum(seconds.values())))} ({stages})")
     scored = report["dense"].get("evaluation")
     if scored is not None and scored["window"] < EVALUATION_WINDOW:
         made = replace(made, window=scored["window"])

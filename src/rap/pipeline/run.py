@@ -24,6 +24,7 @@ from ..planning.plan import Plan
 from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
 from ..recovery.stages import check_recovery, recover_stage, work_folder
+from ..runtime.progress import Stopwatch
 from ..surgery.apply import prune
 from .defaults import AUTO as DEFAULT
 from .defaults import Defaults
@@ -104,10 +105,14 @@ def _stages(
     made: dict[str, str | None],
     force: bool,
 ) -> Compression:
+    watch = Stopwatch()
     method, tokens, read = objective.method, held_out(evaluate, context), context.reading
     announce(objective, context, tokens, fit or FitConfig() if recover == "fit" else None)
+    watch.end("read")
     plan = planned(context, method)
+    watch.end("calibrate")
     small = prune(context.source, plan)
+    watch.end("prune")
     small, recovery = recover_stage(
         small,
         context.source,
@@ -120,9 +125,12 @@ def _stages(
         bos=context.bos,
         progress=context.progress,
     )
+    watch.end("recover")
     report = describe(context, method, plan) | {"recovery": recovery}
     report |= measure_pruned(context, small, plan, evaluate, tokens)
+    watch.end("evaluate")
     report |= made_with(context, evaluate, **made) | objective.record()
+    report["provenance"]["seconds"] = watch.seconds
     if output is not None:
         write(small, context, plan, output, report, force=force)
         clear_work(work_folder(output))

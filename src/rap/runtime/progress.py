@@ -18,6 +18,19 @@ INTERVAL = 15.0  # seconds between two lines of a log
 Item = TypeVar("Item")
 
 
+class Stopwatch:
+    """Seconds that the stages of a run take, in order: each begins where the one before ends."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._ended = time.monotonic()
+
+    def end(self, stage: str) -> None:
+        """Note that a stage ends now."""
+        began, self._ended = self._ended, time.monotonic()
+        self.seconds[stage] = round(self._ended - began, 1)
+
+
 class Progress:
     """Work of `total` units, of which `done` are done when the context begins.
 
