@@ -102,7 +102,7 @@ MODELS = (
         "SmolLM2-135M-Instruct",
         (
             Kept("smollm2-default-0.7-plain/compress.json", "smollm2-default-0.7"),
-            Kept("smollm2-default-plain/compress.json", "smollm2-default"),
+            Kept("smollm2-default-articles-plain/compress.json", "smollm2-default-articles"),
         ),
         "smollm2-zero-shot/zero-shot.json",
         (

@@ -123,3 +123,30 @@ def test_a_dry_run_counts_the_samples_and_the_recovery(tmp_path: Path) -> None:
     alone = ("--calibration", "only:bundled", "--recover", "none")
     less = run("compress", "bundled", *alone, "-o", tmp_path / "out", "--dry-run", "--json").json
     assert [step["step"] for step in less["steps"]] == ["calibrate", "evaluate"]
+
+
+def test_settings_of_the_distillation_are_changed_by_name(tmp_path: Path) -> None:
+    short = ("num_windows=4", "validation_windows=2", "steps=2", "window=64", "held_out=0.25")
+    words = [word for setting in short for word in ("--set", f"fit.{setting}")]
+    read = ("--windows", 2, "--window", 64, "--evaluate", "none", "--recover", "fit")
+    made = ("compress", "bundled", *read, *words, "--seed", 3, "-o", tmp_path / "out")
+    counted = run(*made, "--dry-run", "--json").json
+    assert [step["tokens"] for step in counted["steps"] if step["step"] == "fit"] == [4 * 64]
+    done = run(*made)
+    assert done.code == 0, done.err
+    used = read_json(tmp_path / "out/rap_report.json", "")["recovery"]["fit"]["config"]
+    assert (used["steps"], used["window"], used["seed"]) == (2, 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--recover", "none", "--set", "fit.steps=2"), "--set changes --recover fit, not none"),
+        (("--recover", "fit", "--set", "steps=2"), "cannot set steps; write fit.NAME=VALUE"),
+        (("--recover", "fit", "--set", "fit.stops=2"), "fit has no setting stops"),
+    ],
+)
+def test_settings_that_would_not_be_read_are_refused(words, said, tmp_path: Path) -> None:
+    refused = run("compress", "bundled", *words, "-o", tmp_path / "out")
+    assert (refused.code, list(tmp_path.iterdir())) == (2, [])
+    assert said in refused.err

@@ -27,7 +27,9 @@ from ..model.layers import attention_spec, check_dense, text_config
 from ..pipeline import AUTO as DEFAULT
 from ..pipeline import PRETRAINED, Defaults, compress, forward_only, save
 from ..planning.plan import Plan, write_shapes
+from ..recovery.layer_fit import FitConfig, fit_config
 from ..recovery.stages import RECOVERIES, check_recovery
+from ..runtime.settings import read_settings
 from ..serving.capacity import EngineCapacity, held_by_engines
 from ..serving.layout import dense_head_dims
 from ..serving.stock import export_stock
@@ -137,6 +139,13 @@ Recover = Annotated[
     ),
 ]
 
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Setting of layer-wise distillation, such as fit.steps=40; repeatable."
+    ),
+]
+
 
 @grouped
 def compress_command(
@@ -146,6 +155,7 @@ def compress_command(
     read: CompletedOptions,
     streamed: StreamingOptions,
     recover: Recover = DEFAULT,
+    changes: Changes = None,
     evaluate: options.Evaluate = HELD_OUT,
     dry_run: options.DryRun = False,
     force: options.Force = False,
@@ -161,6 +171,7 @@ def compress_command(
     instead = forward_only(lambda **more: cut.build(source, read.seed, **more))
     defaults = Defaults.of(model, in_memory=not streamed.stream)
     recovers = defaults.recovery(recover)
+    fit = _changed(recovers, changes or [], read.seed)
     plain = cut.target == "plain"
     written = output.with_name(f".{output.name}.pruned") if plain else output
     if dry_run or plain:
@@ -169,7 +180,7 @@ def compress_command(
     if dry_run:
         check_recovery(recovers, method.name)
         read = replace(read, calibration=defaults.calibration(read.calibration, read.windows))
-        return _tell(model, output, method, read, recovers, evaluate, as_json)
+        return _tell(model, output, method, read, recovers, fit, evaluate, as_json)
     if recover == DEFAULT and recovers != "none":
         console.print("recovery: layer-wise distillation; --recover none is a quick look without")
     result = compress(
@@ -187,6 +198,7 @@ def compress_command(
         stream=streamed.stream,
         statistics=streamed.statistics,
         recover=recovers,
+        fit=fit,
         bos=read.bos,
         seed=read.seed,
         force=force or plain,
@@ -216,6 +228,19 @@ def _check_placing(read: CompletedOptions, streamed: StreamingOptions) -> None:
         )
     if not streamed.stream and streamed.statistics is not None:
         raise RapError("--statistics requires --stream; add it, or remove --statistics")
+
+
+def _changed(recover: str, changes: list[str], seed: int) -> FitConfig | None:
+    """Layer-wise distillation with `fit.NAME=VALUE` changes; None without any."""
+    values = read_settings(changes)
+    if not values:
+        return None
+    if "fit" not in recover.split("+"):
+        raise RapError(f"--set changes --recover fit, not {recover}; add that, or remove --set")
+    if wrong := [name for name in values if not name.startswith("fit.")]:
+        raise RapError(f"cannot set {', '.join(wrong)}; write fit.NAME=VALUE, such as fit.steps=40")
+    changed = {name.removeprefix("fit."): value for name, value in values.items()}
+    return fit_config(**{"seed": seed, **changed})
 
 
 def say_report(
@@ -261,6 +286,7 @@ def _tell(
     method: Method,
     read: CompletedOptions,
     recover: str,
+    fit: FitConfig | None,
     evaluate: str,
     as_json: bool,
 ) -> None:
@@ -275,7 +301,7 @@ def _tell(
     needs = method.needs_for(dense)
     calibrate, memory = dry.calibration_step(dense, needs, read.windows, read.window)
     # The cut model is not there yet: the dense one's sizes are the most that it can have.
-    recovers, held = dry.recovery_step(recover, dense, dense, None)
+    recovers, held = dry.recovery_step(recover, dense, dense, fit)
     report = dry.described(
         [
             *dry.sampling_steps(named_sources(data)),
