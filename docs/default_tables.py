@@ -29,6 +29,13 @@ DATASETS = {
 }
 LENGTHS = (1024, 4096, 8192)
 TASKS = ("single-needle", "multi-key")
+ANSWERS = {
+    "tokens": ("length", ".0f"),
+    "reach an end": ("ended", ".0%"),
+    "end in a loop": ("looping", ".0%"),
+    "repeated 4-grams": ("repetition", ".0%"),
+    "KL along them": ("kl", ".2f"),
+}  # by column, the key of the result and its format
 PRUNED = "**`rap`**"
 
 
@@ -175,6 +182,25 @@ def _accuracies(files: list[dict[str, Any]]) -> list[str]:
     return [interval_text(one, ".0%") if one else "" for one in cells]
 
 
+def answers() -> dict[str, Any]:
+    """How models answer chat prompts, and KL along the answers, of the dense model and each kept.
+
+    A row needs a result file, and the dense model is one of each.
+    """
+    rows = []
+    for model in MODELS:
+        found = [(kept.share(), kept.read("generation.json")) for kept in model.kept]
+        some = [(share, one) for share, one in found if one]
+        rows += [[model.name, "100%", *_answered(one["dense"])] for _, one in some[:1]]
+        rows += [[PRUNED, share, *_answered(one["pruned"])] for share, one in some]
+    return {"header": ["model", "KV cache", *ANSWERS], "rows": rows}
+
+
+def _answered(side: dict[str, Any]) -> list[str]:
+    """The cells of a model, in the order of the header."""
+    return [interval_text(side[key], format_) for key, format_ in ANSWERS.values()]
+
+
 def filled(table: dict[str, Any]) -> str:
     """A table in Markdown, without columns that nothing is in."""
     header, rows = table["header"], table["rows"]
@@ -191,6 +217,7 @@ def made() -> dict[str, dict[str, str]]:
             "quality": filled(quality()),
             "KL": filled(divergence()),
             "retrieval": filled(retrieval()),
+            "answers": filled(answers()),
         },
     }
 

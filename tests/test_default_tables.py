@@ -91,3 +91,21 @@ def test_a_result_that_a_row_names_must_be_there(monkeypatch, tmp_path):
     with pytest.raises(FileNotFoundError):
         SCRIPT.Kept("report.json", "own").compressed()
     assert SCRIPT.Kept("report.json", "own").read("zero-shot.json") == {}
+
+
+def test_answers_of_the_dense_model_are_above_those_of_what_is_kept(monkeypatch, tmp_path):
+    def side(share):
+        one = {"value": share, "low": share, "high": share}
+        keys = ("length", "ended", "looping", "repetition", "kl")
+        return dict.fromkeys(keys, one)
+
+    sides = {"dense": side(0.25), "pruned": side(0.5)}
+    written(tmp_path, {"report.json": SIZES, "own/generation.json": sides})
+    monkeypatch.setattr(SCRIPT, "EXPERIMENTS", tmp_path)
+    kept = SCRIPT.Kept("report.json", "own"), SCRIPT.Kept("report.json", "none")
+    models = (SCRIPT.Model("a", kept), SCRIPT.Model("b", kept[1:]))
+    monkeypatch.setattr(SCRIPT, "MODELS", models)
+    rows = SCRIPT.answers()["rows"]
+    assert [row[:2] for row in rows] == [["a", "100%"], [SCRIPT.PRUNED, "50%"]]
+    assert [row[3].split()[0] for row in rows] == ["25%", "50%"]
+    assert [row[-1].split()[0] for row in rows] == ["0.25", "0.50"]
