@@ -24,6 +24,7 @@ from rap.surgery.apply import apply
 
 MERGE = 2
 RECURRENT = ("granitemoehybrid", "falcon_h1")
+ROUTED_IN_FLOAT32 = ("glm4_moe",)
 ALIKE = {"rtol": 0, "atol": 1e-9}  # sums of a few hundred float64 products of size 10
 
 
@@ -139,12 +140,20 @@ def projected_by_hooks(model: Any, plan: Plan, case: Case) -> Any:
     return model
 
 
+def _bound_by_step(case: Case, bound: dict[str, float]) -> dict[str, float]:
+    """How much one token from the cache may differ from the same one among all."""
+    if case.name in RECURRENT:  # its state beside attention is cached in float32
+        return {"rtol": 0, "atol": 1e-4}
+    if case.name in ROUTED_IN_FLOAT32:  # products of one row and of eleven are summed in two orders
+        return {"rtol": 0, "atol": 1e-6}
+    return bound
+
+
 def check_projected(model: Any, plan: Plan, case: Case, bound: dict[str, float]) -> None:
     """The pruned model is the projected one, whole and token by token, and caches as planned."""
     small, expected = apply(model, plan), projected_by_hooks(model, plan, case)
     ids = random_tokens(2, 11)
-    # A recurrent state beside attention is cached in float32.
-    by_step = {"rtol": 0, "atol": 1e-4} if case.name in RECURRENT else bound
+    by_step = _bound_by_step(case, bound)
     with torch.no_grad():
         found, wanted = small(ids).logits, expected(ids).logits
         torch.testing.assert_close(found, wanted, **bound)

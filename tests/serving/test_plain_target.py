@@ -152,8 +152,10 @@ def test_the_plain_checkpoint_computes_the_same(
     small = made(family, retain, {}, merge=merge)
     export_stock(small, tmp_path / "plain")
     plain, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), random_tokens(2, 24)
+    # In float32 a token of these random weights can be off by 3e-4, in either form.
     with torch.no_grad():
-        torch.testing.assert_close(plain(ids).logits, small(ids).logits, **ALIKE)
+        found, wanted = plain.double()(ids).logits, small.double()(ids).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-5)
     config = plain.config
     assert (config.num_key_value_heads, config.head_dim) == (4 // merge, int(32 * merge * retain))
 

@@ -175,14 +175,12 @@ def compress_command(
     plain = cut.target == "plain"
     written = output.with_name(f".{output.name}.pruned") if plain else output
     if dry_run or plain:
-        check_output(output, force=force)
-        check_apart(output, model)
+        _check_output(output, model, force)
     if dry_run:
         check_recovery(recovers, method.name)
         read = replace(read, calibration=defaults.calibration(read.calibration, read.windows))
         return _tell(model, output, method, read, recovers, fit, evaluate, as_json)
-    if recover == DEFAULT and recovers != "none":
-        console.print("recovery: layer-wise distillation; --recover none is a quick look without")
+    _say_recovery(recover, recovers)
     result = compress(
         model,
         output=written,
@@ -206,11 +204,22 @@ def compress_command(
     )
     if plain:
         _export_plain(written, output, force)
-    loaded = not plain and result.model is not None
-    config = result.model.config if loaded else load_config(output)
+    config = load_config(output) if plain or result.model is None else result.model.config
     about: dict[str, Any] = {"evaluate": evaluate, "target": cut.target, "recover": recovers}
     made = CompressionRun(model=model, output=output, read=read, **about)
     say_report(result.report, made, cut, config, as_json)
+
+
+def _check_output(output: Path, model: str, force: bool) -> None:
+    """Raise RapError where nothing can be written, before anything is computed."""
+    check_output(output, force=force)
+    check_apart(output, model)
+
+
+def _say_recovery(asked: str, recovers: str) -> None:
+    """That the model will be distilled, where nobody asked for it."""
+    if asked == DEFAULT and recovers != "none":
+        console.print("recovery: layer-wise distillation; --recover none is a quick look without")
 
 
 def _export_plain(written: Path, output: Path, force: bool) -> None:
