@@ -394,8 +394,7 @@ def apply_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Apply PLAN to MODEL, and write the pruned checkpoint."""
-    check_output(output, force=force)
-    check_apart(output, model)
+    _check_output(output, model, force)
     if stream and (dtype != "auto" or device_map is not None):
         raise RapError("--stream keeps the stored data types; remove --dtype and --device-map")
     placed = placement(device, device_map)
