@@ -23,10 +23,11 @@ from rap.checkpoint.provenance import provenance
 
 HERE = Path(__file__).parent
 WORK = Path("runs/recovered-forms")
-MODELS, RATIOS = ("smollm2", "gemma3"), ("0.7", "0.5")
+RATIOS = ("0.7", "0.5")
 FORMS = {
     "plain": "--target plain",
     "merged": "",
+    "single": "",
     "separate": "--method rap:merge=1",
     "palu": "--method palu",
     "far": "--method rap:reach=1024 --target plain",
@@ -34,6 +35,8 @@ FORMS = {
     "longfit": "--target plain --set fit.steps=240 --set fit.num_windows=144",
 }
 STUDIED = ("far", "onerate", "longfit")  # settings of the default, of one model at one ratio
+# Gemma 3 has one KV head, so that there is nothing to merge, and no plain form.
+KEPT = {"smollm2": ("plain", "merged", "separate", "palu"), "gemma3": ("single", "palu")}
 DISTILLED, DENSE = "-distilled", "dense"
 DATASETS = {
     "wikitext2": "wikitext2-test.txt",
@@ -169,12 +172,10 @@ def _run(command: str) -> None:
 
 def rows() -> list[str]:
     """All rows, those that others are made of before these."""
-    found = [f"{model}-{DENSE}" for model in MODELS]
-    for model in MODELS:
-        every = [name for name in FORMS if name not in STUDIED]
-        for form in (name for name in every if model == "smollm2" or name != "merged"):
-            found += [f"{model}-{form}-{ratio}" for ratio in RATIOS]
-        found += [f"{model}-plain-{ratio}{DISTILLED}" for ratio in RATIOS]
+    found = [f"{model}-{DENSE}" for model in KEPT]
+    for model, forms in KEPT.items():
+        found += [f"{model}-{form}-{ratio}" for form in forms for ratio in RATIOS]
+        found += [f"{model}-{forms[0]}-{ratio}{DISTILLED}" for ratio in RATIOS]
     return found + [f"smollm2-{form}-0.5" for form in STUDIED]
 
 
