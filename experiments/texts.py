@@ -34,7 +34,7 @@ def write_code() -> None:
 def write_chats(name: str) -> None:
     """The bundled prompts and what the model answers, a chat a line."""
     source = resolve_source(name)
-    model, tokenizer = load_dense(source), load_tokenizer(source)
+    model, tokenizer = load_dense(source, dtype="float32"), load_tokenizer(source)
     asked = chat_tokens(read_prompts("bundled"), tokenizer)
     texts = write(
         model,

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from cases.command import run
 from cases.gguf_file import STORED, stored_model, tiny_llama, write_gguf, write_header
@@ -212,6 +213,22 @@ def test_a_tokenizer_begins_as_its_header_states(tmp_path):
         tokenizer = load_tokenizer(resolve_source(tmp_path / f"{adds}.gguf"))
         plain = tokenizer("dark", add_special_tokens=False).input_ids
         assert tokenizer("dark").input_ids == expected + plain
+
+
+def test_a_tokenizer_that_splits_the_words_of_its_vocabulary_is_refused(tmp_path, monkeypatch):
+    def without_merges(tokenizer, header):
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["model"]["merges"] = []
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+        return tokenizer
+
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    with monkeypatch.context() as patched:
+        patched.setattr("rap.checkpoint.gguf.begun", without_merges)
+        with pytest.raises(CheckpointError, match=r"splits 187 of 187 words.*transformers>=5\.18"):
+            checkpoint_of(tmp_path / "tiny.gguf")
+    assert not list((tmp_path / "home" / "gguf").glob("*"))  # nothing is left that would be reused
+    checkpoint_of(tmp_path / "tiny.gguf")
 
 
 def test_a_checkpoint_of_an_earlier_reading_is_made_again(tmp_path):

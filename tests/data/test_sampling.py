@@ -134,6 +134,22 @@ def test_what_it_writes_is_a_text_to_calibrate_on(
     assert load_windows(output, tokenizer, num_windows=2, window=16).shape == (2, 16)
 
 
+def test_a_cpu_draws_in_the_precision_it_multiplies_fast(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def record(model: Any, *given: Any, **more: Any) -> torch.Tensor:
+        drawn.append(model.dtype)
+        return draw(model, *given, **more)
+
+    monkeypatch.setattr(sampling, "draw", record)
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    write_documents(low, tokenizer, tmp_path / "own.jsonl", replace(ASKED, documents=2))
+    assert drawn == [torch.float32]
+    assert low.dtype == torch.bfloat16
+
+
 def test_a_file_is_not_replaced_unasked(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     output = tmp_path / "own.jsonl"
     output.write_text("mine", encoding="utf-8")

@@ -8,7 +8,7 @@ from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.calibration.run import calibrate
 from rap.evaluation.quality.perplexity import perplexity
 from rap.runtime import memory
-from rap.runtime.memory import for_calibration, in_precision
+from rap.runtime.memory import in_fast_precision, in_precision
 
 WINDOW = 20
 LOW = {
@@ -65,12 +65,12 @@ def test_low_precision_is_calibrated_in_float32_on_a_cpu(dtype, monkeypatch, tok
 
 def test_precision_is_left_alone_where_there_is_no_room_or_no_need(monkeypatch):
     low, exact = tiny_model(dtype=torch.bfloat16), tiny_model()
-    assert for_calibration(exact) is exact
+    assert in_fast_precision(exact) is exact
     finer = tiny_model(dtype=torch.float64)
-    assert for_calibration(finer) is finer
-    assert for_calibration(low).dtype == torch.float32
+    assert in_fast_precision(finer) is finer
+    assert in_fast_precision(low).dtype == torch.float32
     size = sum(4 * parameter.numel() for parameter in low.parameters())
     monkeypatch.setattr(memory, "free_memory", lambda device: 2 * size - 1)
-    assert for_calibration(low) is low
+    assert in_fast_precision(low) is low
     monkeypatch.setattr(memory, "free_memory", lambda device: 2 * size)
-    assert for_calibration(low) is not low
+    assert in_fast_precision(low) is not low

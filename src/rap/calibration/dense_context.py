@@ -27,7 +27,7 @@ from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from ..data.text import fingerprint_windows, load_windows, named_sources, shown_name
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense
-from ..runtime.memory import describe_memory, for_calibration, in_precision
+from ..runtime.memory import describe_memory, in_fast_precision, in_precision
 from ..runtime.sources import LayerSource, LoadedLayers, StoredLayers
 from .memory import estimate_memory, must_recompute
 from .registry import backward_needs
@@ -243,7 +243,7 @@ class DenseContext:
             return calibrate(
                 self.stored, self.windows, needs, folder=self.kept_in, progress=self.progress
             )
-        model = for_calibration(self.model) if self.stored is None else self._whole(self.stored)
+        model = in_fast_precision(self.model) if self.stored is None else self._whole(self.stored)
         again = must_recompute(model, self.windows, needs)
         if self.progress and needs and self.stored is None:
             estimate = estimate_memory(model, self.windows, needs, checkpointing=again)

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..model.errors import CheckpointError
@@ -16,6 +18,8 @@ from .gguf_header import FACTORS_BY_LENGTH, FREQUENCY_FACTORS, Header, begun, co
 from .reading import reading
 
 SOURCE_FILE = "gguf_source.json"
+# Words in a vocabulary of SentencePiece or of bytes, and how many of them are tried.
+_WORD, _SOME = re.compile("[▁Ġ][a-z]{4,}"), 200
 _READING = 2  # raised when files are read differently, so that kept checkpoints are made again
 # Types that a float dtype holds exactly; all others are dequantized to bfloat16.
 _EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -63,6 +67,7 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
         where: dict[str, Any] = {"gguf_file": file.name}
         config = completed(AutoConfig.from_pretrained(file.parent, **where), header)
         tokenizer = begun(AutoTokenizer.from_pretrained(file.parent, **where), header)
+        _check_words(tokenizer, file)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, config=config, dtype=torch.float32, output_loading_info=True, **where
         )
@@ -86,6 +91,23 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
         tokenizer.save_pretrained(partial)
         write_json(partial / SOURCE_FILE, stored)
     return stored
+
+
+def _check_words(tokenizer: Any, file: Path) -> None:
+    """Raise CheckpointError for a tokenizer that splits the words of its own vocabulary.
+
+    A SentencePiece vocabulary is stored without its merges, and transformers before 5.18 derives
+    wrong ones for Gemma: a model then reads pieces that it never saw, and nothing fails.
+    """
+    words = sorted(filter(_WORD.fullmatch, tokenizer.get_vocab()))
+    tried = words[:: len(words) // _SOME + 1]
+    whole = sum(word in tokenizer.tokenize(f"a {word[1:]}") for word in tried)
+    if whole < len(tried) / 2:
+        raise CheckpointError(
+            f"transformers {transformers.__version__} reads the tokenizer of {file.name} wrong: it "
+            f"splits {len(tried) - whole} of {len(tried)} words of the vocabulary; pip install -U "
+            "'transformers>=5.18', and repeat the command"
+        )
 
 
 def _check_whole(packed: Any, header: Header, missing: Collection[str]) -> None:

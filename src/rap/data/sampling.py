@@ -25,6 +25,7 @@ from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.kernels.growing_cache import grow
 from ..model.layers import trained_length
+from ..runtime.memory import in_fast_precision
 from ..runtime.progress import Progress
 from ..runtime.settings import Count, Positive, Share, check_fields
 from ..runtime.state import evaluating, shared_reads
@@ -88,6 +89,7 @@ def write_documents(
     first = first_token(tokenizer)
     record = {"model": fingerprint_model(model), "first": first, **asdict(asked)}
     settings = json.dumps(record, sort_keys=True)
+    model = in_fast_precision(model)
     lines = _kept(kept, settings)
     total, done = asked.documents * asked.tokens, len(lines) * asked.tokens
     with Progress("sampling", total, "tokens", tokens=1, done=done, shown=progress) as bar:
