@@ -27,6 +27,12 @@ DATASETS = {
     "fidelity-code.json": "Python code",
     "fidelity-chat.json": "chat",
 }
+# A row of experiments/recovered-forms has them as parts of one file.
+FORMS = "recovered-forms"
+PARTS = {
+    "fidelity-wikitext2-test.json": "fidelity_wikitext2",
+    "default-whole-test.json": "fidelity_full_test_set",
+}
 LENGTHS = (1024, 4096, 8192)
 TASKS = ("single-needle", "multi-key")
 ANSWERS = {
@@ -47,19 +53,27 @@ def _read(file: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kept:
-    """A compressed model: the report of its compression, and the folder of its evaluations."""
+    """A compressed model: the report of its compression, and the folder of its evaluations.
+
+    Or without a report, a row of `recovered-forms`, one file that has all of them.
+    """
 
     report: str
     folder: str
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
+        if not self.report:
+            part = PARTS.get(file, file.removesuffix(".json").replace("-", "_"))
+            found: dict[str, Any] = _read(self.folder).get(part, {})
+            return found
         path = f"{self.folder}/{file}"
         return _read(path) if (EXPERIMENTS / path).is_file() else {}
 
     def compressed(self) -> dict[str, Any]:
         """The report of the compression."""
-        return _read(self.report)
+        found: dict[str, Any] = _read(self.report) if self.report else _read(self.folder)["report"]
+        return found
 
     def fidelity(self, file: str) -> dict[str, Any]:
         """Perplexities and KL on a dataset; of novels the report's, where there is no other."""
@@ -108,7 +122,7 @@ MODELS = (
     Model(
         "SmolLM2-135M-Instruct",
         (
-            Kept("smollm2-default-0.7-plain/compress.json", "smollm2-default-0.7"),
+            Kept("", f"{FORMS}/smollm2-plain-0.7.json"),
             Kept("smollm2-default-articles-plain/compress.json", "smollm2-default-articles"),
         ),
         "smollm2-zero-shot/zero-shot.json",
@@ -120,6 +134,15 @@ MODELS = (
     ),
     Model("Gemma 3 270M", (Kept("gemma3-default-recovered/recover.json", "gemma3-default"),)),
 )
+
+COMPARED = {
+    "smollm2-dense": "dense",
+    "smollm2-plain-0.7": "plain",
+    "smollm2-palu-0.7": "PaLU",
+    "smollm2-plain-0.5": "plain",
+    "smollm2-plain-0.5-distilled": "plain, distilled end to end",
+    "smollm2-palu-0.5": "PaLU",
+}  # rows of FORMS
 
 
 def _score(found: dict[str, Any]) -> str:
@@ -196,6 +219,32 @@ def answers() -> dict[str, Any]:
     return {"header": ["model", "KV cache", *ANSWERS], "rows": rows}
 
 
+def forms() -> dict[str, Any]:
+    """What the same recovery keeps of other forms, a row for each that was measured.
+
+    Perplexity over that of the dense model, zero-shot accuracy, and one needle by length.
+    """
+    rows = []
+    for name, said in COMPARED.items():
+        kept = Kept("", f"{FORMS}/{name}.json")
+        whole = name.endswith("-dense")
+        found = [] if whole else [kept.fidelity(file) for file in DATASETS]
+        ratios = ["1"] * len(DATASETS) if whole else [_ratio(x) if x else "" for x in found]
+        files = [kept.read(f"retrieval-{length}.json") for length in LENGTHS]
+        share = "100%" if whole else kept.share()
+        needles = _accuracies(files)[: len(LENGTHS)]
+        rows.append([said, share, *ratios, _score(kept.read("zero-shot.json")), *needles])
+    needles = [f"needle, {length:,}" for length in LENGTHS]
+    return {
+        "header": ["model", "KV cache", *DATASETS.values(), "zero-shot", *needles],
+        "rows": rows,
+    }
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    return f"{found['perplexity']['value'] / found['dense_perplexity']['value']:.3f}"
+
+
 def _answered(side: dict[str, Any]) -> list[str]:
     """The cells of a model, in the order of the header."""
     return [interval_text(side[key], format_) for key, format_ in ANSWERS.values()]
@@ -218,6 +267,7 @@ def made() -> dict[str, dict[str, str]]:
             "KL": filled(divergence()),
             "retrieval": filled(retrieval()),
             "answers": filled(answers()),
+            "forms": filled(forms()),
         },
     }
 

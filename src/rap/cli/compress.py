@@ -167,9 +167,9 @@ def compress_command(
     if dry_run and streamed.stream:
         raise RapError("--stream prints its memory at start-up; remove --dry-run")
     source = resolve_source(model)
-    method = cut.build(source, read.seed)
-    instead = forward_only(lambda **more: cut.build(source, read.seed, **more))
     defaults = Defaults.of(model, in_memory=not streamed.stream)
+    method = cut.build(source, read.seed, **defaults.settings)
+    instead = forward_only(lambda **x: cut.build(source, read.seed, **defaults.settings, **x))
     recovers = defaults.recovery(recover)
     fit = _changed(recovers, changes or [], read.seed)
     plain = cut.target == "plain"
@@ -350,9 +350,10 @@ def plan_command(
 ) -> None:
     """Compute what MODEL keeps, and write the plan to a file."""
     check_output_file(output, force=force)
-    chosen = cut.build(resolve_source(model), read.seed)
+    defaults = Defaults.of(model)
+    chosen = cut.build(resolve_source(model), read.seed, **defaults.settings)
     # Without the held-out tail, as `rap compress` calibrates.
-    asked = Defaults.of(model).calibration(read.calibration, read.windows)
+    asked = defaults.calibration(read.calibration, read.windows)
     data, _ = split(asked, None)
     context = DenseContext.open(
         model,

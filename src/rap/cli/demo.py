@@ -19,6 +19,7 @@ from ..evaluation.cost.footprint import footprint
 from ..evaluation.quality.perplexity import perplexity
 from ..methods import Rap
 from ..model.errors import CheckpointError, RapError
+from ..pipeline import Defaults
 from ..recovery.layer_fit import FitConfig
 from ..recovery.stages import recover_stage
 from ..studies.report.charts import quality_against_cache
@@ -153,7 +154,8 @@ def run_demo(show: DemoSettings, seed: int = 0, device: str = AUTO) -> dict[str,
     )
     model, tokenizer, tokens = context.model, context.tokenizer, context.held_out("bundled")
     shared: dict[str, Any] = {"align": show.align, "seed": seed}
-    recipes = {"paper": Rap.paper(**shared), "rap": Rap(**shared)}
+    ours = shared | Defaults.of(show.source).settings
+    recipes = {"paper": Rap.paper(**shared), "rap": Rap(**ours)}
     context.statistics_for(recipes.values())
     rows = [_measure(model, tokens, context.bos, show) | {"method": "dense", "retain": 1.0}]
     rows[0]["sample"] = _answer(model, tokenizer, show)

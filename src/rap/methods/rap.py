@@ -120,6 +120,8 @@ class Rap(PairPruning):
             )
         if self.metric != "loss" and not self._reads_metric:
             raise RapError(f"nothing reads metric {self.metric!r} with these settings: omit it")
+        if self.keys != "fold" and self.reach == "far":
+            object.__setattr__(self, "reach", None)
         if self.keys != "fold" and self._says_how_to_fold:
             raise RapError("context and reach are of folded keys: they need keys 'fold'")
         if self.shrinkage and self.values != "subspace":

@@ -24,6 +24,11 @@ PRETRAINED = 20_000_000  # parameters; the bundled test model has 4.6 million
 UNASKED = ("bundled", OWN, f"{REPEATED}{ENCYCLOPEDIA}", PYTHON)
 
 
+# How far a way of folding is compared: merged heads that are folded for near tokens alone lose what
+# stands 4,096 tokens back, and perplexity with it (docs/log.md, 2026-11-27).
+FOLDING = {"reach": "far"}
+
+
 @dataclass(frozen=True)
 class Defaults:
     """The choices for one dense model: `pretrained` ones are recovered, `writes` that it can.
@@ -42,6 +47,11 @@ class Defaults:
         """
         pretrained = _parameters(source) >= PRETRAINED
         return cls(pretrained, pretrained and in_memory and _begins(source, tokenizer))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of a method that has them, where nothing else sets them."""
+        return dict(FOLDING) if self.pretrained else {}
 
     def calibration(self, asked: str | Path, num_windows: int | None = None) -> str:
         """The sources to read: `text.completed_source` of what was asked for, or UNASKED.

@@ -3,6 +3,7 @@
 It begins with input that can work, the method, and the dense model (`opened`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def compress(
     defaults = Defaults.of(source, tokenizer, in_memory=not stream)
     recover = defaults.recovery(recover)
     calibration, evaluate = split(defaults.calibration(calibration, num_windows), evaluate)
-    method, instead = chosen(method, instead, float(retain), seed)
+    method, instead = chosen(method, instead, float(retain), seed, defaults.settings)
     check(source, output, method, calibration, evaluate, recover, stream=stream, force=force)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
     placed = (dtype, device, device_map)
@@ -159,14 +160,18 @@ def check(
 
 
 def chosen(
-    method: Method | str, instead: Method | None, retain: float, seed: int
+    method: Method | str,
+    instead: Method | None,
+    retain: float,
+    seed: int,
+    defaults: Mapping[str, Any],
 ) -> tuple[Method, Method | None]:
-    """The method, and what prunes instead where it finds no gradients."""
+    """The method, and what prunes instead where it finds no gradients; `defaults` of its text."""
     if not isinstance(method, str):
         return method, instead
     text = method
-    instead = forward_only(lambda **more: parse_method(text, retain, seed=seed, **more))
-    return parse_method(text, retain, seed=seed), instead
+    instead = forward_only(lambda **more: parse_method(text, retain, seed=seed, **defaults, **more))
+    return parse_method(text, retain, seed=seed, **defaults), instead
 
 
 def opened(
