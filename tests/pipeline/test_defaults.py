@@ -14,9 +14,12 @@ from rap.cli.groups import CompletedOptions, ReadingOptions
 from rap.data import own
 from rap.data.sampling import Corpus
 from rap.data.text import named_sources
+from rap.methods import Rap
 from rap.model.errors import RapError
 from rap.pipeline import defaults
 from rap.pipeline.defaults import AUTO, Defaults
+from rap.pipeline.run import chosen
+from rap.planning.plan import Plan
 from rap.recovery import stages
 
 WRITES, SILENT, TEST_MODEL = Defaults(True, True), Defaults(True, False), Defaults(False, False)
@@ -97,6 +100,7 @@ def test_a_compression_does_by_default_what_the_defaults_say(tmp_path: Path) -> 
     assert report["recovery"]["name"] == "fit"
     assert report["recovery"]["texts"] == ["bundled,own,repeated:encyclopedia,python"]
     assert report["own_samples"]["documents"] == 6
+    assert report["method"]["reach"] == "far"
     assert "recovered" in done.out + done.err
     assert "--preset full" in done.err  # the fit is done
 
@@ -109,6 +113,26 @@ def test_a_quick_look_and_one_text_alone_can_be_asked_for(tmp_path: Path) -> Non
     report = read_json(tmp_path / "out/rap_report.json", "")
     assert (report["recovery"], "own_samples" in report) == ({}, False)
     assert "--text only:bundled" in done.err
+
+
+@pytest.mark.usefixtures("people_use")
+def test_how_far_foldings_are_compared_can_be_said(tmp_path: Path) -> None:
+    read = ("--windows", 4, "--window", 64)
+    plan = tmp_path / "half.rap"
+    for more, reach in (((), "far"), (("--method", "rap:reach=90"), 90)):
+        assert run("plan", "bundled", *read, *more, "-o", plan, "--force").code == 0
+        assert Plan.load(plan).method["reach"] == reach
+    published = ("--method", "rap:paper")  # which folds nothing
+    assert run("plan", "bundled", *read, *published, "-o", plan, "--force").code == 0
+    assert "reach" not in Plan.load(plan).method
+
+
+def test_a_method_that_is_named_by_its_text_has_the_same_defaults() -> None:
+    named, instead = chosen("rap", None, 0.5, 0, WRITES.settings)
+    assert (named.reach, instead.reach) == ("far", "far")
+    given = Rap(retain=0.5)
+    assert chosen(given, None, 0.5, 0, WRITES.settings) == (given, None)
+    assert (given.reach, TEST_MODEL.settings) == (None, {})
 
 
 def test_a_comparison_reads_what_it_is_told_and_nothing_else() -> None:
