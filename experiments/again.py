@@ -72,6 +72,15 @@ MODELS = {
     "fitted/default-0.5": "smollm2-default-plain/out",
     "fitted/default-0.7": "smollm2-default-0.7-plain/out",
     "fitted/default-articles": "smollm2-default-articles-plain/out",
+    "fitted/default-far-0.5": "smollm2-default-far-0.5-plain/out",
+    "fitted/default-far-0.7": "smollm2-default-far-0.7-plain/out",
+    "cut/reach-root": "smollm2-plain-reach/models/rap-merge=all-profile=stock-align=32-0.7-*",
+    "cut/reach-far": (
+        "smollm2-plain-reach/models/rap-merge=all-profile=stock-align=32-reach=1024-0.7-*"
+    ),
+    "cut/reach-8192": (
+        "smollm2-plain-reach/models/rap-merge=all-profile=stock-align=32-reach=8192-0.7-*"
+    ),
     "fitted/default-five": "smollm2-default-five-plain/out",
     "fitted/default-own-twice": "smollm2-default-own-twice-plain/out",
     "cut/gemma3-0.5": "gemma3-default-model/out",
@@ -92,6 +101,8 @@ MODELS = {
     "distilled/palu-0.7": "smollm2-distil-others/models/palu-0.7-fit+full-*",
     "distilled/palu-0.5": "smollm2-distil-others/models/palu-0.5-fit+full-*",
 }
+# Before `rap compress` compared foldings up to 1,024 tokens, they ended at the root of the context.
+ROOTS = {"smollm2": 90, "gemma3": 181}
 NO_FIGURES = {"provenance", "time", "paper", "tables", "table"}  # keys, whole
 TIMES = ("second", "_ms", "tokens_per")  # parts of keys
 
@@ -175,6 +186,8 @@ def _complete(result: dict[str, Any], recovery: dict[str, Any] | None = None) ->
     command = command.replace("rap evaluate ruler ", "rap evaluate retrieval ")
     settings = (result.get("provenance") or {}).get("settings") or {}
     words = shlex.split(command)
+    if words[:2] == ["rap", "compress"] and _folded_near(result, words):
+        return shlex.join([*words[:3], "--method", f"rap:reach={ROOTS[words[2]]}", *words[3:]])
     if words[:2] not in (["rap", "compare"], ["rap", "analyze"]) or "window" not in settings:
         return command
     flags = {"--windows": settings.get("num_windows", settings.get("windows"))}
@@ -191,6 +204,13 @@ def _complete(result: dict[str, Any], recovery: dict[str, Any] | None = None) ->
         if not any(word.startswith(f"{name}=") for word in words):
             more += ["--set", f"{name}={'null' if value is None else value}"]
     return shlex.join([*words, *more]) if more else command
+
+
+def _folded_near(result: dict[str, Any], words: list[str]) -> bool:
+    """Whether a report of `rap compress` is of a pretrained model, by no reach that it records."""
+    method = result.get("method") or {}
+    near = method.get("name") == "rap" and method.get("keys") == "fold" and "reach" not in method
+    return near and words[2] in ROOTS and "--method" not in words
 
 
 def missing(command: str, texts: Path) -> str | None:

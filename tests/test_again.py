@@ -290,3 +290,15 @@ def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given():
         "--evaluate-window 512"
     )
     assert complete({"command": "python experiments/x.py"}) == "python experiments/x.py"
+
+
+def test_foldings_end_where_they_did_before_a_default_was_farther():
+    complete = load_script("experiments/again.py")._complete
+    command = "rap compress smollm2 --retain 0.5 --target plain -o experiments/x/out"
+    method = {"name": "rap", "keys": "fold"}
+    near = "rap compress smollm2 --method rap:reach=90 --retain 0.5 --target plain -o experiments/x"
+    assert complete({"command": command, "method": method}) == f"{near}/out"
+    for today in (method | {"reach": "far"}, {"name": "rap", "keys": "pairs"}, {"name": "palu"}):
+        assert complete({"command": command, "method": today}) == command
+    toy = command.replace("smollm2", "bundled")
+    assert complete({"command": toy, "method": method}) == toy
