@@ -42,7 +42,7 @@ ANSWERS = {
     "repeated 4-grams": ("repetition", ".0%"),
     "KL along them": ("kl", ".2f"),
 }  # by column, the key of the result and its format
-PRUNED = "**`rap`**"
+NEAR = "`rap:reach=90`"  # the default before foldings were compared up to 1,024 tokens
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -55,11 +55,13 @@ def _read(file: str) -> dict[str, Any]:
 class Kept:
     """A compressed model: the report of its compression, and the folder of its evaluations.
 
-    Or without a report, a row of `recovered-forms`, one file that has all of them.
+    Or without a report, a row of `recovered-forms`, one file that has all of them. `name` is what
+    tables call it.
     """
 
     report: str
     folder: str
+    name: str = "**`rap`**"
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
@@ -122,8 +124,9 @@ MODELS = (
     Model(
         "SmolLM2-135M-Instruct",
         (
-            Kept("", f"{FORMS}/smollm2-plain-0.7.json"),
-            Kept("smollm2-default-articles-plain/compress.json", "smollm2-default-articles"),
+            Kept("", f"{FORMS}/smollm2-plain-0.7.json", NEAR),
+            Kept("smollm2-default-far-0.5-plain/compress.json", "smollm2-default-far-0.5"),
+            Kept("smollm2-default-articles-plain/compress.json", "smollm2-default-articles", NEAR),
         ),
         "smollm2-zero-shot/zero-shot.json",
         (
@@ -132,7 +135,7 @@ MODELS = (
             "smollm2-ruler-8k/dense.json",
         ),
     ),
-    Model("Gemma 3 270M", (Kept("gemma3-default-recovered/recover.json", "gemma3-default"),)),
+    Model("Gemma 3 270M", (Kept("gemma3-default-recovered/recover.json", "gemma3-default", "`rap:reach=181`"),)),
 )
 
 COMPARED = {
@@ -160,7 +163,7 @@ def quality() -> dict[str, Any]:
             found = [kept.fidelity(file) for file in DATASETS]
             against = [_against(x) if x else "" for x in found]
             size = f"{kept.cache()[1]:,} ({kept.share()})"
-            rows.append([PRUNED, size, *against, _score(kept.read("zero-shot.json"))])
+            rows.append([kept.name, size, *against, _score(kept.read("zero-shot.json"))])
     header = ["model", "KV cache, bytes/token", *DATASETS.values(), "zero-shot mean"]
     return {"header": header, "rows": rows}
 
@@ -172,7 +175,7 @@ def divergence() -> dict[str, Any]:
         for kept in model.kept:
             found = [kept.fidelity(file) for file in DATASETS]
             cells = [f"{x['kl']['value']:.3f}" if x else "" for x in found]
-            rows.append([model.name, kept.share(), *cells])
+            rows.append([f"{model.name}, {kept.name}", kept.share(), *cells])
     return {"header": ["model", "KV cache", *DATASETS.values()], "rows": rows}
 
 
@@ -190,7 +193,7 @@ def retrieval() -> dict[str, Any]:
         rows.append([model.name, "100%", *_accuracies([_read(file) for file in model.retrieved])])
         for kept in model.kept:
             files = [kept.read(f"retrieval-{length}.json") for length in LENGTHS]
-            rows.append([PRUNED, kept.share(), *_accuracies(files)])
+            rows.append([kept.name, kept.share(), *_accuracies(files)])
     return {"header": header, "rows": [row for row in rows if any(row[2:])]}
 
 
@@ -212,10 +215,10 @@ def answers() -> dict[str, Any]:
     """
     rows = []
     for model in MODELS:
-        found = [(kept.share(), kept.read("generation.json")) for kept in model.kept]
-        some = [(share, one) for share, one in found if one]
+        found = [(kept, kept.read("generation.json")) for kept in model.kept]
+        some = [(kept, one) for kept, one in found if one]
         rows += [[model.name, "100%", *_answered(one["dense"])] for _, one in some[:1]]
-        rows += [[PRUNED, share, *_answered(one["pruned"])] for share, one in some]
+        rows += [[kept.name, kept.share(), *_answered(one["pruned"])] for kept, one in some]
     return {"header": ["model", "KV cache", *ANSWERS], "rows": rows}
 
 

@@ -19,14 +19,13 @@ def test_the_committed_tables_are_built_from_the_committed_results(page):
 
 
 def test_the_last_that_is_kept_of_each_model_is_half_of_its_cache():
-    """As the page says; others keep no more than they were asked to."""
+    """As the page says; others keep half as well, or more, but no more than they were asked to."""
     for model in SCRIPT.MODELS:
-        *others, half = model.kept
-        dense, pruned = half.cache()
+        dense, pruned = model.kept[-1].cache()
         assert pruned == dense / 2, model.name
-        for kept in others:
+        for kept in model.kept:
             dense, pruned = kept.cache()
-            assert dense / 2 < pruned <= kept.compressed()["retain"] * dense, model.name
+            assert dense / 2 <= pruned <= kept.compressed()["retain"] * dense, model.name
 
 
 def test_a_column_without_a_result_is_left_out():
@@ -106,6 +105,6 @@ def test_answers_of_the_dense_model_are_above_those_of_what_is_kept(monkeypatch,
     models = (SCRIPT.Model("a", kept), SCRIPT.Model("b", kept[1:]))
     monkeypatch.setattr(SCRIPT, "MODELS", models)
     rows = SCRIPT.answers()["rows"]
-    assert [row[:2] for row in rows] == [["a", "100%"], [SCRIPT.PRUNED, "50%"]]
+    assert [row[:2] for row in rows] == [["a", "100%"], ["**`rap`**", "50%"]]
     assert [row[3].split()[0] for row in rows] == ["25%", "50%"]
     assert [row[-1].split()[0] for row in rows] == ["0.25", "0.50"]
