@@ -31,8 +31,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("smollm2-fit-others", "smollm2-distil*", "smollm2-refit", "ladder"),
         *("recovery-ablations", "smollm2-*-h200", "smollm2-others-short-fits", "smollm2-fits-*"),
     ),
-    "What do the defaults keep?": ("smollm2-default", "smollm2-default-*", "gemma3-default*"),
-    "What do merged heads keep?": ("smollm2-merged*", "merged-bundled", "joint-latent"),
+    "What do the defaults keep?": (
+        *("smollm2-default", "smollm2-default-*", "gemma3-default*", "recovered-forms"),
+    ),
+    "What do merged heads keep?": (
+        *("smollm2-merged*", "smollm2-plain-reach*", "merged-bundled", "joint-latent"),
+    ),
     "What remains on other data and tasks?": (
         *("smollm2-texts*", "smollm2-fit-texts", "smollm2-fit-mixed", "smollm2-fit-general"),
         *("smollm2-fit-shrinkage", "smollm2-zero-shot", "smollm2-recall", "smollm2-recall-fit"),
