@@ -19,7 +19,7 @@ from .reading import reading
 
 SOURCE_FILE = "gguf_source.json"
 # Words in a vocabulary of SentencePiece or of bytes, and how many of them are tried.
-_WORD, _SOME = re.compile("[▁Ġ][a-z]{4,}"), 200
+_WORD, _SOME = re.compile("[\u2581\u0120][a-z]{4,}"), 200
 _READING = 2  # raised when files are read differently, so that kept checkpoints are made again
 # Types that a float dtype holds exactly; all others are dequantized to bfloat16.
 _EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
