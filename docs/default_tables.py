@@ -135,7 +135,10 @@ MODELS = (
             "smollm2-ruler-8k/dense.json",
         ),
     ),
-    Model("Gemma 3 270M", (Kept("gemma3-default-recovered/recover.json", "gemma3-default", "`rap:reach=181`"),)),
+    Model(
+        "Gemma 3 270M",
+        (Kept("gemma3-default-recovered/recover.json", "gemma3-default", "`rap:reach=181`"),),
+    ),
 )
 
 COMPARED = {
