@@ -52,7 +52,7 @@ def in_fast_precision(model: Any) -> Any:
 
     Any other model is returned as it is. Most CPUs convert such numbers one by one: SmolLM2 in
     bfloat16 reads 37 tokens in the second in which it reads 231 in float32, and Gemma 3 270M writes
-    15 instead of 130.
+    15 instead of 120.
     """
     parameters = list(model.parameters())
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
