@@ -22,8 +22,8 @@ DEFAULTS = (
             holds=lambda r: (
                 r.loss(RAP, 0.7) > 0.2 and r.loss(RAP, 0.5, "fit") < 0.5 * r.loss(RAP, 0.5)
             ),
-            why="Use `--recover fit` whenever you prune a pretrained model. It reads twice as "
-            "many tokens of the same calibration data.",
+            why="Use `--recover fit` whenever you prune a pretrained model. By default "
+            "it reads three times as many tokens as calibration.",
         ),
     ),
     Default(
