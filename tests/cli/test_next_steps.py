@@ -11,6 +11,8 @@ from cases.command import run
 from cases.fits import ShortFit
 from rap import assets
 from rap.checkpoint.files import read_json
+from rap.checkpoint.load import load_config
+from rap.cli import compress as compress_command
 from rap.cli.compress import CompressionRun, say_report
 from rap.cli.groups import PruningOptions, ReadingOptions
 from rap.data.held_out import dataset_name, split
@@ -150,3 +152,22 @@ def test_a_pruned_model_that_no_recovery_was_better_than_is_called_so(capsys, be
     assert ("the pruned model is kept" in shown.err) is told
     assert ("recovered" in shown.out.splitlines()[2]) is not told
     assert "time: 1:01:01 (calibrate 0:01:01, recover 1:00:00)" in shown.err
+
+
+def test_what_was_pruned_is_kept_where_its_plain_form_cannot_be_written(tmp_path, monkeypatch):
+    """It took the time: calibration and recovery."""
+
+    def full(*given, **more):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compress_command, "export_stock", full)
+    sizes = ["--windows", "4", "--window", "64", "--evaluate", "none"]
+    out = tmp_path / "out"
+    result = run("compress", "bundled", "--retain", "0.5", "--target", "plain", *sizes, "-o", out)
+    assert result.code == 2
+    rest = f"rap export stock {tmp_path / '.out.pruned'} -o {out}"
+    assert f"No space left on device; the model is in {tmp_path}" in result.err
+    assert rest in result.err
+    monkeypatch.undo()
+    assert run(*rest.split()[1:]).code == 0
+    assert load_config(out).num_key_value_heads == 1

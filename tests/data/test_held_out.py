@@ -237,3 +237,38 @@ def test_a_repeated_text_to_judge_on_is_of_the_same_split(monkeypatch, tokenizer
     monkeypatch.setattr(text, "read_dataset", lambda source, most: read.append(source) or "words")
     held_out.evaluation_tokens("repeated:c4", tokenizer)
     assert read == ["allenai/c4:en:validation"]
+
+
+@pytest.mark.parametrize(
+    ("calibration", "evaluate", "instead"),
+    [
+        ("{mine}", "{mine}", "held-out:{mine} or on another dataset"),
+        ("train:{mine}", "{folder}/../{name}/mine.txt", "held-out:{mine} or on another dataset"),
+        ("bundled,repeated:encyclopedia", "encyclopedia", "held-out:encyclopedia or"),
+        ("bundled,python", "bundled,python", "python-test or"),
+        ("wikitext2", "wikitext2-validation", "wikitext2 or"),
+        ("held-out:{mine}", "{mine}", "evaluate on another dataset"),
+    ],
+)
+def test_nothing_is_evaluated_that_is_calibrated_on(mine, calibration, evaluate, instead):
+    named = {"mine": mine, "folder": mine.parent, "name": mine.parent.name}
+    asked, evaluated, advice = (x.format(**named) for x in (calibration, evaluate, instead))
+    with pytest.raises(CalibrationError, match="is calibrated on as well; evaluate on") as caught:
+        split(asked, evaluated)
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["bundled", "wikitext2", "paper", "c4"])
+def test_a_source_with_a_split_of_its_own_is_evaluated_by_its_name(name):
+    assert split(f"{name},repeated:{name}", name) == (f"{name},repeated:{name}", name)
+
+
+def test_the_first_windows_of_a_short_context_see_every_part(tmp_path, tokenizer):
+    files = []
+    for word in ("one", "two", "three"):
+        files.append(tmp_path / f"{word}.txt")
+        files[-1].write_text(f"{word} " * 4000)
+    alone = [evaluation_tokens(str(file), tokenizer) for file in files]
+    mixed = evaluation_tokens(",".join(map(str, files)), tokenizer, 512)
+    for place, part in enumerate(alone):
+        assert mixed[place * 512 : (place + 1) * 512].equal(part[:512])

@@ -1,5 +1,6 @@
 """A model's own samples as a source: drawn once for its weights, kept, read by every command."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,12 @@ import torch
 import rap
 from cases.command import run
 from cases.models import tiny_model
+from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.data import own, sampling
 from rap.data.own import own_samples
 from rap.data.sampling import Corpus, write_documents
 from rap.data.text import check_sources, load_windows, named_sources, read_text
-from rap.model.errors import CalibrationError
+from rap.model.errors import CalibrationError, CheckpointError
 
 GENERAL_A = ["a.txt", "repeated:a.txt", "own", "python"]
 FEW = Corpus(documents=6, tokens=256, batch_size=6)
@@ -231,3 +233,38 @@ def test_a_chat_model_writes_chats_too_where_its_template_leaves_room(
         monkeypatch.setattr(module, "chat_opening", lambda _: opening)
     path = own_samples(reference_model, tokenizer)
     assert json.loads(path.with_suffix(".json").read_text())["samples"]["chats"] == chats
+
+
+def test_what_cannot_be_read_is_refused_before_the_model_writes(
+    drawn: list[Any], tokenizer: Any, reference_model: Any, tmp_path: Path
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("few words", encoding="utf-8")
+    sizes = {"num_windows": 8, "window": 64}
+    with pytest.raises(CalibrationError, match="short"):
+        load_windows(f"own,{short}", tokenizer, **sizes, model=reference_model)
+    reading = CalibrationText("own", num_windows=8, window=100_000)
+    with pytest.raises(CalibrationError, match="windows have 100000 tokens"):
+        _ = DenseContext.open(reference_model, tokenizer, reading=reading).windows
+    assert drawn == []
+
+
+def test_a_cache_that_may_not_be_written_to_names_what_to_set(
+    drawn: list[Any], tokenizer: Any, reference_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rap.checkpoint.files.os.access", lambda path, mode: False)
+    with pytest.raises(CheckpointError, match=r"may not be written to.*set RAP_HOME"):
+        own_samples(reference_model, tokenizer)
+    assert drawn == []
+
+
+def test_another_chat_template_is_of_other_samples(
+    drawn: list[Any], tokenizer: Any, reference_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "SAMPLES", replace(FEW, chats=0.5))
+    chatting, paths = copy.deepcopy(tokenizer), []
+    for name in ("User", "Human", "Human"):
+        chatting.chat_template = name + ": {{ messages[0].content }}"
+        paths.append(own_samples(reference_model, chatting))
+    assert paths[0] != paths[1] == paths[2]
+    assert len(drawn) == 2

@@ -12,6 +12,7 @@ from rap import assets
 from rap.data.held_out import evaluation_tokens
 from rap.data.text import (
     check_sources,
+    completed_source,
     load_windows,
     named_sources,
     read_text,
@@ -221,3 +222,17 @@ def test_sources_that_there_are_pass_without_being_read(tmp_path, monkeypatch):
     (tmp_path / "own.jsonl").write_text("not read", encoding="utf-8")
     monkeypatch.setitem(sys.modules, "datasets", None)
     check_sources("bundled,repeated:bundled, paper, own.jsonl, some/dataset:config:split,")
+
+
+def test_a_mark_at_the_start_of_a_file_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("words", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"text": "words"}', encoding="utf-8-sig")
+    assert [read_text(tmp_path / name) for name in ("a.txt", "b.jsonl")] == ["words", "words"]
+
+
+def test_a_name_with_a_comma_is_not_completed(tmp_path):
+    file = tmp_path / "a,b.txt"
+    file.write_text("words")
+    with pytest.raises(CalibrationError, match=r"a,b\.txt has a comma, .* or give only:"):
+        completed_source(str(file))
+    assert completed_source(f"only:{file}") == f"only:{file}"

@@ -255,3 +255,19 @@ def test_statistics_of_other_weights_are_refused(calibrated: tuple, changed: str
         model = tiny_model(seed=1)
     with pytest.raises(rap.RapError, match=r"other weights .*: calibrate this model"):
         method.plan(model, found)
+
+
+@pytest.mark.parametrize("gone", [8, 32])
+@pytest.mark.parametrize(
+    "settings", [{}, {"metric": "output"}, {"merge": 1, "metric": "output"}, {"profile": "stock"}]
+)
+def test_heads_and_layers_whose_output_nothing_reads_are_pruned_like_others(
+    settings: dict, gone: int
+) -> None:
+    """Pruned models mask a head by its columns of W_o, and layers that were added begin so."""
+    model = tiny_model("llama", heads=4, kv_heads=2, head_dim=8, layers=2)
+    model.model.layers[1].self_attn.o_proj.weight.data[:, :gone] = 0
+    method = rap.Rap(retain=0.5, **settings)
+    statistics = rap.calibrate(model, random_tokens(4, 48), method.needs_for(model))
+    small = method.apply(model, method.plan(model, statistics))
+    assert small(random_tokens(1, 8)).logits.isfinite().all()

@@ -174,3 +174,23 @@ def test_settings_that_would_not_be_read_are_refused(words, said, tmp_path: Path
     refused = run("compress", "bundled", *words, "-o", tmp_path / "out")
     assert (refused.code, list(tmp_path.iterdir())) == (2, [])
     assert said in refused.err
+
+
+def test_a_live_model_without_its_tokenizer_is_told_so(people_use: None) -> None:
+    with pytest.raises(RapError, match="a live model has no tokenizer; pass tokenizer="):
+        rap.compress(tiny_model(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"statistics": "absent"}, "--statistics requires --stream"),
+        ({"stream": True, "dtype": "float16"}, "remove --dtype"),
+        ({"stream": True, "device_map": "auto"}, "remove --dtype and --device-map"),
+        ({"stream": True, "tokenizer": object()}, "remove tokenizer"),
+    ],
+)
+def test_what_the_other_way_of_working_reads_is_refused(asked: dict, said: str, tmp_path) -> None:
+    with pytest.raises(RapError, match=said):
+        rap.compress("bundled", 0.5, tmp_path / "out", **asked)
+    assert not (tmp_path / "out").exists()

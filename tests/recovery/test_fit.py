@@ -295,6 +295,11 @@ def test_what_it_will_hold_is_told_before(pair: tuple[Any, Any], capfd: Any) -> 
     assert estimate["layers"] == 4 * layers
     blocks = estimate_fit(small, dense, WINDOWS, replace(CONFIG, scope="block"))
     assert blocks["layers"] == 4 * (layers + 3 * 3 * 32 * 64)
+    twice = estimate_fit(small, dense, WINDOWS, replace(CONFIG, batch=2 * CONFIG.batch))
+    assert twice["activations"] == 2 * estimate["activations"] > 0
+    long = torch.empty(len(WINDOWS), 10**6, dtype=torch.long, device="meta")
+    longest = dense.config.max_position_embeddings
+    assert estimate_fit(small, dense, long, CONFIG)["streams"] == len(WINDOWS) * longest * 97 * 4
     fit_layers(small, dense, WINDOWS, replace(CONFIG, steps=1), progress=True)
     assert "layer-wise distillation needs about 0." in capfd.readouterr().err
 

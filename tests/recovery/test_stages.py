@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -389,3 +390,22 @@ def test_compress_recovers_and_leaves_nothing_behind(models, tokenizer, tmp_path
     assert recovery["perplexity_after"] <= recovery["perplexity_before"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert fingerprint_model(load(tmp_path / "out")) == fingerprint_model(found.model)
+
+
+def test_a_fit_to_text_that_has_changed_is_not_gone_on_from(models, tokenizer, tmp_path):
+    """What was trained on would be held out."""
+    dense, small = models
+    text = tmp_path / "mine.txt"
+    text.write_text(" ".join(f"word {n}" for n in range(4000)))
+    config = FitConfig(num_windows=8, window=32, steps=1, validation_windows=2)
+    asked = {"texts": [str(text)], "progress": False}
+    fitted, report = recover_stage(small, dense, tokenizer, "fit", fit=config, **asked)
+    text.write_text(" ".join(f"word {n}" for n in range(7, 3000)))
+    with pytest.raises(RapError, match="the training text has changed since"):
+        recover_stage(fitted, dense, tokenizer, "fit+fast", fitted=report, **asked)
+
+
+def test_a_dataset_without_an_end_needs_a_number_of_windows(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(RapError, match="c4 is read as a stream, without an end; set num_windows"):
+        recovery_windows(["c4"], tokenizer, PRESETS["paper"])

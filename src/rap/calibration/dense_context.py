@@ -23,15 +23,15 @@ from ..data.bos import Bos, bos_token, check_bos, describe_bos
 from ..data.digests import settle_config, settle_tokenizer
 from ..data.held_out import evaluation_tokens
 from ..data.own import refuse_samples
-from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
+from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOW
 from ..data.text import fingerprint_windows, load_windows, named_sources, shown_name
 from ..model.errors import RapError
-from ..model.layers import attention_spec, check_dense
+from ..model.layers import attention_spec, check_dense, trained_length
 from ..runtime.memory import describe_memory, in_fast_precision, in_precision
 from ..runtime.sources import LayerSource, LoadedLayers, StoredLayers
 from .memory import estimate_memory, must_recompute
 from .registry import backward_needs
-from .run import calibrate, check_windows
+from .run import calibrate, check_length, check_windows
 from .statistics import Statistics
 
 
@@ -178,6 +178,7 @@ class DenseContext:
     def windows(self) -> Tensor:
         """The calibration windows, LongTensor [N, T]; CalibrationError if the model cannot."""
         read = self.reading
+        check_length(self.model, read.window)
         windows = load_windows(
             read.text,
             self.tokenizer,
@@ -193,7 +194,8 @@ class DenseContext:
 
     def held_out(self, text: str) -> Tensor:
         """Token ids [K] of an evaluation dataset, as `held_out.evaluation_tokens` reads it."""
-        return evaluation_tokens(text, self.tokenizer)
+        longest = trained_length(self.model.config) or EVALUATION_WINDOW
+        return evaluation_tokens(text, self.tokenizer, min(EVALUATION_WINDOW, longest))
 
     def statistics(self, needs: Collection[str]) -> Statistics:
         """Statistics that cover `needs`: those there are, or collected with what is there already.

@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from ..model.layers import attention_layers, text_config, text_decoder
+from ..model.rope import AttentionShape
 from ..runtime.logits import CHUNK_LOGITS
 from ..runtime.memory import free_memory
 from .kv_sharing import has_part
-from .observers import FLOAT, ForwardStatistic, ObservedLayer
+from .observers import FLOAT, ForwardStatistic
 from .registry import STATISTICS, WINDOWS, check_needs, observed_layer
 
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
@@ -39,7 +40,7 @@ def estimate_memory(
     wanted = [STATISTICS[need] for need in needs - {WINDOWS}]
     forward = any(issubclass(statistic, ForwardStatistic) for statistic in wanted)
     backward = any(not issubclass(statistic, ForwardStatistic) for statistic in wanted)
-    inner = _inner(config, layers)
+    inner = computed(config, [x.shape for x in layers])
     kept = config.hidden_size if checkpointing else inner
     batch = min(FORWARD_BATCH, len(windows)) if forward else 0
     activations = [tokens * size * (kept * len(layers) + inner)] if backward else [0]
@@ -69,7 +70,7 @@ def estimate_layers(
     below = sum(p.numel() for p in decoder.parameters()) - sum(sizes)
     head = sum(p.numel() for p in model.get_output_embeddings().parameters())
     watched = [observed_layer(model, x) for x in attention_layers(model) if x.shape is not None]
-    inner = _inner(config, watched)
+    inner = computed(config, [x.shape for x in watched])
     estimate = {
         "layer": FLOAT * max(sizes),
         "outside": FLOAT * (max(below, head) + CHUNK_LOGITS),
@@ -82,9 +83,9 @@ def estimate_layers(
     return estimate | {"total": sum(estimate.values())}
 
 
-def _inner(config: Any, layers: Sequence[ObservedLayer]) -> int:
+def computed(config: Any, shapes: Sequence[AttentionShape]) -> int:
     """Numbers that one layer computes of a token."""
-    heads = max((4 * layer.shape.num_heads * layer.shape.head_dim for layer in layers), default=0)
+    heads = max((4 * shape.num_heads * shape.head_dim for shape in shapes), default=0)
     inside = getattr(config, "intermediate_size", 0)
     inside = max(inside) if isinstance(inside, (list, tuple)) else inside  # one for each layer
     return int(6 * config.hidden_size + 3 * inside + heads)

@@ -177,6 +177,16 @@ def refuse_gradients(needs: Collection[str], what: str = "this", remedy: str = "
         )
 
 
+def check_length(model: Any, window: int) -> None:
+    """Raise CalibrationError for windows of more tokens than the model was made for."""
+    longest = trained_length(model.config)
+    if longest is not None and window > longest:
+        raise CalibrationError(
+            f"windows have {window} tokens, the model was made for {longest}: use windows of at "
+            f"most {longest}"
+        )
+
+
 def check_windows(model: Any, windows: Tensor) -> None:
     """Raise CalibrationError for windows [N, T] that this model cannot read."""
     if not isinstance(windows, Tensor):
@@ -189,12 +199,7 @@ def check_windows(model: Any, windows: Tensor) -> None:
         )
     if windows.shape[1] < 2:
         raise CalibrationError("windows of one token have no next token: use at least two")
-    longest = trained_length(model.config)
-    if longest is not None and windows.shape[1] > longest:
-        raise CalibrationError(
-            f"windows have {windows.shape[1]} tokens, the model was made for {longest}: use "
-            f"windows of at most {longest}"
-        )
+    check_length(model, windows.shape[1])
     low, high = int(windows.min()), int(windows.max())
     size = model.get_input_embeddings().num_embeddings
     if low < 0 or high >= size:

@@ -25,7 +25,7 @@ from ..methods import Method, traits_of
 from ..model.errors import RapError
 from ..model.layers import attention_spec, check_dense, text_config
 from ..pipeline import AUTO as DEFAULT
-from ..pipeline import PRETRAINED, Defaults, compress, forward_only, save
+from ..pipeline import PRETRAINED, Defaults, check_placing, compress, forward_only, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.layer_fit import FitConfig, fit_config
 from ..recovery.stages import RECOVERIES, check_recovery
@@ -48,8 +48,8 @@ BUNDLED_PRE = "smollm"  # the bundled tokenizer splits text alike, in llama.cpp'
 class CompressionRun:
     """A run of `rap compress`: what was made of which model, with the data that was read.
 
-    `evaluate` is the option as it was given, `window` the tokens per evaluation window where they
-    are fewer than by default.
+    `evaluate` is the option as it was given, `text` the dataset that was evaluated, if any, and
+    `window` the tokens per evaluation window where they are fewer than by default.
     """
 
     model: str
@@ -58,6 +58,7 @@ class CompressionRun:
     recover: str = "none"
     evaluate: str = HELD_OUT
     target: str | None = None
+    text: str | None = None
     window: int | None = None
 
     def next_steps(self, config: Any, rows: Sequence[EngineCapacity]) -> list[str]:
@@ -70,9 +71,9 @@ class CompressionRun:
 
     def _evaluate(self) -> list[str]:
         """The measurement of the report again."""
-        asked = HELD_OUT if self.evaluate == "none" else self.evaluate
         data = "bundled" if self.read.calibration == DEFAULT else self.read.calibration
-        dataset = split(data, asked)[1]
+        asked = HELD_OUT if self.evaluate == "none" else self.evaluate
+        dataset = self.text or split(data, asked)[1]
         command = ["rap", "evaluate", "fidelity", str(self.output), "--dense", self.model]
         command += ["--text", str(dataset), "--max-windows", str(EVALUATION_WINDOWS)]
         command += [] if self.window is None else ["--window", str(self.window)]
@@ -163,7 +164,7 @@ def compress_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Prune MODEL to a fraction of its KV cache, and write a checkpoint."""
-    _check_placing(read, streamed)
+    check_placing(streamed.stream, read.dtype, read.device_map, streamed.statistics)
     if dry_run and streamed.stream:
         raise RapError("--stream prints its memory at start-up; remove --dry-run")
     source = resolve_source(model)
@@ -223,20 +224,16 @@ def _say_recovery(asked: str, recovers: str) -> None:
 
 
 def _export_plain(written: Path, output: Path, force: bool) -> None:
-    """The plain checkpoint of the pruned one, which nobody asked for and which is removed."""
-    export_stock(written, output, force=force)
+    """The plain checkpoint of the pruned one, which nobody asked for and which is removed.
+
+    What was pruned and recovered stays where it cannot be written.
+    """
+    try:
+        export_stock(written, output, force=force)
+    except (RapError, OSError) as error:
+        rest = shlex.join(["rap", "export", "stock", str(written), "-o", str(output)])
+        raise RapError(f"{error}; the model is in {written}: make room, then `{rest}`") from error
     shutil.rmtree(written)
-
-
-def _check_placing(read: CompletedOptions, streamed: StreamingOptions) -> None:
-    """Raise RapError for options that the other way of working has no use for."""
-    if streamed.stream and (read.dtype != "auto" or read.device_map is not None):
-        raise RapError(
-            "--stream keeps the stored data types and runs on --device; remove --dtype and "
-            "--device-map"
-        )
-    if not streamed.stream and streamed.statistics is not None:
-        raise RapError("--statistics requires --stream; add it, or remove --statistics")
 
 
 def _changed(recover: str, changes: list[str], seed: int) -> FitConfig | None:
@@ -284,8 +281,9 @@ def say_report(
     stages = ", ".join(f"{stage} {timedelta(seconds=round(x))}" for stage, x in seconds.items())
     console.print(f"time: {timedelta(seconds=round(sum(seconds.values())))} ({stages})")
     scored = report["dense"].get("evaluation")
-    if scored is not None and scored["window"] < EVALUATION_WINDOW:
-        made = replace(made, window=scored["window"])
+    if scored is not None:
+        fewer = scored["window"] if scored["window"] < EVALUATION_WINDOW else None
+        made = replace(made, text=scored["text"], window=fewer)
     say_next(made.next_steps(config, rows))
 
 

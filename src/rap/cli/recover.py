@@ -201,9 +201,10 @@ def _held_out(text: str | None, tokenizer: Any, model: Any, bos: Bos) -> Tensor 
     """Tokens of the evaluation dataset, if any; RapError if they are too few."""
     if text is None:
         return None
-    tokens = evaluation_tokens(text, tokenizer)
+    window = evaluation_window(model, None)
+    tokens = evaluation_tokens(text, tokenizer, window)
     begins = bos_token(bos, tokenizer, model.config) is not None
-    check_enough(text, len(tokens), evaluation_window(model, None) - begins)
+    check_enough(text, len(tokens), window - begins)
     return tokens
 
 

@@ -33,7 +33,7 @@ def content_of(path: Path) -> str:
     """The whole file; CalibrationError if it cannot be read."""
     check_file(path)
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows begin files with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"cannot read {path} as UTF-8 text: {error}") from error
 

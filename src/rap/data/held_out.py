@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import assets
 from ..model.errors import CalibrationError, RapError
-from .hub import ALIASES, EVALUATED_ON, STREAMED
+from .hub import ALIASES, EVALUATED_ON, is_streamed
 from .own import OWN
 from .protocol import EVALUATION_WINDOW
 from .splits import REPEATED, TAIL, TRAIN, repeat_passages, without_prefixes
@@ -35,7 +35,8 @@ def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, st
     `evaluate` HELD_OUT is a split of every source: the test split of `bundled` and `paper`, the
     validation split of `c4`, the tail of any other (`splits.held_out_part`), which is then left out
     of calibration. It is left out for None too, which evaluates nothing, but not where `evaluate`
-    names another dataset. Raises CalibrationError for a source that has no such split.
+    names another dataset. Raises CalibrationError for a source that has no such split, or a dataset
+    that would be calibrated on.
     """
     calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
     names = named_sources(calibration)
@@ -51,12 +52,36 @@ def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, st
                     f"{name} has no held-out split; name an evaluation dataset with --evaluate"
                 )
         evaluate = ",".join(dict.fromkeys(other for other in evaluated.values() if other))
+    _check_apart(names, held, evaluate)
     kept = held if evaluate is None else [_once(name) for name in named_sources(evaluate)]
     training = [
         _training_part_of(name) if other in kept and other.startswith(TAIL) else name
         for name, other in ((name, other or "") for name, other in zip(names, held, strict=True))
     ]
     return ",".join(training) if training else calibration, evaluate
+
+
+def _check_apart(names: list[str], held: list[str | None], evaluate: str | None) -> None:
+    """Raise CalibrationError for an evaluation dataset that is calibrated on as well.
+
+    The tail of a text is left out of calibration.
+    """
+    trained = {_read_by(name): other for name, other in zip(names, held, strict=True)}
+    for name in named_sources(evaluate or ""):
+        once = without_prefixes(name)
+        read = _read_by(EVALUATED_ON.get(once, once))
+        if once == "bundled" or TAIL in name or read not in trained:
+            continue
+        split = trained[read]
+        instead = f"evaluate on {split} or on" if split else "evaluate on"
+        raise CalibrationError(f"{name} is calibrated on as well; {instead} another dataset")
+
+
+def _read_by(source: str) -> str:
+    """What a source reads: the path of a file, or the name of a dataset."""
+    name = without_prefixes(source)
+    name = ALIASES.get(name, name)
+    return str(Path(name).resolve()) if Path(name).is_file() else name
 
 
 def dataset_name(evaluate: str) -> str:
@@ -74,13 +99,15 @@ def dataset_name(evaluate: str) -> str:
     return " and ".join(shown)
 
 
-def evaluation_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+def evaluation_tokens(
+    text: str, tokenizer: PreTrainedTokenizerBase, window: int = EVALUATION_WINDOW
+) -> Tensor:
     """Token ids [N] of an evaluation dataset: `bundled`, a name of EVALUATED_ON, or any other.
 
     After `repeated:` it is that text with its passages twice, after `held-out:` its tail. The parts
-    of a comma list come in turns, by the length of an evaluation window. Of a streamed dataset (C4)
-    the first four million characters are read. Raises RapError for a text without a word in it, or
-    one that cannot be read.
+    of a comma list come in turns, by the length of an evaluation `window`. Of a streamed dataset
+    (C4) the first four million characters are read. Raises RapError for a text without a word in
+    it, or one that cannot be read.
     """
     parts = []
     for name in named_sources(text) or [text]:
@@ -88,7 +115,7 @@ def evaluation_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         if not content.strip():
             raise RapError("the evaluation text is empty: give a text with some words in it")
         parts.append(torch.tensor(encode(tokenizer, content)))
-    return parts[0] if len(parts) == 1 else _in_turns(parts)
+    return parts[0] if len(parts) == 1 else _in_turns(parts, window)
 
 
 def check_enough(text: str, num_tokens: int, window: int) -> None:
@@ -107,9 +134,9 @@ def check_enough(text: str, num_tokens: int, window: int) -> None:
     )
 
 
-def _in_turns(parts: list[Tensor]) -> Tensor:
+def _in_turns(parts: list[Tensor], window: int) -> Tensor:
     """Pieces of the parts, the first of each, then the second: the first windows see them all."""
-    pieces = [part.split(EVALUATION_WINDOW) for part in parts]
+    pieces = [part.split(window) for part in parts]
     rounds = range(max(map(len, pieces)))
     return torch.cat([one[n] for n in rounds for one in pieces if n < len(one)])
 
@@ -131,7 +158,7 @@ def _held_out_of(source: str) -> str | None:
             held = "c4" if alias == "c4" else "wikitext2"
             return None if EVALUATED_ON[held] == dataset else held
     # What is read of a streamed dataset depends on how much is asked for, so it has no tail.
-    return None if name.startswith(STREAMED) and not Path(name).is_file() else f"{TAIL}{name}"
+    return None if is_streamed(name) else f"{TAIL}{name}"
 
 
 def _training_part_of(source: str) -> str:

@@ -34,6 +34,12 @@ STREAMED = ("allenai/c4",)
 Say = Callable[[str], None]
 
 
+def is_streamed(source: str) -> bool:
+    """Whether a source is a dataset too large to be read whole."""
+    name = ALIASES.get(source, source)
+    return name.startswith(STREAMED) and not Path(name).is_file()
+
+
 def read_dataset(name: str, max_characters: int | None) -> str:
     """The rows of `path:config:split` joined by blank lines; of C4 the first ones alone.
 

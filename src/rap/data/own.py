@@ -10,19 +10,17 @@ import json
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..checkpoint.files import home, read_json, write_json
-from ..checkpoint.load import fingerprint_tokenizer
+from ..checkpoint.files import check_output_file, home, read_json, write_json
 from ..checkpoint.provenance import provenance
-from ..model.errors import CalibrationError
-from ..model.fingerprint import fingerprint_model
+from ..model.errors import CalibrationError, CheckpointError
 from ..model.layers import trained_length
-from .sampling import Corpus, chat_opening, first_token, write_documents
+from .sampling import Corpus, chat_opening, drawn_with, write_documents
 from .splits import REPEATED
 
 OWN = "own"
@@ -51,11 +49,16 @@ def own_samples(model: Any, tokenizer: Any, *, progress: bool = False) -> Path:
     if path.is_file() and record.is_file():
         console.print(f"own samples: reading {path}, which the model wrote before")
         return path
+    try:
+        check_output_file(path, force=True)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}: set RAP_HOME to another folder, or give --calibration without 'own'"
+        ) from error
     console.print(
         f"own samples: the model writes {asked.documents} documents of {asked.tokens} tokens, once "
         f"for its weights (minutes on a CPU), kept in {path}"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     write_documents(model, tokenizer, path, asked, force=True, progress=progress)
     seconds = time.monotonic() - began
@@ -107,11 +110,6 @@ def _is_own(name: str) -> bool:
 
 def _place(model: Any, tokenizer: Any, asked: Corpus) -> tuple[Path, dict[str, Any]]:
     """The file of a model's samples, and what it is named by."""
-    drawn = {
-        "model": fingerprint_model(model),
-        "tokenizer": fingerprint_tokenizer(tokenizer),
-        "first": first_token(tokenizer),
-        **asdict(asked),
-    }
+    drawn = drawn_with(model, tokenizer, asked)
     key = hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()[:DIGITS]
     return home() / OWN / f"{key}.jsonl", drawn

@@ -9,6 +9,7 @@ Behind the opening of its chat template a model writes what a user asks, and the
 Shapes: B documents of a batch, P tokens of a prompt, T of a document, V vocabulary, N tokens of it.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..checkpoint.files import check_output_file, whole_file
+from ..checkpoint.load import fingerprint_tokenizer
 from ..model.errors import RapError
 from ..model.fingerprint import fingerprint_model
 from ..model.kernels.growing_cache import grow
@@ -87,8 +89,7 @@ def write_documents(
     chat = _chat_prompt(tokenizer, asked) if asked.num_chats else ((), "")
     kept = output.with_name(f".{output.name}.kept")
     first = first_token(tokenizer)
-    record = {"model": fingerprint_model(model), "first": first, **asdict(asked)}
-    settings = json.dumps(record, sort_keys=True)
+    settings = json.dumps(drawn_with(model, tokenizer, asked), sort_keys=True)
     model = in_fast_precision(model)
     lines = _kept(kept, settings)
     total, done = asked.documents * asked.tokens, len(lines) * asked.tokens
@@ -105,6 +106,18 @@ def write_documents(
     with whole_file(output) as partial:
         partial.write_text("\n".join([*_spread(lines, asked), ""]), encoding="utf-8")
     kept.unlink(missing_ok=True)  # processes of one run may write the same
+
+
+def drawn_with(model: Any, tokenizer: Any, asked: Corpus) -> dict[str, Any]:
+    """What the documents depend on: weights, tokenizer, settings, and where chats begin.
+
+    The template as it is written: what it says may have today's date.
+    """
+    known = {"model": fingerprint_model(model), "tokenizer": fingerprint_tokenizer(tokenizer)}
+    if asked.num_chats:
+        template = str(getattr(tokenizer, "chat_template", None))
+        known["template"] = hashlib.sha256(template.encode()).hexdigest()
+    return {**known, "first": first_token(tokenizer), **asdict(asked)}
 
 
 def _chat_prompt(tokenizer: Any, asked: Corpus) -> tuple[tuple[int, ...], str]:

@@ -19,7 +19,7 @@ from ..model.errors import CalibrationError
 from .bos import Bos, bos_token, with_bos
 from .entries import FILE_TYPES, check_file, content_of, read_entries
 from .hub import ALIASES, read_dataset
-from .own import OWN, refuse_samples, with_samples
+from .own import OWN, reads_samples, refuse_samples, with_samples
 from .protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
 from .splits import (
     REPEATED,
@@ -79,14 +79,18 @@ def load_windows(
             f"{num_windows} windows cannot be shared by {len(names)} sources; use --windows "
             f"{len(names)} or more, or fewer sources"
         )
-    names, _ = with_samples(names, model, tokenizer, progress=progress)
-    parts = []
-    for index, name in enumerate(names):
+    if model is None:
+        refuse_samples(names)
+    found = {}
+    # What the model writes comes last: minutes after a text that cannot be read has been refused.
+    for index, name in sorted(enumerate(names), key=lambda item: reads_samples(item[1:])):
+        [name], _ = with_samples([name], model, tokenizer, progress=progress)
         share = num_windows // len(names) + (index < num_windows % len(names))
         text = read_text(name, max_characters=share * window * _CHARACTERS_PER_TOKEN)
         sizes = {"num_windows": share, "window": window}
         with _named(name):
-            parts.append(windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos))
+            found[index] = windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos)
+    parts = [found[index] for index in range(len(names))]
     turns = [torch.arange(len(part)) * len(parts) + n for n, part in enumerate(parts)]
     return torch.cat(parts)[torch.cat(turns).argsort()]
 
@@ -129,6 +133,10 @@ def completed_source(asked: str, *, own: bool = True, most: int | None = None) -
     exact = asked.startswith(ONLY) or without_prefixes(asked) in (OWN, "paper")
     if exact or len(names) != 1 or names[0].startswith(REPEATED):
         return asked
+    if "," in names[0]:
+        raise CalibrationError(
+            f"{names[0]} has a comma, which separates sources: rename it, or give only:{names[0]}"
+        )
     parts = [name for name in _completed(names[0]) if own or name != OWN]
     return asked if most is not None and len(parts) > most else ",".join(parts)
 

@@ -8,7 +8,7 @@ from ..data.protocol import EVALUATION_WINDOWS
 from .defaults import AUTO, PRETRAINED, Defaults
 from .objective import forward_only
 from .report import measure, measure_against, save
-from .run import Compression, compress
+from .run import Compression, check_placing, compress
 
 __all__ = [
     "AUTO",
@@ -16,6 +16,7 @@ __all__ = [
     "PRETRAINED",
     "Compression",
     "Defaults",
+    "check_placing",
     "compress",
     "forward_only",
     "measure",

@@ -83,7 +83,9 @@ def _parameters(source: Any) -> int:
 
 
 def _begins(source: Any, tokenizer: Any) -> bool:
-    """Whether the model's documents can begin."""
+    """Whether the model's documents can begin; not those of a live one without its tokenizer."""
+    if tokenizer is None and not isinstance(source, (str, Path)):
+        return False
     try:
         first_token(load_tokenizer(source) if tokenizer is None else tokenizer)
     except RapError:

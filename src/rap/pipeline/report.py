@@ -126,7 +126,11 @@ def _held_out_windows(
 ) -> dict[str, Any]:
     """What all models are judged on, as arguments of `perplexity` and `DenseStates`."""
     first = bos_token(bos, tokenizer, model.config)
-    ids = tokens if tokens is not None else evaluation_tokens(text, tokenizer)
+    ids = (
+        tokens
+        if tokens is not None
+        else evaluation_tokens(text, tokenizer, evaluation_window(model, None))
+    )
     window = fitting_window(model, ids, first)
     return {"token_ids": ids, "window": window, "max_windows": EVALUATION_WINDOWS, "bos": first}
 

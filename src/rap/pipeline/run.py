@@ -85,6 +85,7 @@ def compress(
     recover = defaults.recovery(recover)
     calibration, evaluate = split(defaults.calibration(calibration, num_windows), evaluate)
     method, instead = chosen(method, instead, float(retain), seed, defaults.settings)
+    check_placing(stream, dtype, device_map, statistics, tokenizer)
     check(source, output, method, calibration, evaluate, recover, stream=stream, force=force)
     reading = CalibrationText(calibration, int(num_windows), int(window), seed, bos)
     placed = (dtype, device, device_map)
@@ -157,6 +158,25 @@ def check(
     if output is not None:
         check_output(output, force=force)
         check_apart(output, source)
+
+
+def check_placing(
+    stream: bool,
+    dtype: str | torch.dtype,
+    device_map: str | None,
+    statistics: str | Path | None,
+    tokenizer: Any = None,
+) -> None:
+    """Raise RapError for settings that the other way of working, from files or not, never reads."""
+    if stream and (dtype != "auto" or device_map is not None):
+        raise RapError(
+            "--stream keeps the stored data types and runs on --device; remove --dtype and "
+            "--device-map"
+        )
+    if stream and tokenizer is not None:
+        raise RapError("--stream reads the tokenizer of the checkpoint; remove tokenizer")
+    if not stream and statistics is not None:
+        raise RapError("--statistics requires --stream; add it, or remove --statistics")
 
 
 def chosen(

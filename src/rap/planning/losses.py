@@ -156,7 +156,8 @@ def width_errors(
     lost_values = _value_losses(values, orders)[::2]
     lost_logits = _key_losses(keys, free, shape, frequencies, context, orders)
     lost = lost_values + lost_logits / (shape.head_dim * shape.num_heads) * lost_values[0]
-    return [float(error / lost[0]) for error in lost]
+    whole = float(lost[0]) or 1.0  # a layer that gives nothing loses nothing
+    return [float(error) / whole for error in lost]
 
 
 def _key_losses(

@@ -185,12 +185,15 @@ def _least_squares(
 def _solved(gram: Tensor, aim: Tensor, x: Tensor) -> Tensor:
     """gram^-1 aim; where gram says nothing, x."""
     damped = 1e-9 * gram.diagonal().real.mean()
+    if damped <= 0:
+        return x
     return torch.linalg.solve(gram + damped * torch.eye(len(gram)), aim + damped * x)
 
 
 def _inverse(moment: Tensor) -> Tensor:
-    """The inverse of moments [..., n, n], of directions that carry something."""
+    """The inverse of moments [..., n, n], of directions that carry something; of none, 1."""
     floor = _FLOOR * moment.diagonal(dim1=-2, dim2=-1).real.mean(-1)[..., None, None]
+    floor = floor.where(floor > 0, torch.ones_like(floor))
     return torch.linalg.inv(moment + floor * torch.eye(moment.shape[-1]).to(moment))
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import assets
 from ..data.bos import Bos, bos_token, with_bos
-from ..data.hub import ALIASES
+from ..data.hub import ALIASES, is_streamed
 from ..data.splits import REPEATED, repeat_passages
 from ..data.text import named_sources, read_text, windows_from_text
 from ..model.errors import RapError
@@ -65,6 +65,9 @@ def recovery_windows(
     window = min(config.window, longest or config.window)
     share = None if config.num_windows is None else -(-config.num_windows // len(sources))
     held_out = -(-config.validation_windows // len(sources))
+    endless = [name for name in sources if is_streamed(name)]
+    if share is None and endless:
+        raise RapError(f"{endless[0]} is read as a stream, without an end; set num_windows")
     bos, train, validation = bos_token(bos, tokenizer), [], []
     for source in sources:
         rows = _pack(

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..calibration.memory import computed
 from ..checkpoint.files import whole_file
 from ..checkpoint.reading import reading
 from ..data.text import fingerprint_windows
@@ -31,6 +32,7 @@ from ..model.layers import (
     attention_spec,
     text_config,
     text_decoder,
+    trained_length,
 )
 from ..runtime.layerwise import FLOAT, LayerwiseRunner, new_stream
 from ..runtime.memory import describe_memory
@@ -91,26 +93,37 @@ def fit_layers(
 def estimate_fit(
     small: Any, dense: Any, windows: Tensor, config: FitConfig | None = None
 ) -> dict[str, int]:
-    """Bytes that `fit_layers` holds in addition to the weights: `streams` on the host, `layers`.
+    """Bytes that `fit_layers` holds in addition to the weights, by part; `streams` on the host.
 
     Streams: what both models hand to a layer, what is wanted of it, and how much every token
     counts. Layers: the largest of each model in float32, and three times what is trained of one for
-    gradients and Adam. Weights may be on the meta device.
+    gradients and Adam. Activations: what a batch keeps for the backward pass. Windows are no longer
+    than the model's positions. Weights may be on the meta device.
     """
-    hidden = windows.numel() * text_config(dense.config).hidden_size * FLOAT
+    longest = trained_length(dense.config) or windows.shape[1]
+    length = min(longest, windows.shape[1])
+    tokens, inside = len(windows) * length, text_config(dense.config)
+    hidden = tokens * inside.hidden_size * FLOAT
 
     def largest(model: Any) -> int:
         layers = text_decoder(model).layers
         return max(sum(p.numel() for p in layer.parameters()) for layer in layers)
 
-    scope, name = (config or FitConfig()).scope, attention_spec(small.config).attention
+    config = config or FitConfig()
+    scope, name = config.scope, attention_spec(small.config).attention
     trained = max(
         sum(p.numel() for p in trained_parameters(layer, getattr(layer, name), scope).values())
         for layer in text_decoder(small).layers
         if hasattr(layer, name)
     )
     layers = FLOAT * (largest(small) + largest(dense) + 3 * trained)
-    return {"streams": 3 * hidden + windows.numel() * FLOAT, "layers": layers}
+    batch = config.batch * length * FLOAT
+    shapes = [layer.shape for layer in attention_layers(dense) if layer.shape is not None]
+    return {
+        "streams": 3 * hidden + tokens * FLOAT,
+        "layers": layers,
+        "activations": batch * computed(inside, shapes),
+    }
 
 
 class _Fitter:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.bos import Bos, bos_token, describe_bos
 from ..data.own import with_samples
 from ..data.protocol import CALIBRATION_TOKENS
-from ..data.text import named_sources
+from ..data.text import fingerprint_windows, named_sources
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
 from ..model.layers import trained_length
@@ -209,6 +209,11 @@ class _Run:
             self.report |= {"bos": first, "perplexity_before": before}
         return windows
 
+    def _fingerprint(self, windows: Tensor) -> str:
+        """Of the training windows [N, T], and those held out."""
+        assert self.validation is not None
+        return fingerprint_windows(torch.cat([windows, self.validation]))
+
     def held_out(self, small: LayerSource, done: str) -> float:
         """Perplexity on the validation windows."""
         assert self.validation is not None
@@ -242,7 +247,12 @@ class _Run:
                 f"the model was distilled on windows {was}, but these are {now}; keep the same bos"
             )
         self.report |= {key: fitted[key] for key in FIT_REPORTS}
-        self.windows(FitConfig(**fitted["fit"]["config"]))
+        read = self._fingerprint(self.windows(FitConfig(**fitted["fit"]["config"])))
+        if fitted["fit"].get("windows", read) != read:  # older reports do not say
+            raise RapError(
+                "the training text has changed since the layers were distilled, so that what was "
+                "held out would be trained on; give the text of then, or another one, with --text"
+            )
 
     def fit(self, config: FitConfig | None) -> None:
         """Fit every layer."""
@@ -251,6 +261,7 @@ class _Run:
         work = self.work / FIT_FOLDER if self.work is not None else None
         layers = fit_layers(fitted, self.dense, windows, config, work=work, progress=self.progress)
         self.report["fit"] = {"config": asdict(config), "layers": [asdict(x) for x in layers]}
+        self.report["fit"]["windows"] = self._fingerprint(windows)
         self.offer(fitted, "fitted")
 
     def refit(self, config: RecoveryConfig) -> None:
