@@ -16,6 +16,7 @@ from rap.cli.groups import PruningOptions
 from rap.evaluation.cost.random_models import uniform_config
 from rap.model.layers import attention_window, windowed_layers
 from rap.planning.plan import Plan
+from rap.studies.compare.measurement import prefill_bytes
 
 WINDOW = 8
 HYBRIDS = {
@@ -156,3 +157,17 @@ def test_commands_tell_what_grows_and_what_is_bounded(tmp_path: Any) -> None:
     for given, layers in ((None, "full"), ("all", "all")):
         method = PruningOptions(retain=0.5, layers=given).build("bundled", 0)
         assert method.layers == layers
+
+
+def test_flops_and_cached_bytes_stop_growing_at_the_window() -> None:
+    model = hybrid()
+    cost = rap.footprint(model)
+    shape = model.config
+    per_layer = 2 * shape.num_attention_heads * 2 * shape.head_dim
+    assert (cost.mixing_flops, cost.windowed_mixing_flops) == (2 * per_layer, 2 * per_layer)
+    growth = cost.attention_flops(WINDOW) - cost.attention_flops(WINDOW - 1)
+    assert growth == 4 * per_layer
+    assert (
+        cost.attention_flops(100) - cost.attention_flops(WINDOW) == (100 - WINDOW) * 2 * per_layer
+    )
+    assert prefill_bytes(model) == cost.kv_bytes_per_token

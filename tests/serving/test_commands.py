@@ -22,7 +22,7 @@ from rap.checkpoint.files import PLAN_FILE
 from rap.checkpoint.load import load, load_config
 from rap.cli import serving as command_line
 from rap.evaluation.cost.footprint import footprint
-from rap.methods import METHODS
+from rap.methods import METHODS, parse_method
 from rap.model.cache_layout import CacheLayout
 from rap.model.errors import RapError
 from rap.serving import serve as serving
@@ -323,3 +323,20 @@ def test_an_engine_that_takes_too_long_is_ended_in_a_line(tmp_path):
     else:
         pytest.fail("the engine's own process went on")
     assert run_engine([sys.executable, "-c", "print('done')"], "vLLM", 60) == "done\n"
+
+
+def test_merged_heads_are_inspected_as_many_as_are_cached(tmp_path):
+    model = tiny_model("llama", heads=4, kv_heads=2)
+    chosen = parse_method("rap:merge=all:queries=absorbed", retain=0.5)
+    plan = chosen.plan(model, calibrate(model, random_tokens(4, 32), chosen.needs_for(model)))
+    small = chosen.apply(model, plan)
+    small.save_pretrained(tmp_path / "small")
+    shown = run("inspect", tmp_path / "small", "--json").json
+    assert shown["kv_bytes_per_token"] == footprint(small).kv_bytes_per_token
+    assert 2 * shown["kv_bytes_per_token"] == shown["dense_kv_bytes_per_token"]
+
+
+def test_a_model_too_short_for_any_prompt_is_not_verified():
+    config = tiny_model("llama", max_position_embeddings=16).config
+    with pytest.raises(RapError, match="was made for 16 tokens, too few to compare"):
+        bundled_prompts("/nowhere", config)

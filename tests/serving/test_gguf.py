@@ -453,3 +453,13 @@ def test_an_output_of_another_name_is_refused(tmp_path, name):
 def test_an_unknown_type_is_refused(tmp_path):
     with pytest.raises(RapError, match="use one of f32, f16, bf16, q8_0"):
         export_gguf(assets.reference_path(), tmp_path / "a.gguf", kind="q2_k", pre=PRE)
+
+
+def test_the_file_that_it_is_made_from_is_not_replaced(tmp_path, saved):
+    file = tmp_path / "mine.gguf"
+    file.write_bytes(b"GGUF and what follows")
+    for words in ([str(file)], ["bundled", "--tokenizer-from", str(file)]):
+        result = run("export", "gguf", *words, "-o", file, "--force")
+        assert result.code == 2
+        assert "mine.gguf would replace what it is made from" in result.err
+    assert file.read_bytes() == b"GGUF and what follows"

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
-from rap.checkpoint.files import PLAN_FILE
+from rap.checkpoint.files import PLAN_FILE, REPORT_FILE
 from rap.checkpoint.load import load
 from rap.checkpoint.shards import INDEX_FILE
 from rap.model import modeling
@@ -300,3 +300,11 @@ def test_existing_output_is_kept_without_force_and_replaced_with_it(dense, tmp_p
     apply_streamed(source, plan, output, force=True)
     assert not (output / "old").exists()
     assert (output / "model.safetensors").is_file()
+
+
+def test_the_report_of_another_model_stays_where_it_is(dense, tmp_path):
+    """A plain checkpoint has one, of what was pruned to make it."""
+    source, plan = dense
+    (source / REPORT_FILE).write_text("{}")
+    apply_streamed(source, plan, tmp_path / "small")
+    assert not (tmp_path / "small" / REPORT_FILE).exists()

@@ -30,7 +30,7 @@ from ..model.layers import attention_spec, check_dense, trained_length
 from ..runtime.memory import describe_memory, in_fast_precision, in_precision
 from ..runtime.sources import LayerSource, LoadedLayers, StoredLayers
 from .memory import estimate_memory, must_recompute
-from .registry import backward_needs
+from .registry import backward_needs, check_held
 from .run import calibrate, check_length, check_windows
 from .statistics import Statistics
 
@@ -118,6 +118,7 @@ class DenseContext:
             say_device(model)
         context = cls(model, tokenizer, name, reading, kept_in, progress)
         if kept_in is not None:
+            check_held(model)
             settle_config(kept_in, context.fingerprint, model.config)
             settle_tokenizer(kept_in, context.fingerprint, tokenizer)
         return context

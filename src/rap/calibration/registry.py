@@ -242,14 +242,19 @@ def backward_needs(needs: Collection[str]) -> list[str]:
     return sorted(check_needs(needs) - forward)
 
 
-def observed_layers(model: PreTrainedModel) -> list[ObservedLayer]:
-    """Every layer with attention to prune; CalibrationError if weights are not in memory."""
+def check_held(model: PreTrainedModel) -> None:
+    """Raise CalibrationError if weights are not in memory."""
     absent = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if absent is not None:
         raise CalibrationError(
             f"{absent} has no weights in memory (offloaded, or the meta device): load the model "
             "with weights on devices"
         )
+
+
+def observed_layers(model: PreTrainedModel) -> list[ObservedLayer]:
+    """Every layer with attention to prune; CalibrationError if weights are not in memory."""
+    check_held(model)
     layers = attention_layers(model)
     return [observed_layer(model, layer) for layer in layers if layer.shape is not None]
 

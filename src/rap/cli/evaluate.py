@@ -14,6 +14,7 @@ import typer
 
 from ..checkpoint.card import interval_text
 from ..checkpoint.device import AUTO
+from ..checkpoint.load import is_offloaded
 from ..checkpoint.provenance import provenance
 from ..data.bos import bos_token
 from ..data.held_out import evaluation_tokens
@@ -162,7 +163,7 @@ def fidelity_command(
     table = _table(f"{label(opened)} beside {dense}", measured, text)
     figures = {
         "dense": dense,
-        "dense_fingerprint": fingerprint_model(original),
+        "dense_fingerprint": None if is_offloaded(original) else fingerprint_model(original),
         "text": text,
         "bos": opened.bos,
         **asdict(measured),

@@ -8,6 +8,7 @@ import typer
 
 from ..checkpoint.card import interval_text
 from ..checkpoint.device import AUTO
+from ..checkpoint.load import is_offloaded
 from ..checkpoint.provenance import provenance
 from ..data.held_out import evaluation_tokens
 from ..evaluation.quality.answers import Answers, LongOutput, compare_answers
@@ -121,7 +122,8 @@ def generation_command(
         temperature=asked.temperature,
         top_p=asked.top_p,
     )
-    figures = {"dense": dense, "dense_fingerprint": fingerprint_model(original), **about}
+    known = None if is_offloaded(original) else fingerprint_model(original)
+    figures = {"dense": dense, "dense_fingerprint": known, **about}
     deliver(opened, figures, table, made, output, as_json)
 
 

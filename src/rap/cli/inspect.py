@@ -101,9 +101,8 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     # A config of a pruned model states widths; of a dense one, the same numbers follow from it.
     model = without_tensors(config)
     attentions = attention_layers(model)
-    # Methods with an attention of their own cache something else than keys and values.
-    entries = (getattr(config, "rap", None) or {}).get("layers", ())
-    cached = cached_channels(model) if any("kind" in (one or {}) for one in entries) else None
+    # Merged heads are fewer, and some attentions cache something else than keys and values.
+    cached = cached_channels(model) if is_pruned(config) else None
     merging = _merging(attentions, config, retain)
     layers = [
         _describe_layer(layer, config, element, cached, *found)

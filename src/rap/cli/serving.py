@@ -203,6 +203,9 @@ def export_gguf_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Write MODEL, dense or of uniform layout, as a GGUF file for llama.cpp."""
+    for given in (model, tokenizer_from):
+        if given is not None and Path(given).is_file() and Path(given).samefile(output):
+            raise RapError(f"{output} would replace what it is made from; choose another output")
     written = export_gguf(
         resolve_source(model),
         output,

@@ -52,7 +52,8 @@ def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, st
                     f"{name} has no held-out split; name an evaluation dataset with --evaluate"
                 )
         evaluate = ",".join(dict.fromkeys(other for other in evaluated.values() if other))
-    _check_apart(names, held, evaluate)
+    if evaluate is not None:
+        check_apart(calibration, evaluate)
     kept = held if evaluate is None else [_once(name) for name in named_sources(evaluate)]
     training = [
         _training_part_of(name) if other in kept and other.startswith(TAIL) else name
@@ -61,13 +62,13 @@ def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, st
     return ",".join(training) if training else calibration, evaluate
 
 
-def _check_apart(names: list[str], held: list[str | None], evaluate: str | None) -> None:
+def check_apart(calibration: str, evaluate: str) -> None:
     """Raise CalibrationError for an evaluation dataset that is calibrated on as well.
 
-    The tail of a text is left out of calibration.
+    Not for the tail of a text, which `split` leaves out of calibration.
     """
-    trained = {_read_by(name): other for name, other in zip(names, held, strict=True)}
-    for name in named_sources(evaluate or ""):
+    trained = {_read_by(name): _held_out_of(name) for name in named_sources(calibration)}
+    for name in named_sources(evaluate):
         once = without_prefixes(name)
         read = _read_by(EVALUATED_ON.get(once, once))
         if once == "bundled" or TAIL in name or read not in trained:

@@ -177,6 +177,11 @@ def bundled_prompts(source: str | Path, config: PreTrainedConfig) -> list[list[i
     """Token ids of five prompts, 1 to 300 tokens: bundled text, or random without a tokenizer."""
     longest = (trained_length(config) or PROMPT_TOKENS[-1] + MAX_TOKENS) - MAX_TOKENS
     lengths = [length for length in PROMPT_TOKENS if length <= longest]
+    if not lengths:
+        raise RapError(
+            f"the model was made for {longest + MAX_TOKENS} tokens, too few to compare: use one of "
+            f"more than {MAX_TOKENS}"
+        )
     try:
         tokenizer = load_tokenizer(source)
     except CheckpointError:

@@ -34,7 +34,7 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json"),
     *(".h5", ".msgpack", ".onnx", ".onnx_data"),
 )
-_WRITTEN = ("config.json", CARD_FILE)
+_WRITTEN = ("config.json", CARD_FILE, REPORT_FILE)  # a report is of the model it came with
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cases.command import run
+from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap.calibration.run import calibrate
@@ -341,3 +342,9 @@ def test_bench_refuses_in_one_line(checkpoints, arguments, said):
     assert result.code == 2
     assert said in result.err
     assert result.err.count("\n") == 1
+
+
+def test_a_multimodal_model_has_a_stand_in():
+    (case,) = [case for case in CASES if case.name == "qwen2_vl"]
+    narrow = uniform_config(case.model().config, 0.5)
+    assert random_model(narrow, dtype=torch.float32).config.model_type == narrow.model_type

@@ -24,7 +24,7 @@ from rap.checkpoint.card import interval_text
 from rap.checkpoint.files import write_json
 from rap.cli import compare as command_line
 from rap.methods import METHODS, Rap
-from rap.model.errors import RapError
+from rap.model.errors import CalibrationError, RapError
 from rap.recovery import stages as stages_of_recovery
 from rap.recovery.layer_fit import FitConfig
 from rap.studies.compare import run as running
@@ -577,3 +577,13 @@ def test_a_bad_request_is_refused_before_any_work(arguments, reason, tmp_path, m
     assert error_violations(result) == []
     assert reason in result.err
     assert not (tmp_path / "out").exists()
+
+
+def test_other_texts_are_apart_from_the_calibration_data_too(tiny, tmp_path):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("Some words. " * 4000)
+    measures = replace(tiny, other_texts=str(mine))
+    with pytest.raises(CalibrationError, match="is calibrated on as well; evaluate on held-out:"):
+        rap.compare(
+            output=tmp_path / "out", measures=measures, calibration=str(mine), methods=["rap"]
+        )

@@ -17,7 +17,7 @@ from rap.studies.compare.capability import (
     saves,
 )
 from rap.studies.compare.closeness import closeness
-from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED, tables
+from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED, _steelman, tables
 
 FORMULAS = load_script("experiments/cost/formulas.py")
 sizes_of = FORMULAS.sizes_of
@@ -334,3 +334,17 @@ def test_a_ratio_that_does_not_match_is_not_called_one(experiment):
     found = [{"method": "svdllm", "llama": (0.001, 0.8), "bundled": (0.06, 0.7)}]
     (row,) = experiment.solution_table(found, 0.698)["rows"]
     assert row == ["svdllm", "none (nearest 0.001)", "80.0%", "0.06", "70.0%"]
+
+
+def test_single_channels_without_rap_beside_them_are_compared_with_nothing():
+    records = [
+        {"method": "kvpruner", "retain": 0.5, "recover": "none", "perplexity": 9.0},
+        {"method": "kvpruner-indexed", "retain": 0.5, "recover": "none", "perplexity": 8.0},
+    ]
+    table = _steelman("m", "none", {"perplexity": 7.0}, records)
+    assert table["header"] == ["method", "retain 0.5"]
+    assert [len(row) for row in table["rows"]] == [2, 2]
+    records.append({**records[0], "method": "rap:merge=1", "perplexity": 6.0})
+    table = _steelman("m", "none", {"perplexity": 7.0}, records)
+    assert table["header"][-1] == "times rap:merge=1, 0.5"
+    assert [row[-1] for row in table["rows"]] == ["1.50", "1.33", "1.00"]

@@ -45,7 +45,8 @@ class Footprint:
     weights of q, k, v, o and of a gate, biases counted apart; `kv_parameters` is the share of W_k
     and W_v (`rap_complexity`).
     `projection_flops` are per token, `mixing_flops` (scores, their product with V, and what is
-    reconstructed from the cache) per token and attended position. A multiply-add is two FLOPs;
+    reconstructed from the cache) per token and attended position, apart for layers with a window as
+    bytes are (`windowed_mixing_flops`). A multiply-add is two FLOPs;
     masked positions, rotation and softmax are not counted. Low-rank factors count with their
     projection. `total_parameters` counts tied weights once.
     """
@@ -61,15 +62,21 @@ class Footprint:
     total_parameters: int
     windowed_kv_bytes_per_token: int = 0
     window: int | None = None
+    windowed_mixing_flops: int = 0
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of the cache at a context of so many tokens."""
-        held = context if self.window is None else min(context, self.window)
+        held = self._held(context)
         return self.kv_bytes_per_token * context + self.windowed_kv_bytes_per_token * held
 
     def attention_flops(self, context: int) -> int:
         """FLOPs of one decode step that attends to `context` tokens, itself included."""
-        return self.projection_flops + context * self.mixing_flops
+        windowed = self._held(context) * self.windowed_mixing_flops
+        return self.projection_flops + context * self.mixing_flops + windowed
+
+    def _held(self, context: int) -> int:
+        """Tokens of a context that layers with a window attend to."""
+        return context if self.window is None else min(context, self.window)
 
 
 @torch.no_grad()
@@ -101,9 +108,6 @@ def footprint(model: PreTrainedModel) -> Footprint:
     bounded = windowed_layers(model.config)
     windowed = sum(count for index, count in enumerate(grown) if index in bounded)
     projected = _projection_flops(model, layers, flops)
-    attended = sum(flops[f"{type(model).__name__}.{layer.path}"] for layer in layers)
-    mixing, rest = divmod(attended - sum(projected.values()), PREFILL + 1)
-    assert rest == 0, "attention did products besides projections, scores and values"
     return Footprint(
         kv_bytes_per_token=sum(grown) - windowed,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
@@ -112,11 +116,21 @@ def footprint(model: PreTrainedModel) -> Footprint:
         kv_parameters=weights["k"] + weights["v"],
         projection_flops=sum(projected.values()),
         kv_projection_flops=projected["k"] + projected["v"],
-        mixing_flops=mixing,
+        mixing_flops=_mixing(model, [x for x in layers if x.index not in bounded], flops),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         windowed_kv_bytes_per_token=windowed,
         window=attention_window(model.config),
+        windowed_mixing_flops=_mixing(model, [x for x in layers if x.index in bounded], flops),
     )
+
+
+def _mixing(model: PreTrainedModel, layers: list[AttentionLayer], flops: dict[str, int]) -> int:
+    """FLOPs of these layers beside projections, per token and attended position."""
+    attended = sum(flops[f"{type(model).__name__}.{layer.path}"] for layer in layers)
+    projected = sum(_projection_flops(model, layers, flops).values())
+    mixing, rest = divmod(attended - projected, PREFILL + 1)
+    assert rest == 0, "attention did products besides projections, scores and values"
+    return mixing
 
 
 def over_dense(dense: Footprint, small: Footprint) -> dict[str, float]:
@@ -133,15 +147,16 @@ def _decode_step(model: Any) -> tuple[list[int], torch.dtype, dict[str, int]]:
     device = model.get_input_embeddings().weight.device
     ids = torch.zeros(1, PREFILL + 1, dtype=torch.long, device=device)
     cache = model(input_ids=ids[:, :PREFILL], use_cache=True).past_key_values
-    before = _bytes_by_layer(cache)
+    before = bytes_by_layer(cache)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids[:, PREFILL:], use_cache=True, past_key_values=cache)
-    grown = [now - then for now, then in zip(_bytes_by_layer(cache), before, strict=True)]
+    grown = [now - then for now, then in zip(bytes_by_layer(cache), before, strict=True)]
     flops = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
     return grown, cached_tensors(cache)[0].dtype, flops
 
 
-def _bytes_by_layer(cache: Any) -> list[int]:
+def bytes_by_layer(cache: Any) -> list[int]:
+    """Bytes of all tensors that each layer of a cache holds."""
     return [sum(tensor.nbytes for tensor in _held(layer)) for layer in cache.layers]
 
 

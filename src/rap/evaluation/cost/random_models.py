@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...methods.dense import maps_keys, maps_values, merge_limit
@@ -18,7 +18,7 @@ from ...methods.merged import Merge, merged_budget, shape_merge
 from ...model.attention import RapAttention
 from ...model.cache_layout import FactoredEntry, PairEntry
 from ...model.layers import AttentionLayer, attention_layers, base_model_type, windowed_layers
-from ...model.modeling import CONFIG_VERSION
+from ...model.modeling import CONFIG_VERSION, auto_class
 from ...model.rope import AttentionShape
 from ...planning.budgets import check_retain, nearest_width
 from ...surgery.weights import config_with
@@ -50,7 +50,7 @@ def uniform_config(
     check_retain(retain)
     dense = dense_config(config)
     with torch.device("meta"):
-        layers = attention_layers(AutoModelForCausalLM.from_config(dense))
+        layers = attention_layers(auto_class(dense).from_config(dense))
     even, windowed = _Uniform(retain, align, merge, queries), windowed_layers(dense)
     entries = [
         None
@@ -72,7 +72,7 @@ def random_model(
     """
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = auto_class(config).from_config(config, dtype=dtype).eval()
         for module in model.modules():
             if isinstance(module, RapAttention) and module.num_slots:
                 pairs = module.dense_shape.geometry.num_pairs

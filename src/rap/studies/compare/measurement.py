@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.held_out import HELD_OUT
 from ...data.protocol import EVALUATION_WINDOWS
-from ...evaluation.cost.footprint import cached_tensors, footprint, reconstructs
+from ...evaluation.cost.footprint import bytes_by_layer, footprint, reconstructs
 from ...evaluation.cost.latency import PLAIN, measure_point, time_prefill
 from ...evaluation.quality.fidelity import DenseStates
 from ...evaluation.quality.perplexity import perplexity
@@ -21,6 +21,7 @@ from ...evaluation.retrieval.documents import check_wording
 from ...evaluation.retrieval.recall import copy_loss, recall_grid
 from ...model.errors import RapError
 from ...model.fingerprint import fingerprint_model
+from ...model.layers import windowed_layers
 from ...runtime.settings import Count, check_fields, read_value, split_setting
 from ...runtime.state import evaluating
 
@@ -232,13 +233,18 @@ def _context_use(
 
 @torch.no_grad()
 def prefill_bytes(model: Any) -> float:
-    """Bytes of the real cache tensors after a prefill, per token of it."""
+    """Bytes of the real cache tensors after a prefill, per token of it, at any context.
+
+    Layers with a window beside others without are not counted, as in `Footprint`.
+    """
     tokens = 16
     device = model.get_input_embeddings().weight.device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     with evaluating(model):
         cache = model(input_ids=ids, use_cache=True).past_key_values
-    return sum(tensor.nbytes for tensor in cached_tensors(cache)) / tokens
+    bounded = windowed_layers(model.config)
+    held = (by for index, by in enumerate(bytes_by_layer(cache)) if index not in bounded)
+    return sum(held) / tokens
 
 
 def _decode_seconds(

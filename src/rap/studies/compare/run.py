@@ -25,7 +25,7 @@ from ...checkpoint.files import check_folder, read_json, whole_directory, write_
 from ...checkpoint.load import load
 from ...checkpoint.provenance import provenance
 from ...data.digests import check_digests, note_digests
-from ...data.held_out import split
+from ...data.held_out import check_apart, split
 from ...data.text import check_sources
 from ...methods import Method
 from ...model.errors import RapError
@@ -105,6 +105,7 @@ def _data(measures: Measures, calibration: str) -> dict[str, Any]:
     """What is calibrated and measured on, as fields of a grid, with nothing in both."""
     data, text = split(calibration, measures.text)
     assert text is not None
+    check_apart(calibration, measures.other_texts)
     return {"calibration": data, "measures": replace(measures, text=text)}
 
 

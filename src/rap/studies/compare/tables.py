@@ -144,22 +144,23 @@ def _missed(records: Sequence[Record], dense: Record) -> str:
 
 
 def _steelman(name: str, recover: str, dense: Record, records: Sequence[Record]) -> Table:
-    """A row a variant, a column a ratio, and how many times the perplexity of the paper's RAP."""
+    """A row a variant, a column a ratio, and times the perplexity of RAP, if that is here."""
     here = [record for record in records if record["recover"] == recover]
     retains = sorted({record["retain"] for record in here})
     value = {(record["method"], record["retain"]): record for record in here}
-    base = next((one for one in ("rap:paper", "rap") if (one, retains[0]) in value), None)
+    base = next((one for one in ("rap:paper", "rap:merge=1", "rap") if one in _methods(here)), None)
+    compared = retains if base else []
     rows = []
     for method in sorted(_methods(here), key=STEELMAN.index):
         cells = [value.get((method, retain)) for retain in retains]
-        below = [value.get((base, retain)) for retain in retains]
+        below = [value.get((base, retain)) for retain in compared]
         rows.append(
             [
                 method,
                 *(_perplexity(cell) if cell else "" for cell in cells),
                 *(
                     f"{cell['perplexity'] / rap['perplexity']:.2f}" if cell and rap else ""
-                    for cell, rap in zip(cells, below, strict=True)
+                    for cell, rap in zip(cells, below, strict=False)
                 ),
             ]
         )
@@ -170,7 +171,7 @@ def _steelman(name: str, recover: str, dense: Record, records: Sequence[Record])
         "header": [
             "method",
             *(f"retain {retain:g}" for retain in retains),
-            *(f"times {base}, {retain:g}" for retain in retains),
+            *(f"times {base}, {retain:g}" for retain in compared),
         ],
         "rows": rows,
     }
