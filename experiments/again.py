@@ -73,6 +73,7 @@ MODELS = {
     "fitted/default-0.7": "smollm2-default-0.7-plain/out",
     "fitted/default-articles": "smollm2-default-articles-plain/out",
     "fitted/default-far-0.5": "smollm2-default-far-0.5-plain/out",
+    "fitted/default-far-0.7": "smollm2-default-far-0.7-plain/out",
     "cut/reach-root": "smollm2-plain-reach/models/rap-merge=all-profile=stock-align=32-0.7-*",
     "cut/reach-far": (
         "smollm2-plain-reach/models/rap-merge=all-profile=stock-align=32-reach=1024-0.7-*"

@@ -33,6 +33,14 @@ def test_a_column_without_a_result_is_left_out():
     lines = SCRIPT.filled(table).splitlines()
     assert lines[0] == "| model | b |"
     assert len(lines) == 4
+    assert SCRIPT.filled(table, left_out="b").splitlines()[0] == "| model |"
+
+
+def test_the_first_page_shows_todays_default_where_that_was_measured(monkeypatch):
+    old, new = (SCRIPT.Kept("", "", name) for name in ("`rap:reach=90`", SCRIPT.TODAY))
+    models = (SCRIPT.Model("a", (old, new)), SCRIPT.Model("b", (old,)))
+    monkeypatch.setattr(SCRIPT, "MODELS", models)
+    assert [model.kept for model in SCRIPT.today()] == [(new,), (old,)]
 
 
 def written(folder, files):
