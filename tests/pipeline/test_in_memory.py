@@ -23,6 +23,8 @@ def test_paths_and_numbers_of_numpy_are_taken(tokenizer, tmp_path: Path) -> None
     """They end in JSON, which is written last."""
     text = tmp_path / "mine.txt"
     text.write_text(assets.reference_text("calibration")[:6_000], encoding="utf-8")
+    other = tmp_path / "other.txt"
+    other.write_text(assets.reference_text("validation")[:6_000], encoding="utf-8")
     model = tiny_model(vocab_size=len(tokenizer))
     rap.compress(
         model,
@@ -30,7 +32,7 @@ def test_paths_and_numbers_of_numpy_are_taken(tokenizer, tmp_path: Path) -> None
         tmp_path / "out",
         tokenizer=tokenizer,
         calibration=text,
-        evaluate=text,
+        evaluate=other,
         num_windows=np.int64(2),
         window=np.int64(32),
     )
