@@ -127,7 +127,8 @@ def completed_source(asked: str, *, own: bool = True, most: int | None = None) -
     One source is joined by itself repeated, by samples that the model writes (with `own`) and by
     code: ordinary text rarely asks for what stands far back, and text of one kind keeps that kind
     alone. A mixture is left as it is written, and so are `only:NAME`, `own`, the paper's protocol,
-    and all of it where that makes more than `most` sources.
+    and all of it where that makes more than `most` sources. Raises CalibrationError for a file with
+    a comma in its name.
     """
     names = named_sources(asked)
     exact = asked.startswith(ONLY) or without_prefixes(asked) in (OWN, "paper")

@@ -174,7 +174,10 @@ def check_tolerance(tolerance: float | None) -> None:
 
 
 def bundled_prompts(source: str | Path, config: PreTrainedConfig) -> list[list[int]]:
-    """Token ids of five prompts, 1 to 300 tokens: bundled text, or random without a tokenizer."""
+    """Token ids of five prompts, 1 to 300 tokens: bundled text, or random without a tokenizer.
+
+    Fewer of a model that was made for fewer tokens. Raises RapError where it is for none of them.
+    """
     longest = (trained_length(config) or PROMPT_TOKENS[-1] + MAX_TOKENS) - MAX_TOKENS
     lengths = [length for length in PROMPT_TOKENS if length <= longest]
     if not lengths:
