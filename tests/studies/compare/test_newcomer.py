@@ -18,7 +18,13 @@ from rap.model.layers import attention_layers, attention_spec, projections
 from rap.studies.compare.variants import all_variants
 
 TEXT = ("--calibration", "text.txt", "--windows", 2, "--window", 128)
-QUICK = ("text=held-out:text.txt", "window=128", "num_windows=2", "recall_documents=0", "decode_steps=0")
+QUICK = (
+    "text=held-out:text.txt",
+    "window=128",
+    "num_windows=2",
+    "recall_documents=0",
+    "decode_steps=0",
+)
 
 
 @pytest.fixture(autouse=True)
