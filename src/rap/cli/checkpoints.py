@@ -96,7 +96,7 @@ def open_checkpoint(
         dtype = "float32"
     loaded = load(source, dtype=dtype, **placed)
     say_device(loaded)
-    known = None if is_offloaded(loaded) else fingerprint_model(loaded)
+    known = known_fingerprint(loaded)
     record = {"model": model, "fingerprint": known, "quantize": quantize}
     if quantize is not None:
         quantize_weights(loaded, quantize)
@@ -135,3 +135,8 @@ def label(opened: Opened) -> str:
     """The checkpoint's name for a title, with how its weights were quantized."""
     kind = opened.record["quantize"]
     return str(opened.record["model"]) + (f", weights in {kind}" if kind else "")
+
+
+def known_fingerprint(model: Any) -> str | None:
+    """Of a model's weights; None where some of them are offloaded."""
+    return None if is_offloaded(model) else fingerprint_model(model)

@@ -232,7 +232,7 @@ def _export_plain(written: Path, output: Path, force: bool) -> None:
         export_stock(written, output, force=force)
     except (RapError, OSError) as error:
         rest = shlex.join(["rap", "export", "stock", str(written), "-o", str(output)])
-        raise RapError(f"{error}; the model is in {written}: make room, then `{rest}`") from error
+        raise RapError(f"{error}; the model is in {written}, and `{rest}` finishes") from error
     shutil.rmtree(written)
 
 

@@ -14,7 +14,6 @@ import typer
 
 from ..checkpoint.card import interval_text
 from ..checkpoint.device import AUTO
-from ..checkpoint.load import is_offloaded
 from ..checkpoint.provenance import provenance
 from ..data.bos import bos_token
 from ..data.held_out import evaluation_tokens
@@ -39,7 +38,6 @@ from ..evaluation.quality.intervals import exponential
 from ..evaluation.quality.perplexity import check_sizes, perplexity
 from ..evaluation.retrieval.documents import check_grid
 from ..model.errors import RapError
-from ..model.fingerprint import fingerprint_model
 from . import options
 from .checkpoints import (
     Dense,
@@ -48,6 +46,7 @@ from .checkpoints import (
     ResultFile,
     Words,
     deliver,
+    known_fingerprint,
     label,
     open_checkpoint,
     open_dense,
@@ -163,7 +162,7 @@ def fidelity_command(
     table = _table(f"{label(opened)} beside {dense}", measured, text)
     figures = {
         "dense": dense,
-        "dense_fingerprint": None if is_offloaded(original) else fingerprint_model(original),
+        "dense_fingerprint": known_fingerprint(original),
         "text": text,
         "bos": opened.bos,
         **asdict(measured),

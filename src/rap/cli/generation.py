@@ -8,7 +8,6 @@ import typer
 
 from ..checkpoint.card import interval_text
 from ..checkpoint.device import AUTO
-from ..checkpoint.load import is_offloaded
 from ..checkpoint.provenance import provenance
 from ..data.held_out import evaluation_tokens
 from ..evaluation.quality.answers import Answers, LongOutput, compare_answers
@@ -16,7 +15,6 @@ from ..evaluation.quality.decoding import Sampling, end_tokens, write
 from ..evaluation.quality.fidelity import check_vocabularies
 from ..evaluation.quality.generation import Generation, chat_tokens, generation, read_prompts
 from ..model.errors import RapError
-from ..model.fingerprint import fingerprint_model
 from ..runtime.logits import vocabulary
 from ..runtime.progress import Progress
 from . import options
@@ -25,6 +23,7 @@ from .checkpoints import (
     Opened,
     ResultFile,
     deliver,
+    known_fingerprint,
     label,
     open_checkpoint,
     open_dense,
@@ -122,8 +121,7 @@ def generation_command(
         temperature=asked.temperature,
         top_p=asked.top_p,
     )
-    known = None if is_offloaded(original) else fingerprint_model(original)
-    figures = {"dense": dense, "dense_fingerprint": known, **about}
+    figures = {"dense": dense, "dense_fingerprint": known_fingerprint(original), **about}
     deliver(opened, figures, table, made, output, as_json)
 
 

@@ -34,9 +34,9 @@ DIGITS = 16
 def own_samples(model: Any, tokenizer: Any, *, progress: bool = False) -> Path:
     """The file of a dense model's samples: the one that is kept, else drawn now.
 
-    They are named by the weights, the tokenizer and the settings of the sampling, so that another
-    model, or another release's settings, draws others. Raises RapError for a tokenizer without a
-    token to begin with.
+    They are named by what they depend on (`sampling.drawn_with`), so that another model, template
+    or release draws others. Raises RapError for a tokenizer without a token to begin with,
+    CheckpointError where they cannot be kept.
     """
     longest = trained_length(model.config) or SAMPLES.tokens
     asked = replace(SAMPLES, tokens=min(SAMPLES.tokens, longest))
