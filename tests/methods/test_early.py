@@ -26,9 +26,12 @@ def family(name: str, **fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "name", "said"),
     [
-        ("palu", "qwen3", "not made for attention with norms of queries and keys"),
+        ("elitekv", "qwen3", "not made for attention with norms of queries and keys"),
+        ("palu", "gemma3n_text", "not made for attention with norms of values"),
         ("palu:group_size=3", "granite:heads", "group_size 3 does not divide the 4 KV heads"),
         ("heads", "granitemoehybrid", "whole heads need attention in every layer"),
+        ("heads", "olmo2", "norms of queries and keys differ from head to head"),
+        ("heads", "stablelm:norm", "norms of queries and keys differ from head to head"),
         ("heads", "helium", "makes its heads of the hidden size"),
         ("heads", "stablelm", "makes its heads of the hidden size"),
         ("rap", "stablelm:norms", "plan with qk_norm='exact'"),

@@ -265,11 +265,11 @@ def test_a_plan_needs_no_method_that_this_release_knows(calibrated: tuple) -> No
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("qwen3", "norms"), ("phi3", "one linear"), ("gemma3_text", "norms")],
+    [("qwen3", "norms"), ("phi3", "one linear"), ("gemma3_text", "sets of rotary frequencies")],
 )
 def test_attention_of_another_make_is_refused(family: str, reason: str) -> None:
     model = next(case for case in FAMILIES if case.name == family).model(dtype=torch.float32)
-    method = METHODS["svdllm"](retain=0.5)
+    method = METHODS["elitekv"](retain=0.5)
     statistics = rap.calibrate(model, random_tokens(2, 16), method.needs)
     with pytest.raises(UnsupportedModelError, match=reason):
         method.plan(model, statistics)

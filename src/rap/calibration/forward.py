@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..model.errors import CalibrationError
 from ..model.layers import split_heads
 from ..model.rope import AttentionShape
+from .moments import normalized
 from .observers import (
     COMPLEX,
     FLOAT,
@@ -88,9 +89,10 @@ class RotatedMoment(ForwardStatistic):
         return FLOAT * 2 * layer.shape.num_kv_heads * (width**2 + 2 * width)
 
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
-        states_BTGD = split_heads(outputs.float(), self.layer.shape.head_dim)
+        states_BTGD = split_heads(outputs, self.layer.shape.head_dim)
         if projection == "k":
             states_BTGD = _rotated(states_BTGD, self.layer)
+        states_BTGD = states_BTGD.float()
         states_GND = states_BTGD.flatten(0, 1).transpose(0, 1)
         center_G1D = self.centers.setdefault(projection, states_GND.mean(1, keepdim=True))
         states_GND = states_GND - center_G1D
@@ -203,16 +205,23 @@ def watch_activations(
 
 
 def _rotated(states_BTGD: Tensor, layer: ObservedLayer) -> Tensor:
-    """Keys at their positions in the window, in canonical order."""
-    geometry = layer.shape.geometry
+    """Keys at their positions in the window, in canonical order, normalized if the family does."""
+    geometry, norm = layer.shape.geometry, layer.norm
+    if norm is not None and not norm.after_rotation:
+        states_BTGD = normalized(states_BTGD, layer, "k")
     assert layer.frequencies is not None
     frequencies = layer.frequencies[: geometry.num_pairs].to(states_BTGD.device)
     position = torch.arange(states_BTGD.shape[1], device=states_BTGD.device)
     angle_TP = position[:, None].double() * frequencies
     turn = torch.polar(torch.ones_like(angle_TP), angle_TP).to(torch.complex64)
-    pairs = complex_pairs(states_BTGD, layer.shape) * turn[:, None]
-    free = states_BTGD[..., geometry.rotary_dim :]
-    return torch.cat([pairs.real, pairs.imag, free], dim=-1)
+    pairs = complex_pairs(states_BTGD.float(), layer.shape) * turn[:, None]
+    free = states_BTGD[..., geometry.rotary_dim :].float()
+    states = torch.cat([pairs.real, pairs.imag, free], dim=-1)
+    if norm is None or not norm.after_rotation:
+        return states
+    order = geometry.canonical_order().to(states.device)
+    back = states[..., order.argsort()].to(states_BTGD.dtype)
+    return normalized(back, layer, "k")[..., order]
 
 
 # Channels of a group at most: twice what a cached head may have (planning.merging).

@@ -131,6 +131,13 @@ def centred(states_BTHD: Tensor, norm: QKNorm | None) -> Tensor:
     return states_BTHD - states_BTHD.mean(-1, keepdim=True)
 
 
+def normalized(states_BTHD: Tensor, layer: ObservedLayer, projection: str) -> Tensor:
+    """Queries (q) or keys (k) of a layer behind the family's own norm."""
+    assert layer.norm is not None
+    module = getattr(layer.module, layer.norm.names["qk".index(projection)])
+    return normalise_dense(layer.norm, module, states_BTHD.transpose(1, 2)).transpose(1, 2)
+
+
 def shares(states_BTHD: Tensor, norm: QKNorm | None) -> Tensor:
     """Squares of what attention sees, up to the norm's weight: over the mean the norm divides by.
 
@@ -217,11 +224,8 @@ class NormedMoment(ForwardStatistic):
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         if not self.parts:
             return
-        norm, dim = self.layer.norm, self.layer.shape.head_dim
-        assert norm is not None
-        module = getattr(self.layer.module, norm.names["qk".index(projection)])
-        heads_BHTD = split_heads(outputs, dim).transpose(1, 2)
-        normed = normalise_dense(norm, module, heads_BHTD).transpose(1, 2).flatten(-2)
+        states_BTHD = split_heads(outputs, self.layer.shape.head_dim)
+        normed = normalized(states_BTHD, self.layer, projection).flatten(-2)
         for part in self.parts[: 2 if projection == "k" else 1]:
             part.update(projection, inputs, normed)
 

@@ -29,6 +29,7 @@ class Heads(Replacing):
     family: ClassVar[str] = "head pruning"
     summary: ClassVar[str] = "whole KV heads with the query heads that read them"
     ships: ClassVar[Ships] = "stock"
+    whole_keys: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:
@@ -57,10 +58,14 @@ class Heads(Replacing):
     def check_model(self, model: PreTrainedModel) -> None:
         """As of every replacing method; every layer attends, and heads are a setting of the family.
 
-        Raises UnsupportedModelError where its class would make projections of another size.
+        Raises UnsupportedModelError where its class would make projections of another size, and
+        where a norm is not the same for every head.
         """
         super().check_model(model)
         layers, spec = attention_layers(model), attention_spec(model.config)
+        norms = [layer.norm for layer in layers if layer.norm is not None]
+        if any(norm.over == "all" or norm.one_module_per_head for norm in norms):
+            raise UnsupportedModelError("norms of queries and keys differ from head to head")
         if any(layer.shape is None for layer in layers):
             raise UnsupportedModelError("whole heads need attention in every layer")
         shape = layers[0].shape

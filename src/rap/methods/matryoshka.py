@@ -19,7 +19,7 @@ from ..calibration.statistics import Statistics
 from ..model.kinds.base import LayerPlan, WeightsPlan
 from ..model.kinds.projected import ProjectedEntry, projected_tensors
 from ..runtime.sources import LayerSource
-from .replacing import DenseLayer, Replacing, as_stored, every_pair, nearest_rank
+from .replacing import DenseLayer, Replacing, as_stored, every_channel, nearest_rank
 from .trials import Trials
 
 # Of all widths, those that one round of the search lowers (the original's 64 * 24 of 2048).
@@ -40,6 +40,8 @@ class Matryoshka(Replacing):
     name: ClassVar[str] = "matryoshka"
     family: ClassVar[str] = "activation side"
     summary: ClassVar[str] = "rotated keys and values in the leading directions of every head's PCA"
+
+    whole_keys: ClassVar[bool] = True
 
     widths: Literal["uniform", "adaptive"] = "uniform"
 
@@ -114,9 +116,8 @@ def searched_widths(
 
 
 def _layer(layer: DenseLayer, key_width: int, value_width: int) -> WeightsPlan:
-    shape, statistics = layer.shape, layer.statistics
-    tensors: dict[str, Tensor] = {"frequency_index": every_pair(shape)}
-    tensors |= layer.dense("q", "k", "v")
+    statistics = layer.statistics
+    tensors = every_channel(layer) | layer.dense("q", "k", "v")
     tensors |= projected_tensors(
         _leading(statistics["rotated_key_moment"], key_width),
         _leading(statistics["value_moment_about_mean"], value_width),

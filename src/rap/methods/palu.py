@@ -22,7 +22,7 @@ from ..planning.budgets import allocate
 from ..planning.subspace import WeightFactors, whitened_factors
 from ..runtime.settings import Count
 from ..runtime.sources import LayerSource
-from .replacing import DenseLayer, Replacing, every_pair, linear, nearest_rank
+from .replacing import DenseLayer, Replacing, every_channel, linear, nearest_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class Palu(Replacing):
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "one latent of every group of KV heads for keys, and one for values"
     reconstructs: ClassVar[str] = "keys"
+    whole_keys: ClassVar[bool] = True
 
     group_size: Count = 4
     ranks: Literal["fisher", "uniform"] = "fisher"
@@ -99,8 +100,7 @@ class Palu(Replacing):
             ]
             for projection in "kv"
         }
-        tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
-        tensors |= layer.dense("q")
+        tensors = every_channel(layer) | layer.dense("q")
         for projection in "kv":
             tensors |= layer.linear(
                 projection, torch.cat([part.down for part in factors[projection]])

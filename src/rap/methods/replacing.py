@@ -20,6 +20,7 @@ from ..model.layers import (
     attention_spec,
     base_model_type,
     projections,
+    rotary_factor,
     rotary_module,
 )
 from ..model.rope import AttentionShape
@@ -36,7 +37,8 @@ from .dense import dense_layers
 class DenseLayer:
     """One layer as such a method sees it: its sizes, and the linears by projection.
 
-    Rows of q and k are in canonical order. `read` gives the weights of its linears. `statistics`
+    Rows of q and k are in canonical order, unless the layer is `normed`: then as its norms take
+    them. `read` gives the weights of its linears. `statistics`
     are those of the layer, `frequencies` [P], `rotary_factor` is what the family multiplies cos and
     sin by (YaRN's attention factor).
     """
@@ -48,6 +50,7 @@ class DenseLayer:
     statistics: Named
     frequencies: Tensor
     rotary_factor: float = 1.0
+    normed: bool = False
 
     @property
     def linears(self) -> dict[str, Any]:
@@ -77,7 +80,7 @@ class DenseLayer:
         return linear(self.names[projection], weight, bias)
 
     def _ordered(self, projection: str, tensor: Tensor) -> Tensor:
-        if projection not in "qk":
+        if projection not in "qk" or self.normed:
             return tensor
         rows = tensor.unflatten(0, (-1, self.shape.head_dim))
         return rows[:, self.shape.geometry.canonical_order()].flatten(0, 1)
@@ -95,10 +98,19 @@ def every_pair(shape: AttentionShape) -> Tensor:
     return pairs.expand(shape.num_kv_heads, -1).clone()
 
 
+def every_channel(layer: DenseLayer) -> dict[str, Tensor]:
+    """The buffers of a layer whose keys are whole; with norms, the order of channels."""
+    shape = layer.shape
+    buffers = {"frequency_index": every_pair(shape)}
+    if layer.normed:
+        order = shape.geometry.canonical_order().to(torch.int32)
+        buffers["kept_channels"] = order.expand(shape.num_kv_heads, -1).clone()
+    return buffers
+
+
 def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) -> WeightsPlan:
     """A latent of all heads for keys and one for values, by these factors of W_k and of W_v."""
-    tensors: dict[str, Tensor] = {"frequency_index": every_pair(layer.shape)}
-    tensors |= layer.dense("q", "o")
+    tensors = every_channel(layer) | layer.dense("q", "o")
     for projection, factors in (("k", keys), ("v", values)):
         tensors |= layer.linear(projection, factors.down)
         tensors |= linear(f"{projection}_up.0", factors.up, layer.bias(projection))
@@ -119,9 +131,14 @@ def nearest_rank(retain: float, size: int, multiple: int = 1) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Replacing(Method):
-    """A method that defines, layer by layer, the attention that replaces the dense attention."""
+    """A method that defines, layer by layer, the attention that replaces the dense attention.
+
+    `whole_keys` says that the family's own norm and rotation see whole keys: reconstructed, not yet
+    projected, or of heads that stay.
+    """
 
     ships: ClassVar[Ships] = "package"
+    whole_keys: ClassVar[bool] = False
 
     @abstractmethod
     def replaced(
@@ -135,12 +152,12 @@ class Replacing(Method):
     def check_model(self, model: PreTrainedModel) -> None:
         """As of every method; attention must be what the baselines were written for."""
         super().check_model(model)
-        check_plain(model, attention_layers(model), self.name)
+        self._check_plain(model)
 
     def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
         """Replace every layer with attention."""
         fingerprint, model = self.check(source, statistics), source.model
-        check_plain(model, attention_layers(model), self.name)
+        self._check_plain(model)
         spared = self.spared(model.config)
         layers = _layers(source, statistics, spared)
         made = {
@@ -158,6 +175,32 @@ class Replacing(Method):
             method=self.describe(),
         )
 
+    def _check_plain(self, model: PreTrainedModel) -> None:
+        """Raise UnsupportedModelError unless attention is what the baselines were written for.
+
+        That is separate q, k, v and o, without gates, sinks, clipped states or norms of values, and
+        unless keys are whole, without QK-norm or layers that rotate at frequencies of their own.
+        """
+        spec, cut = attention_spec(model.config), not self.whole_keys
+        normed = any(layer.norm is not None for layer in attention_layers(model))
+        several = not hasattr(rotary_module(model), "inv_freq")
+        missing = [
+            (spec.fused is not None, "one linear for q, k and v"),
+            (spec.gate is not None, "a gate on its output"),
+            (normed and cut, "norms of queries and keys"),
+            (spec.value_norm is not None, "norms of values"),
+            (any(name == "s_aux" for name, _ in spec.arguments), "attention sinks"),
+            (getattr(model.config, "clip_qkv", None) is not None, "clipped queries and keys"),
+            (several and cut, "several sets of rotary frequencies"),
+            (spec.by_axis, "positions of several axes"),
+        ]
+        reasons = [reason for present, reason in missing if present]
+        if reasons:
+            raise UnsupportedModelError(
+                f"method {self.name} is not made for attention with {' and '.join(reasons)}: use "
+                "method rap"
+            )
+
 
 def as_stored(layer: DenseLayer, new: LayerPlan) -> LayerPlan:
     """The new attention in the precision of the dense weights."""
@@ -168,36 +211,13 @@ def as_stored(layer: DenseLayer, new: LayerPlan) -> LayerPlan:
     return replace(new, weights=weights)
 
 
-def check_plain(model: PreTrainedModel, layers: Sequence[AttentionLayer], what: str) -> None:
-    """Raise UnsupportedModelError unless attention is what the baselines were written for.
-
-    That is separate q, k, v and o, without norms of queries and keys, gates, sinks, clipped
-    states, or layers that rotate at frequencies of their own.
-    """
-    spec = attention_spec(model.config)
-    missing = [
-        (spec.fused is not None, "one linear for q, k and v"),
-        (spec.gate is not None, "a gate on its output"),
-        (any(layer.norm is not None for layer in layers), "norms of queries and keys"),
-        (any(name == "s_aux" for name, _ in spec.arguments), "attention sinks"),
-        (getattr(model.config, "clip_qkv", None) is not None, "clipped queries and keys"),
-        (not hasattr(rotary_module(model), "inv_freq"), "several sets of rotary frequencies"),
-        (spec.by_axis, "positions of several axes"),
-    ]
-    reasons = [reason for present, reason in missing if present]
-    if reasons:
-        raise UnsupportedModelError(
-            f"method {what} is not made for attention with {' and '.join(reasons)}: use method rap"
-        )
-
-
 def _layers(
     source: LayerSource, statistics: Statistics, spared: frozenset[int]
 ) -> list[DenseLayer]:
     model: Any = source.model
     dense, spec = dense_layers(model, source), attention_spec(model.config)
     names, reader = spec.projection_names(), _Reader(source, spec)
-    factor, layers = float(rotary_module(model).attention_scaling), []  # type: ignore[arg-type]
+    rotary, layers = rotary_module(model), []
     for layer, frequencies in zip(attention_layers(model), dense.frequencies, strict=True):
         if layer.shape is None or layer.index in spared:
             continue
@@ -205,7 +225,8 @@ def _layers(
         statistic = statistics.layers[layer.index] or {}
         read = partial(reader.linears, layer)
         sizes = (layer.index, layer.shape, names)
-        layers.append(DenseLayer(*sizes, read, statistic, frequencies, factor))
+        factor, normed = rotary_factor(rotary, layer.module), layer.norm is not None
+        layers.append(DenseLayer(*sizes, read, statistic, frequencies, factor, normed))
     return layers
 
 

@@ -37,6 +37,7 @@ class StarKv(Replacing):
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "a latent of every head for keys, one of all heads for values"
     reconstructs: ClassVar[str] = "keys and values"
+    whole_keys: ClassVar[bool] = True
 
     gap: Annotated[float, Field(ge=0, lt=1)] = 0.2
     whiten: bool = False

@@ -38,6 +38,7 @@ class SvdLlm(Replacing):
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "one latent of all heads of a layer for keys, and one for values"
     reconstructs: ClassVar[str] = "keys and values"
+    whole_keys: ClassVar[bool] = True
 
     multiple: Count = 1
 

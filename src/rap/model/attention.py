@@ -46,7 +46,8 @@ class RapAttention(nn.Module):
     themselves: `fusable`, that a kernel may rotate, cache and attend at once, which takes whole
     pairs cached as they are; `places_by_slot`, that tokens rotate by their slot, whatever position
     the model gives them; `factors`, the linears that a projection has beside its own;
-    `reconstruction`, those of them that every step applies to the whole cache.
+    `reconstruction`, those of them that every step applies to the whole cache; `rotates_cache`,
+    that it rotates keys of the whole cache then, by a `rotary` that it is given.
     """
 
     config: PreTrainedConfig
@@ -55,6 +56,7 @@ class RapAttention(nn.Module):
     kept_channels: Tensor
     fusable = True
     places_by_slot = False
+    rotates_cache = False
     factors: Mapping[str, tuple[str, ...]] = {}
     reconstruction: tuple[str, ...] = ()
 

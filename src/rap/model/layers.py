@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from .errors import CheckpointError, UnsupportedModelError
 from .families import FAMILIES, WRAPPERS
 from .projections import ProjectionPart, projection_rows
 from .refusals import refusal
-from .rope import AttentionShape, HeadGeometry
+from .rope import AttentionShape, HeadGeometry, Tables
 from .specs import PROJECTIONS, AttentionSpec, QKNorm
 
 PREFIX = "rap_"
@@ -213,17 +214,39 @@ def frequency_buffer(rotary: nn.Module, attention: nn.Module | None) -> Tensor:
 
     Raises UnsupportedModelError if the rotary module has none for the layer.
     """
-    kinds = ("layer_type", "attention_type")
-    kind = next((getattr(attention, name) for name in kinds if hasattr(attention, name)), None)
-    if kind is None and attention is not None and not hasattr(rotary, "inv_freq"):
-        layer_types = getattr(attention.config, "layer_types", None)
-        kind = layer_types and layer_types[attention.layer_idx]
-    buffer = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
+    buffer = _of_its_type(rotary, attention, "inv_freq")
     if not isinstance(buffer, Tensor):
         raise UnsupportedModelError(
             f"{type(rotary).__name__} has no inv_freq: its RoPE frequencies cannot be read"
         )
     return buffer
+
+
+def layer_rotary(rotary: nn.Module, attention: nn.Module) -> Callable[[Tensor, Tensor], Tables]:
+    """What gives a layer's cos and sin for states and positions [B, T]: its own type's."""
+    if hasattr(rotary, "inv_freq"):
+        return rotary
+    return partial(rotary, layer_type=_layer_type(rotary, attention))
+
+
+def rotary_factor(rotary: nn.Module, attention: nn.Module | None) -> float:
+    """What the cos and sin of a layer are multiplied by (YaRN's attention factor)."""
+    return float(_of_its_type(rotary, attention, "attention_scaling"))
+
+
+def _of_its_type(rotary: nn.Module, attention: nn.Module | None, name: str) -> Any:
+    """An attribute of a rotary module that may have one for every type of layer; None without."""
+    kind = _layer_type(rotary, attention)
+    return getattr(rotary, f"{kind}_{name}", getattr(rotary, name, None))
+
+
+def _layer_type(rotary: nn.Module, attention: Any) -> str | None:
+    names = ("layer_type", "attention_type")
+    kind = next((getattr(attention, name) for name in names if hasattr(attention, name)), None)
+    if kind is None and attention is not None and not hasattr(rotary, "inv_freq"):
+        layer_types = getattr(attention.config, "layer_types", None)
+        kind = layer_types and layer_types[attention.layer_idx]
+    return kind
 
 
 def layer_frequencies(model: PreTrainedModel, layer: AttentionLayer) -> Tensor:

@@ -41,6 +41,7 @@ from .layers import (
     attention_layers,
     attention_spec,
     base_model_type,
+    layer_rotary,
     rotary_module,
 )
 from .refusals import NO_BATCHING
@@ -145,16 +146,14 @@ def build_attention(
     `norm` and its `mode` say how queries and keys are normalised. Kinds that are not `normed`
     support no such model, and methods refuse it before.
     """
-    row, dense_class = KINDS[entry.kind], cast(Any, type(layer.module))
-    kind = row.attention
-    module: Any = kind or plain_attention(spec)
-    build: Any = attention_class(dense_class, module)
-    if kind is None or row.normed:
-        pairs: RapAttention = build(layer.module, spec, layer.shape, entry, norm, mode)
-        return pairs
-    built: RapAttention = build(layer.module, spec, layer.shape, entry)
-    # Not a submodule: the model has it already.
-    vars(built)["rotary"] = rotary_module(model)
+    row, dense = KINDS[entry.kind], cast(nn.Module, layer.module)
+    base, module = cast(Any, type(dense)), cast(Any, row.attention or plain_attention(spec))
+    build: Any = attention_class(base, module)
+    normed = (norm, mode) if row.attention is None or row.normed else ()
+    built: RapAttention = build(dense, spec, layer.shape, entry, *normed)
+    if built.rotates_cache:
+        # Not a submodule: the model has it already.
+        vars(built)["rotary"] = layer_rotary(rotary_module(model), dense)
     return built
 
 

@@ -132,10 +132,10 @@ class WeightsPlan(LayerPlan):
             raise PlanError(f"layer {layer}: {fields} cannot be of a layer of {shape}")
 
     def convert(self, dense: DenseAttention) -> dict[str, Tensor]:
-        """The weights, in the precision of the dense ones."""
-        replaced = dense.projections()
+        """The weights, in the precision of the dense ones; norms stay those of the dense layer."""
+        replaced = {name for name, which in dense.projections().items() if "norm" not in which}
         kept = {n: x.detach().clone() for n, x in dense.tensors.items() if n not in replaced}
-        like = next(dense.tensors[name] for name in replaced)
+        like = next(x for n, x in dense.tensors.items() if n in replaced)
         made = {
             name: x.to(like.device, like.dtype if x.is_floating_point() else x.dtype, copy=True)
             for name, x in self.weights.items()

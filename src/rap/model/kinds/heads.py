@@ -87,8 +87,8 @@ def with_heads(config: PreTrainedConfig, heads: int, kv_heads: int, head_dim: in
 
 
 def _keep(projection: str, tensor: Tensor, kept_G: Tensor, shape: AttentionShape) -> Tensor:
-    """Rows of the kept heads (for o columns, and all of its bias)."""
-    if projection == "o" and tensor.ndim == 1:
+    """Rows of the kept heads (for o columns, and all of its bias); norms serve every head."""
+    if "norm" in projection or (projection == "o" and tensor.ndim == 1):
         return tensor
     rows = tensor.mT if projection == "o" else tensor
     groups = rows.unflatten(0, (shape.num_kv_heads, -1))[kept_G.to(tensor.device)].flatten(0, 1)

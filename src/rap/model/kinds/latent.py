@@ -7,6 +7,7 @@ Shapes: B batch, T new tokens, S cached tokens, H query heads, G KV heads, N gro
 D head dim, E model dim, r rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,16 +16,18 @@ from torch import Tensor, nn
 
 from ..attention import RapAttention, StateCache
 from ..cache_layout import CacheLayout, Entry, PairEntry
+from ..norms import norm_names, normalise_dense
 from ..rope import AttentionShape, Tables
-from ..specs import AttentionSpec
+from ..specs import AttentionSpec, QKNorm
 from .base import Kind
 
 
 class ReconstructingAttention(RapAttention):
     """RapAttention whose cache holds less than keys and values: `expand` makes these from it."""
 
-    rotary: nn.Module
+    rotary: Callable[[Tensor, Tensor], Tables]
     fusable = False
+    rotates_cache = True
 
     def prepare(
         self, hidden_states: Tensor, tables: Tables | None, cache: StateCache | None
@@ -91,7 +94,12 @@ class LatentEntry(Entry):
 
 
 class LatentAttention(ReconstructingAttention):
-    """PaLU and SVD-LLM: a latent of every group of KV heads for keys and for values."""
+    """PaLU and SVD-LLM: a latent of every group of KV heads for keys and for values.
+
+    With QK-norm the family's own modules normalize queries and reconstructed keys. Rows of W_q and
+    of `k_up` are then in the order of the dense model, and `kept_channels` [G, D] is the canonical
+    order.
+    """
 
     def __init__(
         self,
@@ -99,11 +107,14 @@ class LatentAttention(ReconstructingAttention):
         spec: AttentionSpec,
         dense_shape: AttentionShape,
         entry: LatentEntry,
+        norm: QKNorm | None = None,
+        norm_mode: str = "exact",
     ):
         geometry, dim = dense_shape.geometry, dense_shape.head_dim
         values = entry.values if entry.fold else dim
         sizes = PairEntry(geometry.num_pairs, geometry.num_free, values)
-        super().__init__(dense, spec, dense_shape, sizes)
+        # The mode is that of cut heads, and these are whole.
+        super().__init__(dense, spec, dense_shape, sizes, norm, "exact")
         self.num_groups, self.key_rank = entry.groups, entry.keys
         self.value_rank, self.fold = entry.values, entry.fold
         _, key, value, output = (getattr(dense, name) for name in spec.projections)
@@ -146,8 +157,8 @@ class LatentAttention(ReconstructingAttention):
         return q, key(hidden_states)[:, None], value(hidden_states)[:, None], None
 
     def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
-        """Rotated queries; latents cannot rotate."""
-        return self._turn(q, tables), k
+        """Normalized and rotated queries; latents cannot rotate."""
+        return self._placed(q, tables, 0), k
 
     def expand(
         self, k: Tensor, v: Tensor, start: int, tables: Tables | None = None
@@ -155,7 +166,7 @@ class LatentAttention(ReconstructingAttention):
         """Rotated keys [B, G, S, D]; values [B, G, S, D], or every head's latent [B, G, S, r]."""
         keys = self._up(self.k_up, k)
         tables = self._table(keys, start, keys.shape[2]) if tables is None else tables
-        keys = self._turn(keys, tables)
+        keys = self._placed(keys, tables, 1)
         if not self.fold:
             return keys, self._up(self.v_up, v)
         latents_BNSR = v[:, 0].unflatten(-1, (self.num_groups, -1)).transpose(1, 2)
@@ -170,6 +181,21 @@ class LatentAttention(ReconstructingAttention):
         positions = torch.arange(start, start + count, device=like.device)
         return self.rotary(like, positions[None])
 
+    def _placed(self, x_BHTD: Tensor, tables: Tables | None, which: int) -> Tensor:
+        """Queries (0) or keys (1) rotated, in canonical order, and normalized if the family does.
+
+        Norms take the channels in the order of the dense model.
+        """
+        if self.norm is None:
+            return self._turn(x_BHTD, tables)
+        module = getattr(self, norm_names(self.norm, exact=True)[which])
+        order = self.kept_channels[0].long()
+        if not self.norm.after_rotation:
+            x = normalise_dense(self.norm, module, x_BHTD)
+            return self._turn(x[..., order], tables)
+        x = self._turn(x_BHTD[..., order], tables)[..., order.argsort()]
+        return normalise_dense(self.norm, module, x)[..., order]
+
     def _turn(self, x_BHTD: Tensor, tables: Tables | None) -> Tensor:
         if not self.num_slots:
             return x_BHTD
@@ -180,6 +206,7 @@ class LatentAttention(ReconstructingAttention):
 KIND = Kind(
     LatentEntry,
     LatentAttention,
+    normed=True,
     unsupported={
         "vllm": "vLLM caches keys and values per head, and here keys are reconstructed from a "
         "latent at every decode step",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attention import RapAttention
 from ..cache_layout import CacheLayout, Entry, PairEntry
 from ..rope import AttentionShape, Tables
-from ..specs import AttentionSpec
+from ..specs import AttentionSpec, QKNorm
 from .base import Kind
 
 
@@ -37,7 +37,8 @@ class ProjectedAttention(RapAttention):
     """RapAttention of which the cache sees r coordinates of every head's keys and values.
 
     `key_down.g` and `value_down.g` are KV head g's bases (rows), the latter with a bias that takes
-    the values' mean away; `factors` names them.
+    the values' mean away; `factors` names them. With QK-norm the rows of W_q and W_k are in the
+    order of the dense model, and `kept_channels` [G, D] is the canonical order.
     """
 
     fusable = False
@@ -48,10 +49,13 @@ class ProjectedAttention(RapAttention):
         spec: AttentionSpec,
         dense_shape: AttentionShape,
         entry: ProjectedEntry,
+        norm: QKNorm | None = None,
+        norm_mode: str = "exact",
     ):
         geometry, dim = dense_shape.geometry, dense_shape.head_dim
         sizes = PairEntry(geometry.num_pairs, geometry.num_free, dim)
-        super().__init__(dense, spec, dense_shape, sizes)
+        # The mode is that of cut heads, and these are whole before the bases.
+        super().__init__(dense, spec, dense_shape, sizes, norm, "exact")
         output = getattr(self, spec.projections[3])
         like: dict[str, Any] = {"device": output.weight.device, "dtype": output.weight.dtype}
         inputs = dense_shape.num_heads * entry.values
@@ -111,6 +115,7 @@ def _each_head(bases: nn.ModuleList, x_BHTD: Tensor) -> Tensor:
 KIND = Kind(
     ProjectedEntry,
     ProjectedAttention,
+    normed=True,
     unsupported={
         "vllm": "keys are projected after their rotation, which vLLM's attention classes have no "
         "place for",
