@@ -411,3 +411,20 @@ def test_a_link_to_a_folder_stays_one(tmp_path, there):
     assert (tmp_path / "disk" / "big" / "x.json").read_text() == "2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out", "y.json"]
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["big"]
+
+
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for output in (pipe, "/dev/null"):
+        with pytest.raises(CheckpointError, match="is no regular file: name one"):
+            check_output_file(output, force=True)
+    assert pipe.is_fifo()
+
+
+def test_a_state_that_is_given_by_place_is_fingerprinted(tmp_path):
+    model = tiny_model()
+    small = apply(model, random_plan(model, WIDTHS))
+    state = {name: tensor + 1 for name, tensor in small.state_dict().items() if "index" not in name}
+    small.save_pretrained(tmp_path, True, small.state_dict() | state)
+    assert load(tmp_path).model.norm.weight[0] == small.model.norm.weight[0] + 1

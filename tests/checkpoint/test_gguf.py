@@ -304,3 +304,14 @@ def _rejected(file, reason):
     assert line.endswith("; use the original checkpoint")
     assert "\n" not in line
     assert not list((file.parent / "home").glob("gguf/*"))
+
+
+@pytest.mark.parametrize("damage", [SOURCE_FILE, "config.json"])
+def test_what_a_crash_left_is_made_again(tmp_path, damage):
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    folder = checkpoint_of(tmp_path / "tiny.gguf")
+    if damage == SOURCE_FILE:
+        (folder / damage).write_text("")
+    else:
+        (folder / damage).unlink()
+    assert _same_logits(checkpoint_of(tmp_path / "tiny.gguf"), tiny_llama(), 1e-5)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import rap
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
+from rap.checkpoint import load as loading
 from rap.checkpoint.load import (
     is_offloaded,
     load,
@@ -177,3 +178,24 @@ def test_offloaded_weights_are_not_hashed(tmp_path):
 def test_the_bundled_model_is_loaded_by_its_name(reference_model):
     assert fingerprint_model(rap.load("bundled")) == fingerprint_model(reference_model)
     assert rap.load_tokenizer("bundled")("It was dark").input_ids
+
+
+def test_what_lies_beside_the_weights_is_not_read(checkpoint):
+    """Such as a pointer of git-lfs in the place of another form of the model."""
+    (checkpoint / "consolidated.safetensors").write_text("version https://git-lfs")
+    assert load(checkpoint).config.num_hidden_layers == 2
+
+
+def test_quantized_weights_have_no_fingerprint(tmp_path, monkeypatch):
+    model = tiny_model()
+    apply(model, random_plan(model, ((4, 8), (3, 6)))).save_pretrained(tmp_path)
+    whole = loading._load
+
+    def quantized(*args: Any, **kwargs: Any) -> Any:
+        found = whole(*args, **kwargs)
+        found.is_quantized = True
+        found.model.norm.weight.data += 1
+        return found
+
+    monkeypatch.setattr(loading, "_load", quantized)
+    assert load(tmp_path).is_quantized

@@ -38,6 +38,12 @@ def family(name: str, **fields: Any) -> Any:
         ("rap:context=100:merge=1", "qwen3", "this model's cannot be: remove both"),
         ("rap:profile=stock", "smollm3", "frequenc"),
         ("elitekv", "smollm3", "does not rotate its keys"),
+        ("kvpruner", "phi", "where only some rotate, use kvpruner-indexed"),
+        ("kvpruner", "smollm3", "where only some rotate, use kvpruner-indexed"),
+        ("elitekv:pairs=8", "granite", "8 elite pairs leave nothing of retain 0.5"),
+        ("transmla:rotated=32", "granite", "32 rotated channels leave nothing of retain 0.5"),
+        ("palu:multiple=64", "granite", "below the floor of 64 in every layer"),
+        ("svdllm:multiple=64", "granite", "multiple 64 is more than the 32"),
     ],
 )
 def test_what_a_config_rules_out_is_refused_first(monkeypatch, tokenizer, method, name, said):

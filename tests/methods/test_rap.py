@@ -8,8 +8,10 @@ import torch
 
 import rap
 from cases.models import random_tokens, tiny_model
+from rap.methods import Rap
 from rap.methods.dense import dense_layers
 from rap.methods.values import layer_losses
+from rap.model.errors import RapError
 from rap.model.layers import attention_layers
 
 NEEDS = {"fisher", "energy", "pairs", "values", "gradients"}
@@ -271,3 +273,26 @@ def test_heads_and_layers_whose_output_nothing_reads_are_pruned_like_others(
     statistics = rap.calibrate(model, random_tokens(4, 48), method.needs_for(model))
     small = method.apply(model, method.plan(model, statistics))
     assert small(random_tokens(1, 8)).logits.isfinite().all()
+
+
+def test_a_small_part_of_merged_heads_is_possible_where_none_of_separate_ones_is():
+    """A fifth of three heads of 64 channels is a head of 32, and of each head too little for 32."""
+    model = tiny_model(heads=3, kv_heads=3, head_dim=64, hidden=96, dtype=torch.float32)
+    asked = {"retain": 0.2, "align": 32, "profile": "stock"}
+    with pytest.raises(RapError, match="rounds to nothing in steps of 16"):
+        Rap(**asked, merge=1).check_model(model)
+    method = Rap(**asked, merge="auto")
+    method.check_model(model)
+    plan = method.plan(model, rap.calibrate(model, random_tokens(2, 64), method.needs_for(model)))
+    assert {(layer.merge, layer.key_width, layer.value_width) for layer in plan.layers} == {
+        (3, 32, 32)
+    }
+    with pytest.raises(RapError, match="keeps nothing of a merged head"):
+        replace(method, retain=0.05).check_model(model)
+
+
+def test_merged_heads_by_error_have_the_steps_of_all_their_heads():
+    model = tiny_model(heads=8, kv_heads=4, head_dim=16, hidden=64, dtype=torch.float32)
+    with pytest.raises(RapError, match="is below one step of 2 in every layer"):
+        Rap(retain=0.1, align=4, budget="error", merge=1).check_model(model)
+    Rap(retain=0.1, align=4, budget="error", merge=4).check_model(model)

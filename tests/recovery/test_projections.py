@@ -1,5 +1,6 @@
 """Training of projections, piece by piece: what bases let through, which widths, which loss."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import rap
 from cases.models import random_tokens, tiny_model
 from rap.methods import METHODS
+from rap.model.errors import RapError
 from rap.model.layers import attention_layers
 from rap.recovery import projections
 from rap.recovery.config import RecoveryConfig
@@ -92,3 +94,29 @@ def test_passes_over_the_text_are_steps_where_none_are_given(monkeypatch):
     config = RecoveryConfig(epochs=3, global_batch=4, micro_batch=4)
     projections._train(bases_of(model), model, random_tokens(10, 16), config, progress=False)
     assert len(seen) == 8  # 30 windows in fours
+
+
+@pytest.mark.parametrize("spared", [True, False])
+def test_layers_that_were_left_dense_stay_so(spared):
+    """Those with a sliding window beside one with full attention."""
+    fields = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
+    model = tiny_model("qwen2", layers=3, dtype=torch.float32, **(fields if spared else {}))
+    method = METHODS["matryoshka"](retain=0.5)
+    windows = random_tokens(8, 32)
+    statistics = rap.calibrate(model, windows, method.needs)
+    small = method.apply(model, method.plan(model, statistics))
+    config = replace(SETTINGS, steps=2, window=32, num_windows=8, global_batch=4)
+    trained = projections.train_projections(small, model, windows, config)
+    moved = [
+        any(
+            not torch.equal(x, y)
+            for x, y in zip(old.module.parameters(), new.module.parameters(), strict=True)
+        )
+        for old, new in zip(attention_layers(small), attention_layers(trained), strict=True)
+    ]
+    assert moved == ([True, False, False] if spared else [True] * 3)
+
+
+def test_a_setting_that_is_not_read_is_refused():
+    with pytest.raises(RapError, match="does not read products"):
+        projections.check_read(replace(SETTINGS, products="bfloat16"))

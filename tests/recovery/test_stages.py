@@ -11,14 +11,16 @@ import torch
 
 import rap
 from cases.command import run
+from cases.family_cases import CASES
 from cases.fits import ShortFit
-from cases.models import tiny_model
+from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap import RapError, assets
 from rap.checkpoint.load import load, load_config, load_dense
 from rap.cli import recover as recover_command
 from rap.data.held_out import evaluation_tokens
 from rap.evaluation.quality.fidelity import fidelity
+from rap.methods import METHODS
 from rap.model.fingerprint import fingerprint_model
 from rap.pipeline import compress, save
 from rap.recovery import stages
@@ -366,6 +368,9 @@ def test_wrong_commands_end_in_one_line(checkpoints, tmp_path):
         "recovery steps cannot be 'many'": (pruned, *common, *FLAGS[:2], "--set", "steps=many"),
         "closed-form has no setting": (pruned, *common, *FLAGS, "--preset", "closed-form"),
         "already pruned": (pruned, "--teacher", pruned, "-o", tmp_path / "out"),
+        "would be replaced by what is made of it": (
+            *(pruned, "--teacher", dense, "-o", pruned, "--force"),
+        ),
     }
     for message, arguments in cases.items():
         result = run("recover", *arguments)
@@ -409,3 +414,16 @@ def test_a_dataset_without_an_end_needs_a_number_of_windows(tokenizer, monkeypat
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RapError, match="c4 is read as a stream, without an end; set num_windows"):
         recovery_windows(["c4"], tokenizer, PRESETS["paper"])
+
+
+def test_layers_that_hand_values_on_are_distilled_without_a_refit(tokenizer):
+    """Their layers cannot be worked on one by one, which a refit does."""
+    size = len(tokenizer)
+    case = next(case for case in CASES if case.name == "gemma4_text")
+    dense = case.model(dtype=torch.float32, vocab_size=size, vocab_size_per_layer_input=size)
+    method = METHODS["rap"](retain=0.5)
+    statistics = rap.calibrate(dense, random_tokens(2, 16), method.needs_for(dense))
+    small = method.apply(dense, method.plan(dense, statistics))
+    config = replace(CONFIG, window=16, num_windows=16, steps=2, global_batch=4, evaluate_every=2)
+    _, report = recover_stage(small, dense, tokenizer, "fast", texts=["bundled"], config=config)
+    assert report["distillation"]["steps"] == 2

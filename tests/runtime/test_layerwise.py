@@ -165,4 +165,7 @@ def test_a_container_may_have_less_room_than_its_machine(tmp_path, monkeypatch):
     used.write_text("1000\n")
     assert memory.free_memory(torch.device("cpu")) > 2**20
     limit.write_text("3000\n")
+    monkeypatch.setattr(memory, "CONTAINER_STATISTICS", tmp_path / "stat")
     assert memory.free_memory(torch.device("cpu")) == 2000
+    (tmp_path / "stat").write_text("anon 100\ninactive_file 600\nactive_file 50\n")
+    assert memory.free_memory(torch.device("cpu")) == 2600

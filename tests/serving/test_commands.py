@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -340,3 +341,33 @@ def test_a_model_too_short_for_any_prompt_is_not_verified():
     config = tiny_model("llama", max_position_embeddings=16).config
     with pytest.raises(RapError, match="was made for 16 tokens, too few to compare"):
         bundled_prompts("/nowhere", config)
+
+
+def test_a_config_that_does_not_say_what_it_keeps_is_refused(pruned, tmp_path):
+    shutil.copytree(pruned, tmp_path / "copy")
+    config = json.loads((pruned / "config.json").read_text("utf-8"))
+    del config["rap"]["kept_fraction"]
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    result = run("verify", tmp_path / "copy")
+    assert error_violations(result) == []
+    assert "no kept_fraction" in result.err
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path, tokenizer):
+    tiny_model("llama", vocab_size=50).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    result = run("verify", tmp_path)
+    assert error_violations(result) == []
+    assert "has more words than the model" in result.err
+
+
+@pytest.mark.parametrize("name", ["--port=9000", "--host"])
+def test_a_check_has_an_address_of_its_own(pruned, monkeypatch, name):
+    monkeypatch.setattr(command_line, "runs_in", lambda source: "nothing")
+    result = run("serve", pruned, "--check", "--", name, "1")
+    assert error_violations(result) == []
+    assert "--check chooses its own address" in result.err
+
+
+def test_an_address_of_version_six_is_in_brackets():
+    assert Server("OUT", "fe80::1", 8001).url == "http://[fe80::1]:8001"

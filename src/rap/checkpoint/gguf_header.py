@@ -75,7 +75,7 @@ class Header:
     """
 
     def __init__(self, file: Path):
-        from gguf import GGUFReader  # an optional extra
+        from gguf import GGUFReader
 
         reader = GGUFReader(file)
         self.file = file

@@ -22,9 +22,8 @@ from ..model.errors import CheckpointError
 from ..model.fingerprint import fingerprint_model
 from ..model.layers import PREFIX, attention_spec, check_dense, text_config
 from ..model.modeling import auto_class, register
-from .files import check_safetensors
 from .reading import reading
-from .shards import check_depth
+from .shards import INDEX_FILE, WEIGHTS_FILE, check_depth, find_shards
 from .source import resolve_source
 
 _PROCESSOR_FILES = (
@@ -70,7 +69,8 @@ def load(source: str | Path, *, verify: bool = True, **kwargs: Any) -> Any:
     `source` is a checkpoint directory, a hub name, `bundled`, a model that `rap fetch` brought, or
     a .gguf file; `kwargs` (dtype, device_map, ...) go to `from_pretrained`. A pruned checkpoint's
     weights are checked against the fingerprint in its config, which hashes all of them once, unless
-    `verify` is off, some are offloaded, or the requested dtype cannot represent the stored values.
+    `verify` is off, some are offloaded, or the requested dtype or quantization cannot represent the
+    stored values.
     Attention is eager, if nothing else is asked for, in models that cap their scores: SDPA would
     leave the cap out.
 
@@ -82,6 +82,7 @@ def load(source: str | Path, *, verify: bool = True, **kwargs: Any) -> Any:
     model = _load(source, config, **kwargs)
     stored = (getattr(config, "rap", None) or {}).get("fingerprint")
     exact = model.dtype in (config.dtype, torch.float32, torch.float64)
+    exact &= not getattr(model, "is_quantized", False)
     here = exact and not is_offloaded(model)
     if verify and here and stored and stored != fingerprint_model(model):
         raise CheckpointError(
@@ -136,12 +137,9 @@ def copy_processor(source: str | Path, folder: Path) -> None:
 
 def _load(source: str | Path, config: PreTrainedConfig, **kwargs: Any) -> Any:
     check_dtype(kwargs.get("dtype", "auto"))
-    if Path(source).is_dir():
-        shards = sorted(Path(source).glob("*.safetensors"))
-        for shard in shards:
-            check_safetensors(shard)
-        if any(shard.name.startswith("model") for shard in shards):  # and not an adapter alone
-            check_depth(shards, config)
+    folder = Path(source)
+    if any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
+        check_depth(find_shards(folder), config)
     kwargs = _obeying(config) | kwargs
     with reading(f"load weights from {source}"):
         model, found = auto_class(config).from_pretrained(

@@ -12,7 +12,7 @@ from ..model.errors import CheckpointError
 from ..model.layers import text_config
 from .files import check_safetensors, read_json
 
-INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # In the order in which safetensors lays types out in a file, wide ones first for alignment.
 DTYPE_NAMES = {
     torch.int64: "I64",
@@ -30,7 +30,7 @@ _ROWS = 4096
 
 def find_shards(folder: Path) -> list[Path]:
     """The files that hold the weights, each whole; CheckpointError if one is missing or damaged."""
-    shards = [folder / "model.safetensors"]
+    shards = [folder / WEIGHTS_FILE]
     if not shards[0].is_file() and (folder / INDEX_FILE).is_file():
         index = read_json(folder / INDEX_FILE, "download it again")
         try:

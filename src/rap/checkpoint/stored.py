@@ -169,7 +169,7 @@ class StoredModel:
         return loaded if rounded else dtype
 
     def join(self, name: str, parts: list[tuple[str, str]], read: Any) -> Tensor:
-        """What the model joins of stored `parts`, as `conversions.Conversions.join`.
+        """What the model joins of stored `parts`, as `Conversions.join`.
 
         Raises CheckpointError if they do not make up the whole.
         """

@@ -240,7 +240,7 @@ def _console() -> Any:
 def main() -> None:
     """Entry point: bad input ends in one line and exit code 2, never in a traceback.
 
-    Exit codes are those of `topics.EXIT_CODES`; Ctrl-C says how to go on, and is 130.
+    Exit codes are those of `EXIT_CODES`; Ctrl-C says how to go on, and is 130.
     """
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]

@@ -119,7 +119,7 @@ def recover_command(
 ) -> None:
     """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
     check_output(output, force=force)
-    check_apart(output, teacher)
+    check_apart(output, teacher, pruned)
     chosen = configured(train.preset, train.changes or [], seed)
     texts, shown = train.split(evaluate, teacher)
     check_sources(*texts, shown)

@@ -102,6 +102,8 @@ def serve_command(
         extra += ["--tensor-parallel-size", str(tensor_parallel_size)]
     server = Server(resolve_source(model), host, port, api_key, tuple(extra))
     found = runs_in(server.source)
+    if check and any(name.split("=")[0] in ("--host", "--port") for name in extra):
+        raise RapError("--check chooses its own address: remove --host and --port behind --")
     if check:
         server = replace(server, host="127.0.0.1", port=free_port())
     console.print(shlex.join(server.command), soft_wrap=True, markup=False)
@@ -204,7 +206,7 @@ def export_gguf_command(
 ) -> None:
     """Write MODEL, dense or of uniform layout, as a GGUF file for llama.cpp."""
     for given in (model, tokenizer_from):
-        if given is not None and Path(given).is_file() and Path(given).samefile(output):
+        if given and output.exists() and Path(given).is_file() and output.samefile(given):
             raise RapError(f"{output} would replace what it is made from; choose another output")
     written = export_gguf(
         resolve_source(model),

@@ -52,9 +52,9 @@ class EliteKv(Replacing):
         return cls(**best | settings)
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
-        """As of every method; every layer rotates.
+        """As of every method; every layer rotates, and elite pairs leave something.
 
-        Raises UnsupportedModelError for one that does not.
+        Raises UnsupportedModelError for one that does not rotate.
         """
         super().check_shapes(shapes)
         for index, shape in enumerate(shapes):
@@ -63,6 +63,8 @@ class EliteKv(Replacing):
                     f"layer {index} does not rotate its keys, and elitekv keeps pairs that do: use "
                     "another method"
                 )
+            if shape is not None:
+                self._room(index, shape, 1 if isinstance(self.pairs, str) else self.pairs)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -87,7 +89,7 @@ class EliteKv(Replacing):
         able = [
             count
             for count in range(step, most + 1, step)
-            if all(_rank(layer, count, self.retain) > 0 for layer in layers)
+            if all(min(_left(x.shape, count, self.retain), _most(x, count)) > 0 for x in layers)
         ] or [1]
 
         def perplexity(count: int) -> float:
@@ -98,14 +100,22 @@ class EliteKv(Replacing):
 
     def _sizes(self, layer: DenseLayer, count: int | None) -> tuple[int, int]:
         """Elite pairs of a head, and the rank that the rest of the budget leaves."""
-        elite = _elite(layer, count)
-        rank = _rank(layer, elite, self.retain)
-        if rank < 1 or elite < 1:
+        elite, left = self._room(layer.index, layer.shape, count)
+        return elite, min(left, _most(layer, elite))
+
+    def _room(self, index: int, shape: AttentionShape, count: int | None) -> tuple[int, int]:
+        """Elite pairs of a head, and the channels that they leave of the budget.
+
+        Raises RapError if that is nothing.
+        """
+        elite = min(count or max(1, shape.head_dim // 8), shape.geometry.num_pairs)
+        left = _left(shape, elite, self.retain)
+        if left < 1 or elite < 1:
             raise RapError(
-                f"layer {layer.index}: {elite} elite pairs leave nothing of retain {self.retain} "
+                f"layer {index}: {elite} elite pairs leave nothing of retain {self.retain} "
                 "for the latent: set fewer `pairs`, or a larger retain"
             )
-        return elite, rank
+        return elite, left
 
     def _layer(self, layer: DenseLayer, count: int | None) -> WeightsPlan:
         elite, rank = self._sizes(layer, count)
@@ -135,17 +145,16 @@ class EliteKv(Replacing):
         return up[: len(rest)] / scale, up[len(rest) :], down
 
 
-def _elite(layer: DenseLayer, count: int | None) -> int:
-    """Pairs of a head of the layer, at most those it has; an eighth of the head dim if not said."""
-    return min(count or max(1, layer.shape.head_dim // 8), layer.shape.geometry.num_pairs)
+def _left(shape: AttentionShape, elite: int, retain: float) -> int:
+    """Channels that so many elite pairs of every head leave of the budget."""
+    heads = shape.num_kv_heads
+    return round(2 * retain * heads * shape.head_dim) - 2 * elite * heads
 
 
-def _rank(layer: DenseLayer, elite: int, retain: float) -> int:
-    """The rank of the latent that so many elite pairs leave of the budget, as far as it can use."""
-    heads, dim = layer.shape.num_kv_heads, layer.shape.head_dim
-    budget = round(2 * retain * heads * dim)
-    most = min(heads * (2 * dim - 2 * elite), layer.linears["v"].weight.shape[1])
-    return min(budget - 2 * elite * heads, most)
+def _most(layer: DenseLayer, elite: int) -> int:
+    """The largest rank that a latent beside so many elite pairs has a use for."""
+    rows = layer.shape.num_kv_heads * (2 * layer.shape.head_dim - 2 * elite)
+    return min(rows, layer.linears["v"].weight.shape[1])
 
 
 def elite_pairs(layer: DenseLayer, count: int) -> Tensor:

@@ -20,13 +20,18 @@ from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.base import LayerPlan, WeightsPlan
 from ..model.kinds.single_channels import IndexedEntry, ReindexedEntry
 from ..model.layers import rotary_module, text_config
-from ..model.rope import HeadGeometry, read_frequencies
-from ..planning.budgets import KeyShare, LayerBudget, check_settings, kv_budgets
-from ..planning.scores import score_layers
+from ..model.rope import AttentionShape, HeadGeometry, read_frequencies
+from ..planning.budgets import Budget, KeyShare, LayerBudget, check_settings, kv_budgets
+from ..planning.scores import equal_scores, score_layers
 from ..runtime.sources import LayerSource
 from .base import aligned
 from .replacing import DenseLayer, Replacing
 from .trials import Trials
+
+_NOT_NARROWER = (
+    "layer {}: kept channels cannot be taken for a narrower head where only some rotate, use "
+    "kvpruner-indexed"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,16 @@ class _Channels(Replacing):
         """The RAP paper's budgets: layers in proportion to their Fisher score."""
         return cls(**{"budget": "adaptive"} | settings)
 
+    def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
+        """As of every method: what layers of equal scores could not keep, none can."""
+        super().check_shapes(shapes)
+        budget: Budget = "uniform" if self.budget == "sensitivity" else self.budget
+        alike = [None if shape is None else equal_scores(shape) for shape in shapes]
+        kv_budgets(alike, self.retain, budget=budget, **self._shares(shapes))
+
+    def _shares(self, shapes: Sequence[AttentionShape | None]) -> dict[str, Any]:
+        return {"key_share": self.key_share, "align": aligned(self.align, shapes)}
+
     @property
     def needs(self) -> frozenset[str]:
         """Gradients of W_k and W_v, and windows to try cuts on."""
@@ -68,10 +83,7 @@ class _Channels(Replacing):
         by_layer = [layer.statistics for layer in layers]
         shapes = [layer.shape for layer in layers]
         scores = score_layers("fisher", by_layer, [None] * len(layers), shapes)
-        settings: dict[str, Any] = {
-            "key_share": self.key_share,
-            "align": aligned(self.align, shapes),
-        }
+        settings = self._shares(shapes)
         if self.budget != "sensitivity":
             budgets = kv_budgets(scores, self.retain, budget=self.budget, **settings)
         else:
@@ -113,15 +125,22 @@ class KvPruner(_Channels):
 
     rotation: Literal["narrow", "first"] = "narrow"
 
+    def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
+        """As of every method; all channels of a head rotate.
+
+        Raises UnsupportedModelError for a layer of which only some do, or none.
+        """
+        super().check_shapes(shapes)
+        for index, shape in enumerate(shapes):
+            if shape is not None and (shape.geometry.num_free or not shape.geometry.num_pairs):
+                raise UnsupportedModelError(_NOT_NARROWER.format(index))
+
     def _layer(
         self, layer: DenseLayer, model: PreTrainedModel, keys_GW: Tensor, values_GC: Tensor
     ) -> WeightsPlan:
         geometry, width = layer.shape.geometry, keys_GW.shape[1]
         if geometry.num_free or not geometry.num_pairs or width % 2:
-            raise UnsupportedModelError(
-                f"layer {layer.index}: kept channels cannot be taken for a narrower head where "
-                "only some rotate, use kvpruner-indexed"
-            )
+            raise UnsupportedModelError(_NOT_NARROWER.format(layer.index))
         # Channels stay in the dense order and pair up as that of a head of their number would.
         order = geometry.canonical_order()
         dense = order[keys_GW].sort(1).values

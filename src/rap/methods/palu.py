@@ -48,11 +48,14 @@ class Palu(Replacing):
     multiple: Count = 1
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
-        """As of every method; groups of heads must be whole."""
+        """As of every method; groups of heads must be whole, and have a rank each."""
         super().check_shapes(shapes)
-        for index, shape in enumerate(shapes):
-            if shape is not None:
-                self._group(index, shape.num_kv_heads)
+        sizes = [
+            self._group(index, shape.num_kv_heads) * shape.head_dim
+            for index, shape in enumerate(shapes)
+            if shape is not None
+        ]
+        self._shared([1.0] * 2 * len(sizes), sizes)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -67,14 +70,19 @@ class Palu(Replacing):
         return (self._layer(layer, *ranks[i]) for i, layer in enumerate(layers))
 
     def _ranks(self, layers: Sequence[DenseLayer]) -> list[tuple[int, int]]:
-        sizes = [self._heads(layer) * layer.shape.head_dim for layer in layers]
+        sizes, scores = [self._heads(layer) * layer.shape.head_dim for layer in layers], []
+        if self.ranks == "fisher":
+            scores = [
+                float(layer.statistics[f"root_fisher_{r}"].mean()) for r in "kv" for layer in layers
+            ]
+        return self._shared(scores, sizes)
+
+    def _shared(self, scores: Sequence[float], sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Ranks of keys and of values for groups of these sizes, by the scores of all of them."""
         if self.ranks == "uniform":
             nearest = [nearest_rank(self.retain, size, self.multiple) for size in sizes]
             return [(rank, rank) for rank in nearest]
-        scores = [
-            float(layer.statistics[f"root_fisher_{r}"].mean()) for r in "kv" for layer in layers
-        ]
-        kept = allocate(scores, self.retain, sizes + sizes, unit=self.multiple)
+        kept = allocate(scores, self.retain, [*sizes, *sizes], unit=self.multiple)
         return list(zip(kept[: len(sizes)], kept[len(sizes) :], strict=True))
 
     def _heads(self, layer: DenseLayer) -> int:

@@ -253,13 +253,26 @@ class Rap(PairPruning):
         return score_layers(self._ranking, statistics, weights, shapes, self.seed)
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
-        """As of pair pruning; by error every head keeps a step at least."""
-        if self.budget not in ("error", "search", "auto"):
-            super().check_shapes(shapes)
+        """As of pair pruning, where heads stay apart: what is merged depends on the model."""
+        if self.merge == 1:
+            self._check_widths(shapes, [1] * len(shapes))
+
+    def _check_widths(self, shapes: Sequence[AttentionShape | None], merges: Sequence[int]) -> None:
+        """By error every head keeps a step at least; a merged one has the pairs of all its heads.
+
+        Raises RapError for less.
+        """
+        unit = max(1, self.alignment(shapes) // 2)
+        present = [(s, m) for s, m in zip(shapes, merges, strict=True) if s is not None]
+        if self.budget in ("error", "search", "auto"):
+            sizes = [merge * shape.head_dim // 2 for shape, merge in present]
+            heads = [shape.num_kv_heads // merge for shape, merge in present]
+            above_floor(self.retain, sizes, heads, unit)
             return
-        present = [shape for shape in shapes if shape is not None]
-        sizes, heads = zip(*((s.head_dim // 2, s.num_kv_heads) for s in present), strict=True)
-        above_floor(self.retain, sizes, heads, max(1, self.alignment(shapes) // 2))
+        for shape, merge in present:
+            if merge > 1:
+                merged_budget(self.retain, merge, shape, unit)
+        super().check_shapes([s if m == 1 else None for s, m in zip(shapes, merges, strict=True)])
 
     def check_model(self, model: PreTrainedModel) -> None:
         """As of every method; folding and the uniform layout require frequencies they can share."""
@@ -270,6 +283,7 @@ class Rap(PairPruning):
         super().check_model(model)
         dense = self._opened(self.dense(model))
         self._folds(dense)
+        self._check_widths(dense.shapes, self._merges(dense))
         if self.profile == "stock":
             shared_frequencies(dense.frequencies)
 
@@ -280,11 +294,12 @@ class Rap(PairPruning):
         if self.budget == "error":
             kept = self.widths(scores, statistics, dense).by_layer()
             return self._budgets_of(kept, dense)
-        budgets = super().budgets(scores, statistics, dense)
-        unit = max(1, self.alignment(dense.shapes) // 2)
+        merges, unit = self._merges(dense), max(1, self.alignment(dense.shapes) // 2)
+        alone = [x if merge == 1 else None for x, merge in zip(scores, merges, strict=True)]
+        budgets = super().budgets(alone, statistics, dense)
         return [
             merged_budget(self.retain, merge, shape, unit) if merge > 1 else budget
-            for budget, merge, shape in zip(budgets, self._merges(dense), dense.shapes, strict=True)
+            for budget, merge, shape in zip(budgets, merges, dense.shapes, strict=True)
         ]
 
     def _budgets_of(

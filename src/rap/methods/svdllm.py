@@ -20,6 +20,7 @@ import torch
 
 from ..calibration.statistics import Statistics
 from ..model.kinds.base import WeightsPlan
+from ..model.rope import AttentionShape
 from ..planning.budgets import allocate
 from ..planning.subspace import whitened_factors
 from ..runtime.settings import Count
@@ -41,6 +42,13 @@ class SvdLlm(Replacing):
     whole_keys: ClassVar[bool] = True
 
     multiple: Count = 1
+
+    def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
+        """As of every method; a step of ranks is no more than a layer has."""
+        super().check_shapes(shapes)
+        for shape in shapes:
+            if shape is not None:
+                nearest_rank(self.retain, shape.num_kv_heads * shape.head_dim, self.multiple)
 
     @property
     def needs(self) -> frozenset[str]:

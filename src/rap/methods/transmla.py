@@ -70,6 +70,7 @@ class TransMla(Replacing):
                     f"layer {index}: {pairs} pairs of a head do not divide into {slots} slots and "
                     f"folds of {fold}: set `rotated` and `freqfold`, or use another method"
                 )
+            self._rank(index, shape, whole=False)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -110,15 +111,14 @@ class TransMla(Replacing):
             return min(ROTATED // 2, pairs)
         return min(self.rotated // 2, shape.num_kv_heads * pairs)
 
-    def _rank(self, layer: DenseLayer, *, whole: bool) -> int:
+    def _rank(self, index: int, shape: AttentionShape, *, whole: bool) -> int:
         """What the slots leave of the budget for the latent, or what loses nothing."""
-        elements = 2 * layer.shape.num_kv_heads * layer.shape.head_dim
-        slots = 2 * self._slots(layer.shape)
+        elements, slots = 2 * shape.num_kv_heads * shape.head_dim, 2 * self._slots(shape)
         kept = elements if whole else round(self.retain * elements)
         rank = min(kept - slots, elements - slots)
         if rank < 1:
             raise RapError(
-                f"layer {layer.index}: {slots} rotated channels leave nothing of retain "
+                f"layer {index}: {slots} rotated channels leave nothing of retain "
                 f"{self.retain} for the latent: set a smaller `rotated`, or a larger retain"
             )
         return rank
@@ -132,7 +132,7 @@ class TransMla(Replacing):
         balance = _balance(still @ key, value, moment)
         # A PCA of what is projected: the best factors of the weight under the inputs' moment.
         joint = torch.cat([still @ key / balance, value])
-        up, down = whitened_factors(joint, moment, self._rank(layer, whole=whole))
+        up, down = whitened_factors(joint, moment, self._rank(layer.index, shape, whole=whole))
         # W_k is turn^T turn W_k: what does not rotate of it comes from the latent.
         key_up, value_up = still.mT @ up[: len(still)] * balance, up[len(still) :]
         tensors: dict[str, Tensor] = {

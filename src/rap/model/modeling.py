@@ -108,7 +108,8 @@ class RapModelMixin(_Model):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As the base class; the config records the fingerprint of exactly these weights."""
-        self.config.rap["fingerprint"] = fingerprint_saved(self, kwargs.get("state_dict"))
+        weights = kwargs.get("state_dict", args[1] if len(args) > 1 else None)
+        self.config.rap["fingerprint"] = fingerprint_saved(self, weights)
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def get_correct_attn_implementation(
@@ -177,6 +178,8 @@ def config_class(base_type: str) -> type:
         "is_custom_code": classmethod(lambda cls: False),
         "model_type": PREFIX + base_type,
         "rap": None,
+        # Every rank computes the whole model: heads are split nowhere, and so no frequencies are.
+        "base_model_tp_plan": None,
     }
     made: Any = type(f"Rap{base.__name__}", (base,), body)
     made.register_for_auto_class()

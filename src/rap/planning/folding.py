@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..model.errors import RapError
 from .subspace import hermitian_root, weighted_subspace
 
 # Candidate edges in radians of theta * context; pairs between the same two edges form a group.
@@ -102,42 +101,6 @@ def fold_head(
         )
         heads.append(head)
     return min(heads, key=lambda head: head.error)
-
-
-def fold_at(
-    query_SS: Tensor,
-    key_SS: Tensor,
-    frequencies: Tensor,
-    pairs: Sequence[int],
-    context: int,
-    candidates: Sequence[Sequence[float]] = EDGES,
-    *,
-    reach: float | None = None,
-    turned: bool = False,
-) -> FoldedHead:
-    """The best way to fill slots at the frequencies of `pairs`, ascending: as `fold_head`.
-
-    Groupings are passed over that have fewer directions in a group than the list has slots.
-    Raises RapError if all of `candidates` are: g times a pair alone is the most for edges ().
-    """
-    reach = usual_reach(context) if reach is None else reach
-    filled = []
-    for edges in candidates:
-        groups = frequency_groups(frequencies, context, edges)
-        directions = group_directions(query_SS, key_SS, groups)
-        slots: dict[int, list[int]] = {}
-        for pair in pairs:
-            slots.setdefault(groups[pair], []).append(pair)
-        if any(len(kept) > len(directions[group]) for group, kept in slots.items()):
-            continue
-        head = fill_slots(
-            query_SS, key_SS, frequencies, groups, directions, slots, reach, turned=turned
-        )
-        if head.frequency.tolist() == sorted(pairs):
-            filled.append(head)
-    if not filled:
-        raise RapError(f"no group of pairs has directions for slots at {list(pairs)}")
-    return min(filled, key=lambda head: head.error)
 
 
 def usual_reach(context: int) -> float:

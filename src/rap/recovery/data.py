@@ -126,7 +126,8 @@ def hold_out(windows_NT: Tensor, limit: int) -> tuple[Tensor, Tensor]:
 
 
 def whole_batches(windows_NT: Tensor, global_batch: int) -> Tensor:
-    """The windows that fill batches; all of them where they do not fill one.
+    """The windows that fill batches; all of them where they do not fill one, as many as the micro
+    batch then takes.
 
     The last few would make a smaller step, of a size that the number of devices decides.
     """

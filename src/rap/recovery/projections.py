@@ -48,7 +48,7 @@ SETTINGS = replace(
 # Settings of other ways to distil; a change of one would do nothing here.
 UNREAD = (
     *("tune", "rank", "alpha", "dropout", "schedule", "weight_decay", "match_steps"),
-    *("evaluate_every", "gradient_checkpointing", "report_to"),
+    *("evaluate_every", "gradient_checkpointing", "report_to", "products"),
 )
 
 
@@ -69,9 +69,10 @@ def train_projections(
     check_read(config)
     _check(small, dense)
     statistics = calibrate(dense, windows[:CALIBRATION_WINDOWS], {"rotated"}).layers
-    layers = [layer for layer in attention_layers(dense) if layer.shape is not None]
     trained, spec = copy.deepcopy(small), attention_spec(dense.config)
     own = attention_layers(trained)
+    projected = [isinstance(layer.module, ProjectedAttention) for layer in own]
+    layers = [layer for layer in attention_layers(dense) if projected[layer.index]]
     indices = [layer.index for layer in layers]
     bases = {i: Bases(own[i], statistics[i]).to(dense.device) for i in indices}
     with frozen(dense), evaluating(dense):
@@ -150,6 +151,8 @@ class _Projecting(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if layer_idx not in self.bases:  # a layer that was left dense
+            return key_states, value_states
         bases, groups, dim = self.bases[layer_idx], key_states.shape[1], key_states.shape[-1]
         steps = torch.randint(1, WIDTH_STEPS + 1, (2, groups), generator=self.generator)
         keys, values = -(-steps * dim // WIDTH_STEPS)
@@ -227,15 +230,17 @@ def _load(
 
 
 def _check(small: PreTrainedModel, dense: PreTrainedModel) -> None:
-    pairs = list(zip(attention_layers(small), attention_layers(dense), strict=True))
+    pairs = [
+        (layer, original)
+        for layer, original in zip(attention_layers(small), attention_layers(dense), strict=True)
+        if isinstance(layer.module, ProjectedAttention)
+    ]
+    if not pairs:
+        raise RapError(
+            "recovery 'projections' trains the bases of method matryoshka, this model has none"
+        )
     spec = attention_spec(dense.config)
     for layer, original in pairs:
-        if layer.shape is None:
-            continue
-        if not isinstance(layer.module, ProjectedAttention):
-            raise RapError(
-                "recovery 'projections' trains the bases of method matryoshka, this model has none"
-            )
         mine, theirs = (projections(item, spec)["v"].weight for item in (layer, original))
         if not torch.equal(mine, theirs.to(mine)):
             raise RapError(

@@ -19,7 +19,7 @@ from ..data.protocol import CALIBRATION_TOKENS
 from ..data.text import fingerprint_windows, named_sources
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
-from ..model.layers import trained_length
+from ..model.layers import attention_spec, trained_length
 from ..runtime.layerwise import answering
 from ..runtime.sources import LayerSource, LoadedLayers, source_of
 from .closed_form import refit_outputs
@@ -281,11 +281,12 @@ class _Run:
         self.offer(LoadedLayers(trained), "trained")
 
     def distil(self, config: RecoveryConfig) -> None:
-        """Distil, after a refit where nothing was fitted."""
+        """Distil, after a refit where nothing was fitted and layers can be worked on one by one."""
         # Imported here: the trainer and peft take seconds, and only distillation needs them.
         from .distillation import distill
 
-        if "fit" not in self.report:
+        one_by_one = attention_spec(self.dense.model.config).value_norm is None
+        if "fit" not in self.report and one_by_one:
             self.refit(config)
         distilled = distill(
             self.small.model,

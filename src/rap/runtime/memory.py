@@ -12,6 +12,7 @@ from ..checkpoint.stored import LOW, kept_in_float32
 from ..model.errors import RapError
 
 CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
+CONTAINER_STATISTICS = "/sys/fs/cgroup/memory.stat"
 
 
 def free_memory(device: torch.device) -> int:
@@ -28,7 +29,16 @@ def _container_room() -> int:
         limit, used = (int(Path(name).read_text()) for name in CONTAINER)
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return sys.maxsize
-    return max(0, limit - used)
+    return max(0, limit - used + _file_cache())
+
+
+def _file_cache() -> int:
+    """Bytes that were read from files: they count as used, and are given up for anything else."""
+    try:
+        lines = Path(CONTAINER_STATISTICS).read_text().splitlines()
+        return int(dict(line.split() for line in lines)["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def describe_memory(

@@ -50,7 +50,7 @@ class Server:
     def url(self) -> str:
         """Where a client on this machine reaches it."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Environment of the server process."""

@@ -176,7 +176,8 @@ def check_tolerance(tolerance: float | None) -> None:
 def bundled_prompts(source: str | Path, config: PreTrainedConfig) -> list[list[int]]:
     """Token ids of five prompts, 1 to 300 tokens: bundled text, or random without a tokenizer.
 
-    Fewer of a model that was made for fewer tokens. Raises RapError where it is for none of them.
+    Fewer of a model that was made for fewer tokens. Raises RapError where it is for none of them,
+    and CheckpointError for a tokenizer of another model.
     """
     longest = (trained_length(config) or PROMPT_TOKENS[-1] + MAX_TOKENS) - MAX_TOKENS
     lengths = [length for length in PROMPT_TOKENS if length <= longest]
@@ -196,6 +197,10 @@ def bundled_prompts(source: str | Path, config: PreTrainedConfig) -> list[list[i
     else:
         text = assets.reference_text("validation")[: 20 * sum(lengths)]
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if max(ids) >= text_config(config).vocab_size:
+            raise CheckpointError(
+                f"the tokenizer of {source} has more words than the model: copy the model's own"
+            )
     prompts = []
     for length in lengths:
         prompts.append(ids[:length])
@@ -240,8 +245,15 @@ def dense_caches(source: str | Path, config: PreTrainedConfig) -> list[CacheLayo
 
 
 def kept_fraction(config: PreTrainedConfig, dense: Sequence[CacheLayout]) -> float:
-    """Cached channels over those of the dense model's layers, from the config."""
+    """Cached channels over those of the dense model's layers, from the config.
+
+    Raises CheckpointError for a pruned one that does not say.
+    """
     section = getattr(config, "rap", None)
+    if section and "kept_fraction" not in section:
+        raise CheckpointError(
+            "config.json has no kept_fraction in its `rap` section: apply the plan again"
+        )
     if section:
         return float(section["kept_fraction"])
     return channels(_own_caches(config)) / channels(dense)

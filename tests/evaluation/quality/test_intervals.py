@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rap.evaluation.quality import intervals
 from rap.evaluation.quality.intervals import mean_interval, perplexity_ratio_interval
 
 
@@ -42,3 +43,10 @@ def test_a_loss_that_is_too_large_for_exp_is_infinite():
     found = perplexity_ratio_interval([2000.0, 2001.0], [1.0, 2.0])
     assert (found.value, found.low, found.high) == (math.inf, math.inf, math.inf)
     assert perplexity_ratio_interval([1.0, 2.0], [2000.0, 2001.0]).value == 0
+
+
+def test_the_draws_do_not_depend_on_how_many_are_held_at_once(monkeypatch):
+    values = torch.randn(50, generator=torch.Generator().manual_seed(3)).tolist()
+    at_once = mean_interval(values)
+    monkeypatch.setattr(intervals, "DRAWN_AT_ONCE", 777)
+    assert mean_interval(values) == at_once

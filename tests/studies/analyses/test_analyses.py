@@ -277,3 +277,30 @@ def test_wrong_input_is_one_line(arguments, message, tmp_path):
     result = run("analyze", *arguments, "-o", tmp_path)
     assert error_violations(result) == []
     assert message in result.err
+
+
+def test_units_are_compared_in_the_same_layers():
+    """Also those with a window beside full attention, of which KVPruner spares them elsewhere."""
+    model = tiny_model(
+        "cohere2",
+        layers=4,
+        sliding_window=64,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+    )
+    found = orphans.measure(study_of(model, random_tokens(2, 32), random_tokens(1, 99)[0]))
+    assert all(0 < row["channels"]["orphans"] < 1 for row in found["rows"])
+
+
+@pytest.mark.parametrize("name", ["loss", "probe"])
+def test_layers_that_read_the_keys_of_another_are_counted_with_it(name):
+    model = next(case for case in FAMILIES if case.name == "gemma4_text").model(dtype=torch.float32)
+    windows, tokens = random_tokens(2, 32), random_tokens(1, 99)[0]
+    found = ANALYSES[name].measure(study_of(model, windows, tokens))
+    assert all(math.isfinite(row["perplexity"]) for row in found["rows"])
+
+
+def test_layers_that_do_not_rotate_have_no_pairs_to_rank():
+    model = next(case for case in FAMILIES if case.name == "smollm3").model(dtype=torch.float32)
+    study = study_of(model, random_tokens(2, 32), random_tokens(1, 99)[0])
+    rotating = sum(bool(x.shape.geometry.num_pairs) for x in attention_layers(model))
+    assert len(ANALYSES["scores"].measure(study)["spearman"]) == rotating < 3

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers.normalizers import Lowercase
 
 import rap
 from cases.command import error_violations, run
+from cases.family_cases import CASES
 from cases.fits import SHORT
+from cases.models import tiny_model
 from rap import assets
 from rap.calibration import dense_context
 from rap.checkpoint.card import interval_text
@@ -289,6 +292,38 @@ def test_a_failed_cell_is_recorded_and_the_rest_goes_on(grid):
     assert any("failed: ZeroDivisionError" in line for line in said)
     (record,) = output.glob("cells/broken-*/error.json")
     assert "in apply" in json.loads(record.read_text(encoding="utf-8"))["traceback"]
+
+
+def test_a_model_that_a_method_is_not_made_for_fails_in_a_sentence(tiny, tmp_path):
+    """Also where the plan could be made, and what it makes would crash."""
+    model = tiny_model("llama", head_dim=80, hidden=160, vocab_size=4096)
+    found = rap.compare(
+        model,
+        tokenizer=assets.reference_tokenizer(),
+        output=tmp_path,
+        methods=["transmla"],
+        retain=(0.7,),
+        measures=replace(tiny, recall_documents=0, decode_steps=0),
+        **SMALL,
+    )
+    (failed,) = found["failed"]
+    assert failed["error"].startswith("layer 0: 40 pairs of a head do not divide into 32 slots")
+
+
+def test_a_model_of_which_not_all_layers_attend_is_compared_without_times(tiny, tmp_path):
+    case = next(case for case in CASES if case.name == "lfm2")
+    model = case.model(dtype=torch.float32, vocab_size=4096)
+    found = rap.compare(
+        model,
+        tokenizer=assets.reference_tokenizer(),
+        output=tmp_path,
+        methods=["magnitude"],
+        retain=(0.5,),
+        measures=replace(tiny, recall_documents=0),
+        **SMALL,
+    )
+    assert not found["failed"]
+    assert all("decode_seconds" not in cell for cell in found["cells"])
 
 
 def test_a_command_whose_cell_failed_ends_in_exit_code_1(tiny, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ such multiplies weights with the new token alone.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -131,15 +131,6 @@ def _mixing(model: PreTrainedModel, layers: list[AttentionLayer], flops: dict[st
     mixing, rest = divmod(attended - projected, PREFILL + 1)
     assert rest == 0, "attention did products besides projections, scores and values"
     return mixing
-
-
-def over_dense(dense: Footprint, small: Footprint) -> dict[str, float]:
-    """Each figure of `small` over that of `dense`; figures that are zero when dense are left out.
-
-    Only KV bytes also depend on `kv_dtype`: compare models of the same precision.
-    """
-    figures = ((name, getattr(small, name), whole) for name, whole in asdict(dense).items())
-    return {name: part / whole for name, part, whole in figures if name != "kv_dtype" and whole}
 
 
 def _decode_step(model: Any) -> tuple[list[int], torch.dtype, dict[str, int]]:

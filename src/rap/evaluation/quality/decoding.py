@@ -182,5 +182,7 @@ class _Batch:
 
 
 def _selects(cache: Any) -> bool:
-    """Whether rows can be taken out of every layer of a cache."""
-    return all(isinstance(layer, DynamicLayer) for layer in getattr(cache, "layers", [None]))
+    """Whether rows can be taken out of every layer of a cache: of what else it holds as well."""
+    layers = getattr(cache, "layers", [None])
+    recurrent = any(hasattr(layer, "conv_states") for layer in layers)
+    return not recurrent and all(isinstance(layer, DynamicLayer) for layer in layers)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+DRAWN_AT_ONCE = 1 << 22  # of all that is resampled, for 40,000 windows would take gigabytes
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,12 @@ def share_interval(share: float, count: int) -> Interval:
 
 
 def _resampled_means(values_W: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    drawn_SW = torch.randint(len(values_W), (RESAMPLES, len(values_W)), generator=generator)
-    return values_W[drawn_SW].mean(1)
+    generator, count = torch.Generator().manual_seed(seed), len(values_W)
+    means, rows = [], max(1, DRAWN_AT_ONCE // count)
+    for begin in range(0, RESAMPLES, rows):
+        size = min(rows, RESAMPLES - begin), count
+        means.append(values_W[torch.randint(count, size, generator=generator)].mean(1))
+    return torch.cat(means)
 
 
 def _interval(value: float, means_S: Tensor) -> Interval:

@@ -244,8 +244,8 @@ def export_gguf(
 
     `kind` is how matrices are stored, one of TYPE_NAMES. The tokenizer is the checkpoint's own, or
     copied from the GGUF file `tokenizer_from`; `pre` names its pre-tokenizer in llama.cpp. With
-    `rotate`, heads are mixed for a quantized cache (`rotation`). The file appears whole or not at
-    all; a Modelfile for Ollama is put beside it. Raises CheckpointError or UnsupportedModelError
+    `rotate`, heads are mixed for a quantized cache (`rotate_heads`). The file appears whole or not
+    at all; a Modelfile for Ollama is put beside it. Raises CheckpointError or UnsupportedModelError
     for what llama.cpp cannot run, RapError for an unknown kind or `pre`, and for an `output` that
     does not end in .gguf.
     """

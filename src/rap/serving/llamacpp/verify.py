@@ -203,7 +203,7 @@ def verify_llamacpp(
 
 def file_type(file: str | Path) -> str:
     """How a GGUF file's matrices are stored; RapError for types that have no known tolerance."""
-    from gguf import GGUFReader  # an optional extra
+    from gguf import GGUFReader
 
     if not Path(file).is_file():
         raise CheckpointError(f"there is no file {file}: check the path")
@@ -257,7 +257,7 @@ def _compare(
 
 def _check_same_shape(file: Path, reference: str, model: Any) -> None:
     """Raise CheckpointError for a reference that the file cannot have been made from."""
-    from gguf import GGUFReader  # an optional extra
+    from gguf import GGUFReader
 
     shapes = {tensor.name: tensor.shape.tolist() for tensor in GGUFReader(file).tensors}
     found = shapes.get("token_embd.weight")

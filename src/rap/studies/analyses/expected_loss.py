@@ -54,11 +54,14 @@ def curves(study: Study) -> list[list[float]]:
 
 
 def expected(plan: Plan, curves: list[list[float]]) -> float:
-    """Sum over layers of what their widths cost, nats per token; steps are of two channels."""
+    """Sum over layers of what their widths cost, nats per token; steps are of two channels.
+
+    The curve of a layer whose keys and values others read is theirs too, and they have none.
+    """
     return sum(
         curve[layer.value_width // 2]
         for layer, curve in zip(plan.pairs, curves, strict=True)
-        if layer is not None
+        if layer is not None and curve
     )
 
 

@@ -49,7 +49,7 @@ def measure(study: Study) -> Data:
     """Single channels (KVPruner) and RoPE pairs (RAP), both by root-Fisher with its budgets."""
     rows = []
     for retain in RETAINS:
-        method = IndexedKvPruner.paper(retain=retain, align=2)
+        method = IndexedKvPruner.paper(retain=retain, align=2, layers="all")
         plan = study.plan(method)
         channels = _single_channels(plan)
         widths = [

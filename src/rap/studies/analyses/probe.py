@@ -10,16 +10,23 @@ RETAINS = (0.7, 0.5)
 
 
 def measure(study: Study) -> Data:
-    """Perplexity with each single layer pruned to each ratio by the paper's pairs and channels."""
+    """Perplexity with each single layer pruned to each ratio by the paper's pairs and channels.
+
+    Layers that read another's keys and values are pruned with that one.
+    """
     rows = []
     for retain in RETAINS:
         # Uniform: the layer that is left is cut to the ratio itself.
         method = paper_cut(retain, budget="uniform")
         plan = study.plan(method)
         for index, layer in enumerate(plan.layers):
-            if layer is None:
+            shape = plan.shapes[index]
+            if layer is None or shape is None or shape.source is not None:
                 continue
-            alone = [layer if other == index else None for other in range(len(plan.layers))]
+            alone = [
+                one if index in (other, shape and shape.source) else None
+                for other, (one, shape) in enumerate(zip(plan.layers, plan.shapes, strict=True))
+            ]
             perplexity = study.after(method, replace(plan, layers=tuple(alone)))
             rows.append({"retain": retain, "layer": index, "perplexity": perplexity})
     return {"dense": study.perplexity(study.model), "rows": rows, "how": study.note}

@@ -41,7 +41,7 @@ def measure(study: Study) -> Data:
     # Uniform widths: a plain channel pruner's heads are all alike, so that only the unit differs.
     methods: dict[str, Method] = {
         "pairs": paper_cut(RETAIN, budget="uniform"),
-        "channels": KvPruner(retain=RETAIN, budget="uniform", align=2),
+        "channels": KvPruner(retain=RETAIN, budget="uniform", align=2, layers="all"),
     }
     rows = []
     for base in BASES:

@@ -38,11 +38,11 @@ def measure(study: Study) -> Data:
 
 
 def _heads(study: Study, score: str) -> list[Tensor]:
-    """Scores of the pairs of every head, [G, P] a layer."""
+    """Scores of the pairs of every head, [G, P] a layer that rotates."""
     dense = dense_layers(study.model)
     statistics = study.statistics({"fisher"}).layers
     scored = score_layers(score, statistics, dense.weights, dense.shapes)
-    return [layer.pairs_GP for layer in scored if layer is not None]
+    return [x.pairs_GP for x in scored if x is not None and x.pairs_GP.shape[1]]
 
 
 def table(data: Data) -> Data:

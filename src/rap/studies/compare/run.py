@@ -225,6 +225,7 @@ class Bench:
         """Cut and recover the model of a cell, from the fitted one on if that was kept."""
         fitted = self.models.find(cell.fitted()) if cell.recover.startswith("fit+") else None
         if fitted is None:
+            method.check_model(self.dense.model)
             plan = method.plan(self.dense.model, self.statistics())
             small, share = method.apply(self.dense.model, plan), plan.kept_fraction
         else:
