@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer, LlamaConfig
 
 import rap
 from cases.command import run
+from cases.family_cases import CASES
 from cases.fits import ShortFit
 from cases.models import tiny_model
 from rap.checkpoint.files import read_json
@@ -113,6 +115,26 @@ def test_a_quick_look_and_one_text_alone_can_be_asked_for(tmp_path: Path) -> Non
     report = read_json(tmp_path / "out/rap_report.json", "")
     assert (report["recovery"], "own_samples" in report) == ({}, False)
     assert "--text only:bundled" in done.err
+
+
+@pytest.mark.usefixtures("people_use")
+def test_layers_that_hand_values_on_are_not_recovered_by_default(tmp_path: Path) -> None:
+    """A fit of them, one by one, is refused before anything is read."""
+    tokenizer = AutoTokenizer.from_pretrained(rap.assets.reference_path())
+    case = next(case for case in CASES if case.name == "gemma4_text")
+    sizes = {"vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer)}
+    case.model(dtype=torch.float32, **sizes).save_pretrained(tmp_path / "dense")
+    tokenizer.save_pretrained(tmp_path / "dense")
+    words = ("compress", tmp_path / "dense", "--windows", 4, "--window", 64)
+    words += ("--calibration", "only:bundled", "-o", tmp_path / "out")
+    refused = run(*words, "--recover", "fit")
+    assert (refused.code, len(refused.err.splitlines())) == (2, 1), refused.err
+    assert "recover end to end, by full, or by none" in refused.err
+    done = run(*words)
+    assert done.code == 0, done.err
+    assert "--recover full distills end to end, on a GPU" in done.err
+    assert "--preset full" in done.err
+    assert read_json(tmp_path / "out/rap_report.json", "")["recovery"] == {}
 
 
 @pytest.mark.usefixtures("people_use")

@@ -29,6 +29,7 @@ from ..pipeline import PRETRAINED, Defaults, check_placing, compress, forward_on
 from ..planning.plan import Plan, write_shapes
 from ..recovery.layer_fit import FitConfig, fit_config
 from ..recovery.stages import RECOVERIES, check_recovery
+from ..runtime.layerwise import stand_alone
 from ..runtime.settings import read_settings
 from ..serving.capacity import EngineCapacity, held_by_engines
 from ..serving.layout import dense_head_dims
@@ -65,7 +66,7 @@ class CompressionRun:
         """Three commands, in the order in which they make sense; the last is of the target."""
         return [
             f"evaluate: {shlex.join(self._evaluate())}",
-            f"recover:  {shlex.join(self._recover())}",
+            f"recover:  {shlex.join(self._recover(stand_alone(config)))}",
             f"serve:    {self._serve(config, rows)}",
         ]
 
@@ -79,9 +80,12 @@ class CompressionRun:
         command += [] if self.window is None else ["--window", str(self.window)]
         return command + self._shared()
 
-    def _recover(self) -> list[str]:
-        """Recovery on the data of calibration, with the same part of it held out."""
-        preset = "fit" if self.recover in ("none", "closed-form") else "full"
+    def _recover(self, alone: bool) -> list[str]:
+        """Recovery on the data of calibration, with the same part of it held out.
+
+        Layer by layer, if that was not done and they stand `alone`.
+        """
+        preset = "fit" if alone and self.recover in ("none", "closed-form") else "full"
         command = ["rap", "recover", str(self.output), "--teacher", self.model]
         command += ["--preset", preset]
         text = self.read.calibration
@@ -181,7 +185,7 @@ def compress_command(
         check_recovery(recovers, method.name)
         read = replace(read, calibration=defaults.calibration(read.calibration, read.windows))
         return _tell(model, output, method, read, recovers, fit, evaluate, as_json)
-    _say_recovery(recover, recovers)
+    _say_recovery(recover, recovers, defaults)
     result = compress(
         model,
         output=written,
@@ -217,10 +221,15 @@ def _check_output(output: Path, model: str, force: bool) -> None:
     check_apart(output, model)
 
 
-def _say_recovery(asked: str, recovers: str) -> None:
-    """That the model will be distilled, where nobody asked for it."""
+def _say_recovery(asked: str, recovers: str, defaults: Defaults) -> None:
+    """That the model will be distilled, or cannot be by default, where nobody asked for it."""
     if asked == DEFAULT and recovers != "none":
         console.print("recovery: layer-wise distillation; --recover none is a quick look without")
+    elif asked == DEFAULT and defaults.pretrained:
+        console.print(
+            "recovery: none, because layers of this family cannot be distilled one by one; "
+            "--recover full distills end to end, on a GPU"
+        )
 
 
 def _export_plain(written: Path, output: Path, force: bool) -> None:

@@ -272,7 +272,9 @@ class Rap(PairPruning):
         for shape, merge in present:
             if merge > 1:
                 merged_budget(self.retain, merge, shape, unit)
-        super().check_shapes([s if m == 1 else None for s, m in zip(shapes, merges, strict=True)])
+        alone = [s if m == 1 else None for s, m in zip(shapes, merges, strict=True)]
+        if any(alone):
+            super().check_shapes(alone)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """As of every method; folding and the uniform layout require frequencies they can share."""

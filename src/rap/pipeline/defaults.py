@@ -16,6 +16,7 @@ from ..data.splits import REPEATED
 from ..data.stdlib import PYTHON
 from ..data.text import ENCYCLOPEDIA, completed_source
 from ..model.errors import RapError
+from ..runtime.layerwise import stand_alone
 
 AUTO = "auto"
 PRETRAINED = 20_000_000  # parameters; the bundled test model has 4.6 million
@@ -33,11 +34,14 @@ FOLDING = {"reach": "far"}
 class Defaults:
     """The choices for one dense model: `pretrained` ones are recovered, `writes` that it can.
 
-    A model writes samples where it is in memory and its tokenizer has a token to begin with.
+    A model writes samples where it is in memory and its tokenizer has a token to begin with. Layers
+    that do not stand `alone` are not recovered: what remains is end-to-end distillation, which is
+    for a GPU.
     """
 
     pretrained: bool
     writes: bool
+    alone: bool = True
 
     @classmethod
     def of(cls, source: Any, tokenizer: Any = None, *, in_memory: bool = True) -> "Defaults":
@@ -45,8 +49,10 @@ class Defaults:
 
         What is no model is left to whoever opens it, who says why.
         """
-        pretrained = _parameters(source) >= PRETRAINED
-        return cls(pretrained, pretrained and in_memory and _begins(source, tokenizer))
+        model = _described(source)
+        pretrained = model is not None and _parameters(model) >= PRETRAINED
+        writes = pretrained and in_memory and _begins(source, tokenizer)
+        return cls(pretrained, writes, model is None or _alone(model))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -70,16 +76,28 @@ class Defaults:
         """A name of `recovery.stages.RECOVERIES`."""
         if asked != AUTO:
             return asked
-        return "fit" if self.pretrained else "none"
+        return "fit" if self.pretrained and self.alone else "none"
 
 
-def _parameters(source: Any) -> int:
+def _described(source: Any) -> Any:
+    """A live model, or one without tensors; None of what is no model."""
+    if not isinstance(source, (str, Path)):
+        return source
     try:
-        named = isinstance(source, (str, Path))
-        model = without_tensors(load_config(source)) if named else source
+        return without_tensors(load_config(source))
     except RapError:
-        return 0
+        return None
+
+
+def _parameters(model: Any) -> int:
     return sum(weight.numel() for weight in model.parameters())
+
+
+def _alone(model: Any) -> bool:
+    try:
+        return stand_alone(model.config)
+    except RapError:  # a family that is not supported, as whoever opens it says
+        return True
 
 
 def _begins(source: Any, tokenizer: Any) -> bool:

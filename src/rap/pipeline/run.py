@@ -14,6 +14,7 @@ from ..calibration.dense_context import CalibrationText, DenseContext
 from ..calibration.statistics import Statistics
 from ..checkpoint.device import AUTO
 from ..checkpoint.files import check_output
+from ..checkpoint.load import load_config
 from ..checkpoint.source import check_apart
 from ..data.bos import Bos
 from ..data.held_out import HELD_OUT, split
@@ -25,6 +26,7 @@ from ..planning.plan import Plan
 from ..recovery.layer_fit import FitConfig
 from ..recovery.runs import STATISTICS_FOLDER, clear_work
 from ..recovery.stages import check_recovery, recover_stage, work_folder
+from ..runtime.layerwise import check_layers
 from ..runtime.progress import Stopwatch
 from ..surgery.apply import prune
 from .defaults import AUTO as DEFAULT
@@ -154,6 +156,8 @@ def check(
     if stream and output is None:
         raise RapError("--stream writes its result to files: give an output directory")
     check_recovery(recover, method.name, in_memory=not stream)
+    if stream or recover.partition("+")[0] in ("fit", "closed-form"):
+        check_layers(load_config(source) if isinstance(source, (str, Path)) else source.config)
     check_sources(calibration, evaluate)
     if output is not None:
         check_output(output, force=force)

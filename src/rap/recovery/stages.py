@@ -19,8 +19,8 @@ from ..data.protocol import CALIBRATION_TOKENS
 from ..data.text import fingerprint_windows, named_sources
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
-from ..model.layers import attention_spec, trained_length
-from ..runtime.layerwise import answering
+from ..model.layers import trained_length
+from ..runtime.layerwise import answering, stand_alone
 from ..runtime.sources import LayerSource, LoadedLayers, source_of
 from .closed_form import refit_outputs
 from .config import PRESETS, RecoveryConfig, recovery_config
@@ -285,8 +285,7 @@ class _Run:
         # Imported here: the trainer and peft take seconds, and only distillation needs them.
         from .distillation import distill
 
-        one_by_one = attention_spec(self.dense.model.config).value_norm is None
-        if "fit" not in self.report and one_by_one:
+        if "fit" not in self.report and stand_alone(self.dense.model.config):
             self.refit(config)
         distilled = distill(
             self.small.model,

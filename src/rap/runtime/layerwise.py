@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ..checkpoint.files import no_room
 from ..model.errors import RapError
@@ -32,6 +33,21 @@ HOST_SHARE = 1 / 8  # of the free memory of the host that one stream may take be
 
 class _Reached(Exception):
     """Ends a forward pass once the first layer is reached."""
+
+
+def stand_alone(config: PreTrainedConfig) -> bool:
+    """Whether each layer of a family works on what the one before gives, and on nothing else."""
+    return attention_spec(config).value_norm is None
+
+
+def check_layers(config: PreTrainedConfig) -> None:
+    """Raise RapError for a family whose layers cannot be worked on one by one."""
+    if not stand_alone(config):
+        raise RapError(
+            f"models of type {config.model_type} hand keys and values, or inputs of each layer, "
+            "past it: their layers cannot be worked on one by one, by --stream, layer-wise "
+            "distillation or a refit; recover end to end, by full, or by none"
+        )
 
 
 class LayerwiseRunner:
@@ -56,12 +72,7 @@ class LayerwiseRunner:
         self.folder, self.windows = folder, windows
         self.tuples: bool | None = None  # whether layers give one; known once one has run
         self.num_layers = len(text_decoder(source.model).layers)
-        if attention_spec(source.model.config).value_norm is not None:
-            raise RapError(
-                f"models of type {source.model.config.model_type} hand keys and values, or inputs "
-                "of each layer, past it: their layers cannot be worked on one by one, so neither "
-                "streamed calibration nor a refit or fit of layers"
-            )
+        check_layers(source.model.config)
         model = source.outside(head=False, exact=exact)
         with evaluating(model):
             self.arguments = _layer_arguments(model, windows[: self.batch_size])
