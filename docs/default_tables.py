@@ -28,6 +28,7 @@ DATASETS = {
     "fidelity-code.json": "Python code",
     "fidelity-chat.json": "chat",
 }
+ALONE = "perplexity-full-test-set.json"  # as a pruned model reads it by itself
 # A row of experiments/recovered-forms has them as parts of one file.
 FORMS = "recovered-forms"
 PARTS = {
@@ -58,12 +59,14 @@ class Kept:
     """A compressed model: the report of its compression, and the folder of its evaluations.
 
     Or without a report, a row of `recovered-forms`, one file that has all of them. `name` is what
-    tables call it.
+    tables call it. Where the full test set was read by the pruned model alone, `dense` is another
+    result that has the dense model's perplexity on it.
     """
 
     report: str
     folder: str
     name: str = TODAY
+    dense: str = ""
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
@@ -80,8 +83,15 @@ class Kept:
         return found
 
     def fidelity(self, file: str) -> dict[str, Any]:
-        """Perplexities and KL on a dataset; of novels the report's, where there is no other."""
-        found, report = self.read(file), self.compressed()
+        """Perplexities and KL on a dataset, without KL where each model was read by itself.
+
+        Of novels they are the report's, where there is no other.
+        """
+        found = self.read(file)
+        if not found and self.dense and DATASETS[file] == WHOLE:
+            dense = _read(self.dense)["dense_perplexity"]
+            return {"perplexity": self.read(ALONE), "dense_perplexity": dense}
+        report = self.compressed()
         if found or file != NOVELS:
             return found
         dense, pruned = ({"value": report[one]["perplexity"]} for one in ("dense", "pruned"))
@@ -129,6 +139,12 @@ MODELS = (
             Kept("smollm2-default-far-0.7-plain/compress.json", "smollm2-default-far-0.7"),
             Kept("", f"{FORMS}/smollm2-plain-0.7.json", NEAR),
             Kept("smollm2-default-far-0.5-plain/compress.json", "smollm2-default-far-0.5"),
+            Kept(
+                "smollm2-default-far-0.5-again-plain/compress.json",
+                "smollm2-default-far-0.5-again",
+                "`rap`, a second run",
+                "smollm2-default-articles/default-whole-test.json",
+            ),
             Kept("smollm2-default-articles-plain/compress.json", "smollm2-default-articles", NEAR),
         ),
         "smollm2-zero-shot/zero-shot.json",
@@ -140,7 +156,10 @@ MODELS = (
     ),
     Model(
         "Gemma 3 270M",
-        (Kept("gemma3-default-recovered/recover.json", "gemma3-default", "`rap:reach=181`"),),
+        (
+            Kept("gemma3-default-far-0.5-model/compress.json", "gemma3-default-far-0.5"),
+            Kept("gemma3-default-recovered/recover.json", "gemma3-default", "repeated samples"),
+        ),
     ),
 )
 
@@ -186,7 +205,7 @@ def divergence() -> dict[str, Any]:
     for model in MODELS:
         for kept in model.kept:
             found = [kept.fidelity(file) for file in DATASETS]
-            cells = [f"{x['kl']['value']:.3f}" if x else "" for x in found]
+            cells = [f"{x['kl']['value']:.3f}" if "kl" in x else "" for x in found]
             rows.append([f"{model.name}, {kept.name}", kept.share(), *cells])
     return {"header": ["model", "KV cache", *DATASETS.values()], "rows": rows}
 

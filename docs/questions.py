@@ -24,7 +24,7 @@ RECORDS = ("results", LOG)  # in docs: they show every experiment
 GROUPS: dict[str, tuple[str, ...]] = {
     "What does each method lose?": (
         *("smollm2", "smollm2-sweep", "smollm2-quarter", "smollm2-starkv", "smollm2-whole-test"),
-        *("compare", "compare-sweep", "quality"),
+        *("compare", "compare-sweep", "quality", "gemma3-methods"),
     ),
     "How much does recovery regain?": (
         *("smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods", "smollm2-fit-svdllm"),
@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("smollm2-fit-shrinkage", "smollm2-zero-shot", "smollm2-recall", "smollm2-recall-fit"),
         "smollm2-facts",
     ),
-    "What remains in long contexts?": ("smollm2-ruler*", "needle"),
+    "What remains in long contexts?": ("smollm2-ruler*", "smollm2-needle-layers", "needle"),
     "Does it combine with quantization and eviction?": (
         *("smollm2-pareto", "smollm2-presses", "composition", "width-bits"),
     ),

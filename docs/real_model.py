@@ -35,6 +35,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 from sources import link, runs
 
+from rap.checkpoint.card import interval_text
 from rap.data.bos import describe_bos
 from rap.methods.naming import result_today
 from rap.studies.report.report import markdown_table
@@ -91,6 +92,12 @@ The runs are those of the tables below, and of other ratios in {sweeps}.
 SHORT_NOTE = """Layer-wise as above; short: 60 steps per layer on 48 samples, in two fifths of the
 time.
 """
+ANOTHER = "gemma3-methods"
+ANOTHER_NOTE = """Gemma 3 270M has one KV head of 256 channels, with QK-norm. Layers with a sliding
+window [stay dense](../explanation/budget.md#sliding-windows) with every method, so that three of
+18 are pruned. KV is of these three, parameters and FLOPs are of all. Calibrated as above, and
+evaluated on {windows} windows of {window:,} tokens. No recovery.
+"""
 BEYOND_HEAD = """# Beyond perplexity on WikiText-2
 
 The runs of [all methods on SmolLM2](methods.md) on more data and other tasks. An empty entry was
@@ -141,6 +148,7 @@ class Evidence:
             self.whole |= self.evaluated(folder)
         self.scores = {key: first.score(key.method, key.retain, key.recover) for key in self.cells}
         self.dense, self.protocol = self.cells[DENSE], first.protocol
+        self.another = [cell for _, cell in self._cells(ANOTHER)]
 
     def _cells(self, *folders: str) -> Iterator[tuple[Key, dict[str, Any]]]:
         """The models of comparisons, in the order of their folders."""
@@ -223,6 +231,16 @@ def sweep_table(evidence: Evidence) -> str:
             name, reconstructs, share, *costs = _costs(method, cell, dense)
             decode = _time(evidence.timed.get(Key(method, retain), {}), "decode")
             rows.append([share, name, reconstructs, *costs, decode, *_losses(found)])
+    return markdown_table({"header": header, "rows": rows})
+
+
+def another_table(dense: dict[str, Any], cells: Iterable[dict[str, Any]]) -> str:
+    """The methods on another model, in Markdown."""
+    header = ["method", "reconstructs", "KV", "parameters", "FLOPs", "PPL", "KL (95% interval)"]
+    rows = [["dense", "", *["100%"] * 3, f"{dense['perplexity']:.2f}", "0"]]
+    for cell in sorted(cells, key=lambda cell: (cell["reconstructs"], cell["kl"]["value"])):
+        kl = interval_text(cell["kl"], ".3f")
+        rows.append([*_costs(cell["method"], cell, dense), f"{cell['perplexity']:.2f}", kl])
     return markdown_table({"header": header, "rows": rows})
 
 
@@ -355,6 +373,13 @@ def methods_page(evidence: Evidence) -> str:
     swept = f"{runs([*SWEPT, *SHORT, *MERGED], METHODS)}\n\n{_filled(SHORT_NOTE)}\n"
     swept += f"{sweep_table(evidence)}\n"
     parts.append(f"## From 90% to 25% of the KV cache\n\n{swept}")
+    dense, *cells = evidence.another
+    scored = dense["evaluation"]
+    note = ANOTHER_NOTE.format(windows=scored["num_windows"], window=scored["window"])
+    table = another_table(dense, cells)
+    parts.append(
+        f"## On Gemma 3 270M, at 50%\n\n{runs([ANOTHER], METHODS)}\n\n{_filled(note)}\n{table}\n"
+    )
     return "\n".join(parts)
 
 

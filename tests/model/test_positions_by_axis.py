@@ -11,9 +11,8 @@ from torch import Tensor
 
 from cases.family_cases import CASES, Case, masked_by_hooks, random_case_plan
 from cases.models import random_tokens
-from rap.methods import Rap
+from rap.methods import Rap, parse_method
 from rap.methods.dense import key_mixing_limit
-from rap.methods.replacing import check_plain
 from rap.model.attention import RapAttention
 from rap.model.errors import UnsupportedModelError
 from rap.model.families import FAMILIES
@@ -160,4 +159,4 @@ def test_pairs_of_several_axes_are_neither_folded_nor_given_to_baselines():
     assert Rap(retain=0.5).keys == "fold"
     assert all("different axes" in key_mixing_limit(layer, model.config) for layer in layers)
     with pytest.raises(UnsupportedModelError, match="positions of several axes: use method rap"):
-        check_plain(model, layers, "palu")
+        parse_method("palu", 0.5).check_model(model)
