@@ -5,15 +5,16 @@
 For every group of layers in turn, those of the dense model take the place of the pruned ones (the
 attention and what was distilled with it), and the answers of `rap evaluate retrieval` are scored:
 the loss of their tokens, and the share of documents that are right. Both models run in bfloat16.
-The layers of the two groups that gain most are then tried one by one. layers.json in this folder
-has a row for the dense model, the pruned one, and each group; rows that are there are not measured
-again.
+The two groups that gain most are then tried together, and their layers one by one. layers.json in
+this folder has a row for the dense model, the pruned one, and each of these; rows that are there
+are not measured again.
 """
 
 import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def score(model: Any, documents: list[Any]) -> dict[str, float]:
     return {"loss": float(np.mean(losses)), "right": float(np.mean(right))}
 
 
-def with_dense(pruned: Any, dense: Any, indices: range) -> dict[int, nn.Module]:
+def with_dense(pruned: Any, dense: Any, indices: Sequence[int]) -> dict[int, nn.Module]:
     """Put layers of the dense model into the pruned one; its own, to be put back."""
     layers = pruned.model.layers
     before = {index: layers[index] for index in indices}
@@ -86,10 +87,13 @@ def _place(name: str) -> int:
     return int(name.split()[0]) + (0 if "to" in name else 1000)
 
 
-def single(rows: dict[str, dict[str, float]], groups: dict[str, range]) -> dict[str, range]:
-    """The layers of the two groups of least loss, each by itself."""
-    best = sorted(groups, key=lambda name: rows[name]["loss"])[:2]
-    return {str(i): range(i, i + 1) for name in sorted(best) for i in groups[name]}
+def closer(
+    rows: dict[str, dict[str, float]], groups: dict[str, Sequence[int]]
+) -> dict[str, Sequence[int]]:
+    """The two groups of least loss together, and each of their layers by itself."""
+    best = sorted(sorted(groups, key=lambda name: rows[name]["loss"])[:2], key=_place)
+    layers = [i for name in best for i in groups[name]]
+    return {" and ".join(best): layers} | {str(i): [i] for i in layers}
 
 
 def main() -> None:
@@ -110,7 +114,7 @@ def main() -> None:
     rows = json.loads(RESULT.read_text("utf-8"))["rows"] if RESULT.is_file() else {}
     command = "python experiments/smollm2-needle-layers/run.py " + shlex.join(sys.argv[1:])
 
-    def measure(places: dict[str, range]) -> None:
+    def measure(places: dict[str, Sequence[int]]) -> None:
         for name, layers in places.items():
             if name not in rows:
                 before = with_dense(pruned, dense, layers)
@@ -124,9 +128,11 @@ def main() -> None:
     if "all" not in rows:
         rows["all"] = score(dense, documents)
     count = len(dense.model.layers)
-    groups = {f"{i} to {i + GROUP - 1}": range(i, i + GROUP) for i in range(0, count, GROUP)}
-    measure({"none": range(0)} | groups)
-    measure(single(rows, groups))
+    groups: dict[str, Sequence[int]] = {
+        f"{i} to {i + GROUP - 1}": range(i, i + GROUP) for i in range(0, count, GROUP)
+    }
+    measure({"none": []} | groups)
+    measure(closer(rows, groups))
 
 
 if __name__ == "__main__":
