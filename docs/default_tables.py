@@ -92,7 +92,7 @@ class Kept:
             dense = _read(self.dense)["dense_perplexity"]
             return {"perplexity": self.read(ALONE), "dense_perplexity": dense}
         report = self.compressed()
-        if found or file != NOVELS:
+        if found or file != NOVELS or "perplexity" not in report["pruned"]:
             return found
         dense, pruned = ({"value": report[one]["perplexity"]} for one in ("dense", "pruned"))
         return {"dense_perplexity": dense, "perplexity": pruned, "kl": report["pruned"]["kl"]}
@@ -159,6 +159,7 @@ MODELS = (
         (
             Kept("gemma3-default-far-0.5-model/compress.json", "gemma3-default-far-0.5"),
             Kept("gemma3-default-recovered/recover.json", "gemma3-default", "repeated samples"),
+            Kept("gemma3-default-palu-0.5-model/compress.json", "gemma3-default-palu-0.5", "PaLU"),
         ),
     ),
 )
