@@ -140,7 +140,7 @@ Recover = Annotated[
     typer.Option(
         "--recover",
         help=f"One of: {', '.join(RECOVERIES)}. auto: fit, and none for test models below "
-        f"{PRETRAINED:,} parameters.",
+        f"{PRETRAINED:,} parameters and for Gemma 3n and 4.",
     ),
 ]
 

@@ -126,10 +126,10 @@ def hold_out(windows_NT: Tensor, limit: int) -> tuple[Tensor, Tensor]:
 
 
 def whole_batches(windows_NT: Tensor, global_batch: int) -> Tensor:
-    """The windows that fill batches; all of them where they do not fill one, as many as the micro
-    batch then takes.
+    """The windows that fill batches; all of them where they do not fill one.
 
-    The last few would make a smaller step, of a size that the number of devices decides.
+    The last few would make a smaller step, of a size that the number of devices decides. Of fewer
+    than a batch the trainer reads as many as fill its micro batches.
     """
     return windows_NT[: len(windows_NT) // global_batch * global_batch or None]
 
