@@ -66,6 +66,16 @@ def test_pruned_model_equals_the_masked_dense_model(case: Case, tmp_path):
     _check_saved_and_loaded(small, model, tmp_path)
 
 
+@every_case
+def test_no_plan_splits_heads_between_devices(case: Case):
+    """It would split no frequencies with them: every device has the whole model."""
+    model = case.model()
+    small: Any = apply(model, random_case_plan(model, case))
+    assert small.tp_plan == {}
+    if case.name in ("llama", "gemma3"):
+        assert model.tp_plan
+
+
 def _check_attention(small: Any, dense: Any, bound: float) -> None:
     calls = {}
     for layer in attention_layers(dense):

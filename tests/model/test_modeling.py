@@ -10,7 +10,7 @@ import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cases.models import random_tokens, tiny_model
@@ -326,9 +326,3 @@ def test_weights_of_other_widths_are_not_loaded(tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(RuntimeError, match=r"size mismatch|mismatched"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_no_plan_splits_heads_between_devices():
-    """It would split no frequencies: every device has the whole model."""
-    assert LlamaConfig().base_model_tp_plan
-    assert modeling.config_class("llama")().base_model_tp_plan is None

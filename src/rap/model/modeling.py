@@ -101,6 +101,11 @@ class RapModelMixin(_Model):
             parent, _, name = layer.path.rpartition(".")
             setattr(self.get_submodule(parent), name, pruned)
 
+    def init_parallel_plans(self) -> None:
+        """No plan of tensor parallelism: it would split heads, and no frequencies with them."""
+        super().init_parallel_plans()
+        self.tp_plan = None
+
     @classmethod
     def is_custom_code(cls) -> bool:
         """False: custom code may not fill in what checkpoints do not store, as families do."""
@@ -178,8 +183,6 @@ def config_class(base_type: str) -> type:
         "is_custom_code": classmethod(lambda cls: False),
         "model_type": PREFIX + base_type,
         "rap": None,
-        # Every rank computes the whole model: heads are split nowhere, and so no frequencies are.
-        "base_model_tp_plan": None,
     }
     made: Any = type(f"Rap{base.__name__}", (base,), body)
     made.register_for_auto_class()

@@ -144,7 +144,13 @@ def register_backbone(base_type: str) -> None:
     config: Any = config_class(base_type)
     models: Any = MODEL_MAPPING
     base: Any = models[CONFIG_MAPPING[base_type]]
-    body = {"__module__": __name__, "config_class": config, "config": config}
+    body = {
+        "__module__": __name__,
+        "config_class": config,
+        "config": config,
+        # `projections` divides pruned attention itself: the family's plan divides the others.
+        "init_parallel_plans": base.init_parallel_plans,
+    }
     made = type(f"Rap{base.__name__}", (RapModelMixin, base), body)
     AutoModel.register(config, made, exist_ok=True)
 
