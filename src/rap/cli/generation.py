@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -10,8 +11,9 @@ from ..checkpoint.card import interval_text
 from ..checkpoint.device import AUTO
 from ..checkpoint.provenance import provenance
 from ..data.held_out import evaluation_tokens
+from ..evaluation.cache.quantized_cache import CACHE_KINDS, check_cache_kind, quantized_cache
 from ..evaluation.quality.answers import Answers, LongOutput, compare_answers
-from ..evaluation.quality.decoding import Sampling, end_tokens, write
+from ..evaluation.quality.decoding import NewCache, Sampling, end_tokens, write, write_again
 from ..evaluation.quality.fidelity import check_vocabularies
 from ..evaluation.quality.generation import Generation, chat_tokens, generation, read_prompts
 from ..model.errors import RapError
@@ -58,7 +60,18 @@ class Continuations:
     top_p: Annotated[float, typer.Option(help="With --temperature: nucleus (top-p) threshold.")] = (
         1.0
     )
+    bits: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Quantize the cache of PRUNED (transformers): {', '.join(CACHE_KINDS)}."
+        ),
+    ] = None
     batch_size: Annotated[int, typer.Option(help="Prompts per forward pass.")] = 16
+
+    @property
+    def new_cache(self) -> NewCache | None:
+        """What makes the quantized cache."""
+        return partial(quantized_cache, kind=self.bits) if self.bits is not None else None
 
     def check(self, bos: str) -> None:
         """RapError for options that do not go together, or numbers that cannot be."""
@@ -79,6 +92,8 @@ class Continuations:
             raise RapError("greedy has no use for --top-p: give a --temperature too")
         if self.temperature:
             Sampling(self.temperature, self.top_p)
+        if self.bits is not None:
+            check_cache_kind(self.bits)
 
 
 @grouped
@@ -100,7 +115,8 @@ def generation_command(
     """Continuations by PRUNED and by its dense model: agreement, common prefix, repetition.
 
     With --chat they are answers that may end, and KL along both models' answers is measured too.
-    Both models run in float32 with their own cache. Intervals are over prompts.
+    Both models run in float32 with their own cache, or PRUNED with a quantized one (--bits), which
+    takes any model, the dense one too. Intervals are over prompts.
     """
     asked.check(bos)
     opened = open_checkpoint(pruned, device, device_map, [output], dtype="float32", bos=bos)
@@ -122,6 +138,7 @@ def generation_command(
         top_p=asked.top_p,
     )
     figures = {"dense": dense, "dense_fingerprint": known_fingerprint(original), **about}
+    figures |= {"bits": asked.bits}
     deliver(opened, figures, table, made, output, as_json)
 
 
@@ -139,6 +156,7 @@ def _continued(
         batch_size=asked.batch_size,
         seed=seed,
         bos=opened.bos,
+        new_cache=asked.new_cache,
         progress=shown,
     )
 
@@ -153,20 +171,17 @@ def _answered(
         raise RapError(f"{asked.chat} has {len(found)} prompts, not {asked.prompts}: use fewer")
     ends = end_tokens(dense)
     sampling = Sampling(asked.temperature, asked.top_p, seed) if asked.temperature else None
-    total = 2 * len(prompts) * asked.tokens
+    written = 3 if asked.bits else 2
+    total = written * len(prompts) * asked.tokens
     with Progress("answers", total, "tokens", tokens=1, shown=shown, transient=True) as bar:
-        ours, theirs = (
-            write(
-                model,
-                prompts,
-                asked.tokens,
-                ends=ends,
-                sampling=sampling,
-                batch_size=asked.batch_size,
-                bar=bar,
-            )
-            for model in (opened.model, dense)
-        )
+        how: dict[str, Any] = {"batch_size": asked.batch_size, "bar": bar}
+        write_all = partial(write, ends=ends, sampling=sampling, **how)
+        ours = write_all(opened.model, prompts, asked.tokens, new_cache=asked.new_cache)
+        theirs = write_all(dense, prompts, asked.tokens)
+        again = None
+        if asked.new_cache is not None:
+            given = [text.tokens for text in theirs]
+            again = write_again(opened.model, prompts, given, new_cache=asked.new_cache, **how)
     return compare_answers(
         opened.model,
         dense,
@@ -175,6 +190,7 @@ def _answered(
         theirs,
         num_tokens=asked.tokens,
         ends=ends,
+        again=again,
         progress=shown,
     )
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
-from transformers.cache_utils import QuantizedLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rap
 from cases.command import error_violations, run
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan, zeroed
+from cases.rounded_cache import rounded_kind
 from rap.evaluation.cache import quantized_cache as quantized
 from rap.evaluation.cache.compressed import (
     CacheCompression,
@@ -77,24 +77,7 @@ def ids():
 
 @pytest.fixture
 def rounding(monkeypatch):
-    """A cache kind that needs no package: 15 levels, one scale a group, rows packed by four."""
-
-    class Backend(QuantizedLayer):
-        def _quantize(self, tensor, axis):
-            assert tensor.shape[-1] == self.q_group_size
-            assert len(tensor) % (8 // self.nbits) == 0
-            scale = tensor.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 7
-            return {"levels": (tensor / scale).round().to(torch.int8), "scale": [scale]}
-
-        def _dequantize(self, held):
-            return held["levels"] * held["scale"][0]
-
-    class Layer(quantized._WholeGroups, Backend):
-        pass
-
-    backend = quantized._Backend("round", Layer, "torch", (2,), 0)
-    monkeypatch.setitem(quantized.CACHE_KINDS, "round2", (backend, 2))
-    return "round2"
+    return rounded_kind(monkeypatch)
 
 
 @pytest.fixture

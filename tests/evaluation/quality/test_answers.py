@@ -1,6 +1,7 @@
 """Long answers to prompts of a chat: padding, sampling, ends, loops and divergence, by hand."""
 
 import copy
+import functools
 import json
 import math
 from unittest import mock
@@ -12,9 +13,11 @@ from cases.command import error_violations, run
 from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
+from cases.rounded_cache import rounded_kind
 from rap import assets
 from rap.cli import generation as generation_cli
 from rap.data.sampling import nucleus
+from rap.evaluation.cache.quantized_cache import quantized_cache
 from rap.evaluation.quality import answers, decoding
 from rap.evaluation.quality.answers import (
     alike,
@@ -24,7 +27,7 @@ from rap.evaluation.quality.answers import (
     read,
     summary,
 )
-from rap.evaluation.quality.decoding import Sampling, Text, end_tokens, padded, write
+from rap.evaluation.quality.decoding import Sampling, Text, end_tokens, padded, write, write_again
 from rap.evaluation.quality.generation import chat_tokens, read_prompts
 from rap.evaluation.quality.intervals import mean_interval, share_interval
 from rap.model.errors import RapError
@@ -62,11 +65,15 @@ def tokens_of(texts):
     return [text.tokens for text in texts]
 
 
+def cut(model):
+    return apply(model, random_plan(model, [(3, 5), (2, 7)]))
+
+
 def test_a_cut_model_writes_with_padding_what_it_writes_alone(prompts):
     model = tiny_model()
-    cut = apply(model, random_plan(model, [(3, 5), (2, 7)]))
-    for prompt, text in zip(prompts, write(cut, prompts, 10), strict=True):
-        assert torch.equal(write(cut, [prompt], 10)[0].tokens, text.tokens)
+    small = cut(model)
+    for prompt, text in zip(prompts, write(small, prompts, 10), strict=True):
+        assert torch.equal(write(small, [prompt], 10)[0].tokens, text.tokens)
 
 
 def test_the_states_are_those_of_one_pass_over_the_text(prompts):
@@ -75,6 +82,46 @@ def test_the_states_are_those_of_one_pass_over_the_text(prompts):
         torch.testing.assert_close(
             read(model, prompt, text.tokens), text.states, rtol=1e-4, atol=1e-4
         )
+
+
+def test_a_text_written_again_has_the_states_it_was_written_from(prompts):
+    model = tiny_model()
+    first = write(model, prompts, 3)[0]
+    texts = write(model, prompts, 12, ends=[int(first.tokens[-1])], batch_size=5)
+    assert len({len(text.tokens) for text in texts}) > 1
+    again = write_again(model, prompts, tokens_of(texts), batch_size=2)
+    for one, other in zip(texts, again, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        torch.testing.assert_close(one.states, other.states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [tiny_model, lambda: cut(tiny_model())], ids=["dense", "cut"])
+def test_a_quantized_cache_changes_the_states_and_a_batch_does_not(prompts, make, monkeypatch):
+    model, kind = make(), rounded_kind(monkeypatch)
+    new_cache = functools.partial(quantized_cache, kind=kind)
+    texts = tokens_of(write(model, prompts, 8))
+    exact = write_again(model, prompts, texts)
+    rounded = write_again(model, prompts, texts, new_cache=new_cache, batch_size=5)
+    for prompt, text, one, other in zip(prompts, texts, exact, rounded, strict=True):
+        (alone,) = write_again(model, [prompt], [text], new_cache=new_cache)
+        torch.testing.assert_close(alone.states, other.states, rtol=1e-4, atol=1e-4)
+        # The first is chosen from what was read before the cache.
+        assert (one.states[0] - other.states[0]).abs().max() < 1e-4
+        assert (one.states[1:] - other.states[1:]).abs().max() > 1e-3
+
+
+def test_rows_that_end_stay_in_a_quantized_cache(prompts, monkeypatch):
+    """Its quantized part lets go of no row."""
+    model = tiny_model()
+    new_cache = functools.partial(quantized_cache, kind=rounded_kind(monkeypatch))
+    whole = write(model, prompts, 10, new_cache=new_cache, batch_size=5)
+    end = int(whole[2].tokens[4])
+    for text, all_ in zip(
+        write(model, prompts, 10, ends=[end], new_cache=new_cache, batch_size=5), whole, strict=True
+    ):
+        expected = all_.tokens.tolist()
+        stop = expected.index(end) + 1 if end in expected else 10
+        assert text.tokens.tolist() == expected[:stop]
 
 
 def test_the_greedy_text_is_that_of_the_whole_text_read_again(prompts):
@@ -345,13 +392,32 @@ def test_the_command_answers_and_writes(chatty, tmp_path):
     assert found.json["num_prompts"] == 3
     assert found.json["pruned"]["kl"]["value"] < 1e-5
     assert "KL along it, 0 to 5" in run(*call, *few).out
+    assert found.json["bits"] is None
     drawn = [run(*call, *few, "--temperature", 0.9, "--top-p", 0.8, "--json") for _ in range(2)]
     assert drawn[0].json["pruned"] == drawn[1].json["pruned"] != found.json["pruned"]
+
+
+def test_the_command_reads_with_a_quantized_cache(chatty, tmp_path, monkeypatch):
+    """The KL along both answers is that of the cache; the dense model keeps its own."""
+    kind = rounded_kind(monkeypatch)
+    call = ("evaluate", "generation", chatty, "--dense", chatty, "--tokens", 40, "--prompts", 2)
+    plain, found = (
+        run(*call, "--chat", "bundled", *bits, "--json") for bits in ((), ("--bits", kind))
+    )
+    assert found.code == 0, found.err
+    assert found.json["bits"] == kind
+    assert found.json["dense"]["length"] == plain.json["dense"]["length"]
+    for who in ("pruned", "dense"):
+        assert plain.json[who]["kl"]["value"] < 1e-5 < 1e-4 < found.json[who]["kl"]["value"]
+    monkeypatch.setattr(generation_cli, "quantized_cache", mock.Mock(wraps=quantized_cache))
+    assert run(*call, "--bits", kind, "--json").code == 0
+    generation_cli.quantized_cache.assert_called_once()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--bits", "hqq5"), "unknown cache 'hqq5'"),
         (("--chat", "bundled", "--text", "bundled"), "remove --text"),
         (("--chat", "bundled", "--prompt-tokens", 9), "remove --prompt-tokens"),
         (("--chat", "bundled", "--bos", "never"), "remove --bos"),
@@ -417,7 +483,7 @@ def test_states_go_to_the_head_that_reads_them(prompts, monkeypatch):
 
 def test_chosen_tokens_go_where_the_mask_is(prompts):
     """A model spread over devices ends on another than it began on; `meta` stands for it."""
-    batch = decoding._Batch(tiny_model(), prompts[:2], [0, 1], None)
+    batch = decoding._Batch(tiny_model(), prompts[:2], [0, 1], decoding._Chosen(NONE, None), None)
     batch.mask_BS = batch.mask_BS.to("meta")
     batch._next(torch.tensor([1, 2]), set())
     assert (batch.ids.device.type, batch.mask_BS.shape) == ("meta", (2, 10))

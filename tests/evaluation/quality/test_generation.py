@@ -1,6 +1,7 @@
 """Greedy continuations of two models: agreement, common prefix and repetition, by hand."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from cases.command import run
 from cases.models import VOCABULARY, random_tokens, tiny_model
+from cases.rounded_cache import rounded_kind
+from rap.evaluation.cache.quantized_cache import quantized_cache
 from rap.evaluation.quality.generation import (
     Continuation,
     compare,
@@ -44,6 +47,14 @@ def test_another_model_continues_otherwise(ids):
         mean, each = getattr(found, name), [getattr(one, name) for one in found.continuations]
         assert mean.value == pytest.approx(sum(each) / 5)
         assert mean.low <= mean.value <= mean.high
+
+
+def test_the_model_alone_reads_with_a_quantized_cache(ids, monkeypatch):
+    model = tiny_model()
+    new_cache = functools.partial(quantized_cache, kind=rounded_kind(monkeypatch))
+    found = generation(model, model, ids, **SMALL, new_cache=new_cache)
+    assert found.agreement.value < 1.0
+    assert found.dense_repetition == generation(model, model, ids, **SMALL).dense_repetition
 
 
 def test_the_cache_changes_nothing():
@@ -109,7 +120,7 @@ def test_the_seed_draws_the_prompts_and_the_batch_changes_nothing(ids):
 def test_a_prompt_begins_with_bos(ids, monkeypatch):
     read = []
 
-    def remember(model, prompts, num_tokens, bar):
+    def remember(model, prompts, num_tokens, bar, new_cache):
         read.append(prompts)
         return torch.zeros(len(prompts), num_tokens)
 

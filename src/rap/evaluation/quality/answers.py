@@ -86,13 +86,14 @@ def compare_answers(
     *,
     num_tokens: int,
     ends: frozenset[int],
+    again: Sequence[Text] | None = None,
     progress: bool = False,
 ) -> LongOutput:
     """Compare the answers of both models to prompts [P], up to `num_tokens` each.
 
-    Raises RapError for a divergence that is not finite.
+    `again` as of `divergences`. Raises RapError for a divergence that is not finite.
     """
-    kl = divergences(model, dense, prompts, texts, dense_texts, progress=progress)
+    kl = divergences(model, dense, prompts, texts, dense_texts, again=again, progress=progress)
     return long_output(texts, dense_texts, kl, num_tokens=num_tokens, ends=ends)
 
 
@@ -104,21 +105,28 @@ def divergences(
     texts: Sequence[Text],
     dense_texts: Sequence[Text],
     *,
+    again: Sequence[Text] | None = None,
     progress: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """KL(dense || model) in nats at every token of the model's answer [T] and the dense answer [T].
 
     A pair a prompt. Each model reads the other's texts once; its states along its own are those it
-    wrote them from. Raises RapError for a divergence that is not finite.
+    wrote them from. `again` are the dense answers with the states of a model that wrote them again,
+    where it reads with another cache than its own. Raises RapError for a divergence that is not
+    finite.
     """
     total = sum(len(text.tokens) for text in (*texts, *dense_texts))
     heads, step = (Head(dense), Head(model)), chunk_tokens(dense)
     found = []
     bar = Progress("divergence", total, "tokens", tokens=1, shown=progress, transient=True)
     with evaluating(model), evaluating(dense), bar:
-        for prompt_P, text, dense_text in zip(prompts, texts, dense_texts, strict=True):
+        for row, (prompt_P, text, dense_text) in enumerate(
+            zip(prompts, texts, dense_texts, strict=True)
+        ):
             theirs_TE = read(dense, prompt_P, text.tokens)
             ours_TE = read(model, prompt_P, dense_text.tokens)
+            if again is not None:
+                ours_TE = again[row].states.to(ours_TE.device)
             # A head works where its model's states come out; what was kept is on the CPU.
             own = theirs_TE, text.states.to(ours_TE.device)
             theirs = dense_text.states.to(theirs_TE.device), ours_TE

@@ -22,7 +22,7 @@ from ...data.entries import read_entries
 from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
 from ...runtime.progress import Progress
-from .decoding import write
+from .decoding import NewCache, write
 from .fidelity import check_vocabularies
 from .intervals import Interval, mean_interval
 from .perplexity import vocabulary
@@ -72,13 +72,15 @@ def generation(
     batch_size: int = 16,
     seed: int = 0,
     bos: Bos = "auto",
+    new_cache: NewCache | None = None,
     progress: bool = False,
 ) -> Generation:
     """Compare greedy continuations of stretches of a text [N] by both models.
 
     Prompts are stretches that do not overlap, drawn with `seed`; each begins with BOS as
     `bos.bos_token` decides, which is one of its tokens. An end of text is a token like any other:
-    all continuations have `num_tokens`. Raises RapError for a count below one, a text with too few
+    all continuations have `num_tokens`. The model reads with a `new_cache`, if one is given, the
+    dense one with its own. Raises RapError for a count below one, a text with too few
     prompts, or models of different vocabularies.
     """
     check_vocabularies(vocabulary(model), vocabulary(dense))
@@ -92,8 +94,8 @@ def generation(
     total = 2 * num_prompts * num_tokens
     with Progress("generation", total, "tokens", tokens=1, shown=progress, transient=True) as bar:
         ours_WT, theirs_WT = (
-            torch.cat([continue_greedily(one, batch, num_tokens, bar) for batch in batches])
-            for one in (model, dense)
+            torch.cat([continue_greedily(one, batch, num_tokens, bar, made) for batch in batches])
+            for one, made in ((model, new_cache), (dense, None))
         )
     found = tuple(compare(*pair) for pair in zip(ours_WT, theirs_WT, strict=True))
     return Generation(
@@ -109,17 +111,16 @@ def generation(
 
 
 def continue_greedily(
-    model: Any, prompts_BP: Tensor, num_tokens: int, bar: Progress | None = None
+    model: Any,
+    prompts_BP: Tensor,
+    num_tokens: int,
+    bar: Progress | None = None,
+    new_cache: NewCache | None = None,
 ) -> Tensor:
-    """The most likely token after the prompts, again and again with the model's cache, [B, T]."""
-    return torch.stack(
-        [
-            text.tokens
-            for text in write(
-                model, list(prompts_BP), num_tokens, batch_size=len(prompts_BP), bar=bar
-            )
-        ]
-    )
+    """The most likely token after the prompts, again and again with the cache, [B, T]."""
+    batch = list(prompts_BP)
+    texts = write(model, batch, num_tokens, new_cache=new_cache, batch_size=len(batch), bar=bar)
+    return torch.stack([text.tokens for text in texts])
 
 
 def compare(ours_T: Tensor, theirs_T: Tensor) -> Continuation:
