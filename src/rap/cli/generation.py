@@ -175,9 +175,9 @@ def _answered(
     total = written * len(prompts) * asked.tokens
     with Progress("answers", total, "tokens", tokens=1, shown=shown, transient=True) as bar:
         how: dict[str, Any] = {"batch_size": asked.batch_size, "bar": bar}
-        write_all = partial(write, ends=ends, sampling=sampling, **how)
-        ours = write_all(opened.model, prompts, asked.tokens, new_cache=asked.new_cache)
-        theirs = write_all(dense, prompts, asked.tokens)
+        chosen: dict[str, Any] = {"ends": ends, "sampling": sampling, **how}
+        ours = write(opened.model, prompts, asked.tokens, new_cache=asked.new_cache, **chosen)
+        theirs = write(dense, prompts, asked.tokens, **chosen)
         again = None
         if asked.new_cache is not None:
             given = [text.tokens for text in theirs]

@@ -104,7 +104,7 @@ class RapModelMixin(_Model):
     def init_parallel_plans(self) -> None:
         """No plan of tensor parallelism: it would split heads, and no frequencies with them."""
         super().init_parallel_plans()
-        self.tp_plan = None
+        self._tp_plan = {}
 
     @classmethod
     def is_custom_code(cls) -> bool:
