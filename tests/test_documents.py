@@ -190,6 +190,8 @@ def test_links_of_a_built_site_are_checked(tmp_path):
         "c.html: d.html leads nowhere",
         "c.html: b.html#there has no such anchor",
     ]
+    (tmp_path / "c.html").write_text('<span class="xref myst">a page outside the site</span>')
+    assert links.violations(tmp_path) == ["c.html: 1 links to no page of the site"]
 
 
 def test_workflows_call_targets_of_the_makefile():

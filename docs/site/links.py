@@ -22,6 +22,7 @@ class Page(HTMLParser):
         self.loads: list[str] = []
         self.points: list[str] = []
         self.anchors: set[str] = {"", "top"}
+        self.unresolved = 0  # links that MyST left as text
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -36,6 +37,7 @@ class Page(HTMLParser):
                 self.loads.append(value)
             if value and (tag, name) in POINTS:
                 self.points.append(value)
+        self.unresolved += (tag, found.get("class")) == ("span", "xref myst")
 
 
 def violations(site: Path) -> list[str]:
@@ -46,6 +48,8 @@ def violations(site: Path) -> list[str]:
 
 def _of_page(path: Path, pages: dict[Path, Page], site: Path) -> Iterator[str]:
     shown = path.relative_to(site)
+    if count := pages[path].unresolved:
+        yield f"{shown}: {count} links to no page of the site"
     for target in pages[path].loads:
         if urlsplit(target).scheme not in ("", "data") or urlsplit(target).netloc:
             yield f"{shown}: loads {target} from another server"
