@@ -120,7 +120,8 @@ Budget = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help="Budget: error (estimated loss), search (measured loss), adaptive or uniform.",
+        help="Budget: error (estimated loss), search (measured loss), retrieval (wider layers that "
+        "copy), adaptive or uniform.",
     ),
 ]
 Metric = Annotated[

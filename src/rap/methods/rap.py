@@ -16,7 +16,7 @@ from ..model.errors import RapError
 from ..model.layers import attention_layers, base_model_type
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, LayerBudget
-from ..planning.knapsack import above_floor, allocate_by_error, offered_widths
+from ..planning.knapsack import above_floor
 from ..planning.losses import DIRECTIONS, Metric, Orders, one_width
 from ..planning.plan import PairPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
@@ -36,7 +36,7 @@ from .merged import (
     noted,
     with_record,
 )
-from .trials import Search, Widths
+from .trials import Positions, Retrieval, Search, Widths
 from .values import in_subspace, layer_errors, layer_losses, layer_values
 
 # Tokens, for models that are to find what stands far back (docs/how-to/calibration-data.md).
@@ -59,7 +59,9 @@ class Rap(PairPruning):
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error;
         `auto` is `error`, or `uniform` where heads are merged, where the profile wants one width or
         where errors of this `key_share` do not compare; `search` begins with
-        `error`, and lets layers trade widths by what the model loses once it is cut. With
+        `error`, and lets layers trade widths by what the model loses once it is cut; `retrieval`
+        makes a fifth of the layers wider, those without which copying fails, and the others alike
+        narrower. With
         `key_share` "pooled" K and V of a layer may differ in width: better at the same cache, but
         engines pad them.
     context: distance in tokens over which folded pairs may drift; None is all the model was made
@@ -113,6 +115,8 @@ class Rap(PairPruning):
             raise RapError(f"unknown score {self.score!r}: use one of {', '.join(sorted(SCORES))}")
         if self.score not in ("fisher", self._ranking):
             raise RapError("folded keys, subspaces and these widths read no score: remove it")
+        if self.budget == "retrieval" and self.key_share != 0.5:
+            raise RapError("budget 'retrieval' gives K and V one width: it needs key_share 0.5")
         if self.budget in ("error", "search") and not self._spends_by_error():
             raise RapError(
                 f"budget {self.budget!r} gives K and V one width (key_share 0.5), or lets them "
@@ -188,7 +192,7 @@ class Rap(PairPruning):
         needs |= {"values"} if self.values == "subspace" or by_error else set()
         if self.metric == "loss" and needs & {"pairs", "values"}:
             needs |= {"gradients"}
-        if self.budget == "search":
+        if self.budget in ("search", "retrieval"):
             needs |= {WINDOWS}
         if self.merge != 1:
             needs |= {"pairs", "values", "joint", "averages"}
@@ -319,16 +323,16 @@ class Rap(PairPruning):
         ]
 
     def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
-        """As of every pair method; budget `search` tries its widths on the model."""
+        """As of every pair method; `search` and `retrieval` try widths on the model."""
         decided = self.decided(source.model)
         if decided is not self:
             plan = decided.plan_from(source, statistics)
             record = self.describe() | {"budget": decided.budget}
             limits = self._opened(self.dense(source.model)).merge_limits
             return with_record(plan, record, limits if decided.merge == 1 else ())
-        if self.budget != "search":
+        if self.budget not in ("search", "retrieval"):
             return super().plan_from(source, statistics)
-        model = source.whole("budget 'search', which tries pruned layers,")
+        model = source.whole(f"budget {self.budget!r}, which tries pruned layers,")
         fingerprint, family = self.check(source, statistics), base_model_type(model.config)
         dense, statistics = self.seen(self.dense(source.model, source), statistics)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)
@@ -337,8 +341,12 @@ class Rap(PairPruning):
             layers = self.divided(scores, self._budgets_of(kept, dense), statistics, dense)
             return self.plan_of(layers, dense, family, fingerprint)
 
-        search = Search(self, model, statistics)
-        return planned(search.widths(self.widths(scores, statistics, dense), planned))
+        if self.budget == "retrieval":
+            places = [index for index, shape in enumerate(dense.shapes) if shape is not None]
+            positions = self._positions(places, dense)
+            return planned(Retrieval(self, model, statistics).widths(positions, planned))
+        start = self.widths(scores, statistics, dense)
+        return planned(Search(self, model, statistics).widths(start, planned))
 
     def widths(
         self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
@@ -348,22 +356,11 @@ class Rap(PairPruning):
         orders = self.orders(scores, dense)
         curves = [self._curves(index, statistics, dense, orders[index]) for index in present]
         flat = [curve for both in curves for curve in both]
-        unit = max(1, self.alignment(dense.shapes) // 2)
-        sizes = [len(curve) - 1 for curve in flat]
         places = [index for index, both in zip(present, curves, strict=True) for _ in both]
-        merges, heads, whole = self._merges(dense), [], []
-        for index in places:
-            shape = dense.shapes[index]
-            assert shape is not None
-            heads.append(shape.num_kv_heads // merges[index])
-            whole.append(merges[index] * shape.head_dim // 2)
-        spent = allocate_by_error(flat, self.retain, sizes, heads=heads, unit=unit, dense=whole)
-        return Widths(
-            places=places,
-            widths=spent,
-            offered=offered_widths(sizes, unit),
-            heads=heads,
-        )
+        return self._positions(places, dense).by_errors(self.retain, flat)
+
+    def _positions(self, places: Sequence[int], dense: DenseLayers) -> Positions:
+        return Positions.of(places, self._merges(dense), dense, self.alignment(dense.shapes))
 
     def orders(self, scores: Sequence[LayerScores | None], dense: DenseLayers) -> list[Orders]:
         """What every layer keeps as it is, for it is not mixed, in the order of its scores."""

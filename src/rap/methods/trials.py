@@ -1,4 +1,4 @@
-"""Trial pruning of candidates, and budget `search`, which allocates widths by their loss.
+"""Trial pruning of candidates, and the budgets that try widths on the model itself.
 
 Layers stand in for dense ones, on kept windows, for methods that divide their budget by what a cut
 does to the model itself. Only the attention that is tried takes memory beside the model, which is
@@ -6,7 +6,8 @@ left as it was found.
 
 Budget `search` lets layers trade width by what the whole cut model loses, on calibration windows.
 It begins with the widths of budget `error` and needs no gradient beyond theirs: two forward passes
-a layer. What was measured is kept in a file, so that a killed search goes on.
+a layer. What was measured is kept in a file, so that a killed search goes on. Budget `retrieval`
+finds the layers that copy what was read before, a forward pass a layer, and makes them wider.
 
 Shapes: N windows, T tokens, E model dim.
 """
@@ -24,7 +25,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div
+from torch.nn.functional import cross_entropy, kl_div
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -35,13 +36,27 @@ from ..checkpoint.version import __version__
 from ..model.errors import CalibrationError
 from ..model.fingerprint import fingerprint_tensors
 from ..model.kinds.base import DenseAttention, LayerPlan
-from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
+from ..model.layers import (
+    AttentionLayer,
+    attention_layers,
+    attention_spec,
+    projections,
+    trained_length,
+)
 from ..model.modeling import build_attention
-from ..planning.knapsack import local_search, most_measures
+from ..planning.budgets import nearest_width, num_wide, widened
+from ..planning.knapsack import (
+    allocate_by_error,
+    local_search,
+    most_measures,
+    offered_widths,
+)
+from ..planning.merging import merged_steps
 from ..planning.plan import Plan
 from ..runtime.logits import Head, chunk_tokens, decoder_of
 from ..runtime.progress import Progress
 from ..runtime.state import restored
+from .dense import DenseLayers
 
 Cuts = Mapping[int, LayerPlan]
 
@@ -86,6 +101,26 @@ class Trials:
                     found, expected = cut.float().log_softmax(-1), dense.float().log_softmax(-1)
                     nats += float(kl_div(found, expected, reduction="sum", log_target=True))
         return _finite(nats, cuts) / self.windows_NT.numel()
+
+    def copying(self, cuts: Cuts) -> float:
+        """Mean loss, in nats/token, of the second of two copies of every window, [N, 2T].
+
+        Who reads back does not have to guess there. Longer than what the model was made for,
+        windows are cut to half of that.
+        """
+        half = min(self.windows_NT.shape[1], (trained_length(self.model.config) or 2**31) // 2)
+        head, step, nats = Head(self.model), chunk_tokens(self.model), 0.0
+        with self._replaced(cuts):
+            decoder = decoder_of(self.model)[1]
+            for ids_1T in self._batches():
+                twice_1T = ids_1T[:, :half].repeat(1, 2)
+                states_TE = decoder(input_ids=twice_1T, use_cache=False).last_hidden_state[0]
+                targets = twice_1T[0, half:].split(step)
+                logits = head.chunks(_output(states_TE), states_TE[half - 1 : -1], step)
+                for logits_CV, token_C in zip(logits, targets, strict=True):
+                    token_C = token_C.to(logits_CV.device)
+                    nats += float(cross_entropy(logits_CV.float(), token_C, reduction="sum"))
+        return _finite(nats, cuts) / (len(self.windows_NT) * half)
 
     def _pairs(self, cuts: Cuts) -> list[tuple[Tensor, Tensor]]:
         """Last hidden states [1, T, E] of every window, of the cut and of the dense model."""
@@ -190,6 +225,47 @@ class Widths:
         return found
 
 
+@dataclass(frozen=True)
+class Positions:
+    """Where widths are spent, in steps of two channels: what `Widths` has without them.
+
+    `sizes` is the most that each may keep, and `whole` what a retain ratio is a share of.
+    """
+
+    places: Sequence[int]
+    sizes: Sequence[int]
+    whole: Sequence[int]
+    heads: Sequence[int]
+    unit: int
+
+    @classmethod
+    def of(
+        cls, places: Sequence[int], merges: Sequence[int], dense: DenseLayers, align: int
+    ) -> "Positions":
+        """Those of layers with so many merged heads; a layer stands twice for K and V apart."""
+        shapes = [(merges[index], dense.shapes[index]) for index in places]
+        return cls(
+            places,
+            [merged_steps(shape.head_dim, merge) for merge, shape in shapes if shape],
+            [merge * shape.head_dim // 2 for merge, shape in shapes if shape],
+            [shape.num_kv_heads // merge for merge, shape in shapes if shape],
+            max(1, align // 2),
+        )
+
+    def by_errors(self, retain: float, errors: Sequence[Sequence[float]]) -> Widths:
+        """The widths of least error, of which `errors` has a curve for each position."""
+        sizes = [len(curve) - 1 for curve in errors]
+        how: dict[str, Any] = {"heads": self.heads, "unit": self.unit, "dense": self.whole}
+        spent = allocate_by_error(errors, retain, sizes, **how)
+        return Widths(self.places, spent, offered_widths(sizes, self.unit), self.heads)
+
+    def alike(self, retain: float) -> dict[int, tuple[int, ...]]:
+        """As much of every layer."""
+        sizes = zip(self.whole, self.sizes, strict=True)
+        spent = [nearest_width(retain * whole, size, self.unit) for whole, size in sizes]
+        return {index: (width,) for index, width in zip(self.places, spent, strict=True)}
+
+
 class Search:
     """A search for the widths of `method`, a Rap, for a dense model.
 
@@ -226,6 +302,46 @@ class Search:
             measured = Measured(divergence, self.kept, progress)
             found = local_search(start.widths, start.offered, start.heads, measured, rounds=ROUNDS)
         return start.by_layer(found)
+
+
+class Retrieval:
+    """The layers of a dense `model` that copy, and widths of `method`, a Rap, that favour them."""
+
+    def __init__(self, method: Any, model: PreTrainedModel, statistics: Statistics):
+        assert statistics.windows is not None
+        tried = replace(statistics, windows=statistics.windows[:TRIED_WINDOWS])
+        self.retain, self.trials = method.retain, Trials(model, tried, method.qk_norm)
+
+    def widths(self, positions: Positions, planned: Planned) -> dict[int, tuple[int, ...]]:
+        """The numbers of every layer: `budgets.widened`, where those are wide that copy."""
+        places = positions.places
+        chosen = self.chosen(planned(positions.alike(self.retain)), num_wide(len(places)))
+        wide = [places.index(index) for index in chosen]
+        how: dict[str, Any] = {"heads": positions.heads, "whole": positions.whole}
+        found = widened(self.retain, wide, positions.sizes, **how, unit=positions.unit)
+        return {index: (width,) for index, width in zip(places, found, strict=True)}
+
+    def chosen(self, plan: Plan, count: int) -> list[int]:
+        """So many layers of the dense model without which the pruned model copies worst.
+
+        Half of them by themselves, and the others where those are dense: what copies reads what
+        layers before it have prepared, which shows no gain while it is lost later.
+        """
+        cuts = {i: layer for i, layer in enumerate(plan.layers) if layer is not None}
+        source = {i: shape.source for i in cuts if (shape := plan.shapes[i]) is not None}
+        owners, found = [i for i in cuts if source[i] is None], list[int]()
+        with Progress("layers that copy", 2 * len(owners) - (count + 1) // 2, "passes") as progress:
+            for most in ((count + 1) // 2, count):
+                left = [i for i in owners if i not in found]
+                losses = {}
+                for index in left:
+                    # A layer whose cache others read is dense with them.
+                    dense = {*found, index}
+                    kept = {i: c for i, c in cuts.items() if not dense & {i, source[i]}}
+                    losses[index] = self.trials.copying(kept)
+                    progress.advance()
+                found += sorted(left, key=lambda i: (losses[i], i))[: most - len(found)]
+        return sorted(found)
 
 
 class Measured:

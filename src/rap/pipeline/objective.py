@@ -81,9 +81,10 @@ def choose(asked: Method, instead: Method | None, context: DenseContext) -> Obje
     asked.check_model(context.model)
     if context.stored is None:
         return Objective(asked)
-    if getattr(asked, "budget", "") == "search":
+    budget = getattr(asked, "budget", "")
+    if budget in ("search", "retrieval"):
         raise RapError(
-            "budget 'search' evaluates the whole model; remove --stream, or use budget 'error'"
+            f"budget {budget!r} evaluates the whole model; remove --stream, or use budget 'error'"
         )
     needs = asked.needs_for(context.model)
     if context.given is not None:

@@ -8,7 +8,7 @@ Shapes: G KV heads, P pairs, F channels that never rotate, D head dim, L layers.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,9 @@ from torch import Tensor
 from ..model.errors import RapError
 from .scores import LayerScores
 
-Budget = Literal["auto", "adaptive", "uniform", "error", "search"]
+Budget = Literal["auto", "adaptive", "uniform", "error", "search", "retrieval"]
+# Layers that copy are few: half as much again for them costs the others an eighth.
+WIDE_LAYERS, WIDER = 0.2, 1.5
 KeyShare = float | Literal["pooled"]
 
 
@@ -119,6 +121,48 @@ def uniform(retain: float, sizes: Sequence[int], unit: int = 1) -> list[int]:
                 "for a smaller alignment"
             )
     return kept
+
+
+def num_wide(positions: int) -> int:
+    """How many of so many layers budget `retrieval` makes wider: a fifth, one at least of two."""
+    return max(1, round(WIDE_LAYERS * positions)) if positions > 1 else 0
+
+
+def widened(
+    retain: float,
+    wide: Collection[int],
+    sizes: Sequence[int],
+    *,
+    heads: Sequence[int],
+    whole: Sequence[int],
+    unit: int = 1,
+) -> list[int]:
+    """Widths at which `wide` positions keep WIDER times `retain`, and the others alike.
+
+    `sizes` is the most that positions may keep, each of so many `heads`, and `whole` what `retain`
+    is a share of.
+
+    >>> widened(0.5, [2], [96] * 5, heads=[1] * 5, whole=[96] * 5)
+    [42, 42, 72, 42, 42]
+
+    Raises RapError if the others would keep nothing.
+    """
+    check_retain(retain)
+    share = min(1.0, WIDER * retain)
+    kept = {i: nearest_width(share * whole[i], sizes[i], unit) for i in wide}
+    others = [i for i in range(len(sizes)) if i not in kept]
+    left = retain * sum(n * h for n, h in zip(whole, heads, strict=True))
+    left -= sum(n * heads[i] for i, n in kept.items())
+    shared = allocate(
+        [1.0] * len(others),
+        min(1.0, left / sum(sizes[i] * heads[i] for i in others)),
+        [sizes[i] for i in others],
+        heads=[heads[i] for i in others],
+        unit=unit,
+        floor=unit,
+    )
+    kept |= dict(zip(others, shared, strict=True))
+    return [kept[i] for i in range(len(sizes))]
 
 
 def layer_score(scores: LayerScores) -> float:
