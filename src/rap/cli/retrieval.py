@@ -155,7 +155,7 @@ def retrieval_command(
     outputs = [output, settings.get("figure")]
     opened = open_checkpoint(model, how.device, how.device_map, outputs, how.quantize, bos=how.bos)
     ids = np.asarray(evaluation_tokens(text, opened.tokenizer))
-    figures, table = GRIDS[kind](opened, ids, tasks, settings, how.seed)
+    figures, table = GRIDS[kind](opened, ids, tasks, settings, how.seed, shown=not as_json)
     made = provenance(seed=how.seed, documents=settings["documents"], quantize=how.quantize)
     deliver(opened, {"text": text, "bos": opened.bos, **figures}, table, made, output, as_json)
     if kind == RECALL and not as_json:
@@ -181,7 +181,13 @@ Measured = tuple[dict[str, Any], dict[str, Any]]  # figures of a result, and its
 
 
 def _ruler(
-    opened: Opened, ids: np.ndarray, tasks: list[str], asked: dict[str, Any], seed: int
+    opened: Opened,
+    ids: np.ndarray,
+    tasks: list[str],
+    asked: dict[str, Any],
+    seed: int,
+    *,
+    shown: bool,
 ) -> Measured:
     cells = ruler_grid(
         opened.model,
@@ -193,13 +199,20 @@ def _ruler(
         batch_size=asked["batch_size"],
         seed=seed,
         bos=opened.bos,
+        progress=shown,
     )
     title = f"RULER-like tasks, {label(opened)}: accuracy (95% interval)"
     return {"ruler": [asdict(cell) for cell in cells]}, ruler_table(title, cells)
 
 
 def _needle(
-    opened: Opened, ids: np.ndarray, tasks: list[str], asked: dict[str, Any], seed: int
+    opened: Opened,
+    ids: np.ndarray,
+    tasks: list[str],
+    asked: dict[str, Any],
+    seed: int,
+    *,
+    shown: bool,
 ) -> Measured:
     (facts,) = asked["facts"]
     cells = needle_grid(
@@ -214,6 +227,7 @@ def _needle(
         seed=seed,
         bos=opened.bos,
         wording=asked["wording"],
+        progress=shown,
     )
     title = f"Needles found by {label(opened)}, one of {facts} facts"
     figure = asked["figure"]
@@ -226,13 +240,19 @@ def _needle(
 
 
 def _recall(
-    opened: Opened, ids: np.ndarray, tasks: list[str], asked: dict[str, Any], seed: int
+    opened: Opened,
+    ids: np.ndarray,
+    tasks: list[str],
+    asked: dict[str, Any],
+    seed: int,
+    *,
+    shown: bool,
 ) -> Measured:
     how: dict[str, Any] = {"num_documents": asked["documents"], "batch_size": asked["batch_size"]}
     how |= {"seed": seed, "bos": opened.bos}
     facts, distances = asked["facts"], asked["distance"]
     grid: dict[str, Any] = {"distances": distances, "facts": facts, "wording": asked["wording"]}
-    cells = recall_grid(opened.model, opened.tokenizer, ids, **grid, **how)
+    cells = recall_grid(opened.model, opened.tokenizer, ids, **grid, **how, progress=shown)
     copied = copy_loss(opened.model, ids, **how)
     by_place = {(cell.distance, cell.num_facts): f"{cell.accuracy:.0%}" for cell in cells}
     table = {

@@ -58,7 +58,7 @@ _FEATURES = (
     ("zero-shot and long-context benchmarks", "lm_eval", "pip install lm-eval"),
     ("serving with vLLM", "vllm", "pip install vllm"),
     ("llama.cpp, to verify GGUF files", "xllamacpp", "pip install xllamacpp"),
-    ("Triton kernels", "triton", "pip install triton, on a CUDA machine"),
+    ("Triton kernels, on a GPU", "triton", "pip install triton, on a CUDA machine"),
     ("weight quantization", "torchao", "pip install torchao bitsandbytes"),
 )
 

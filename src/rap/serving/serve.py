@@ -65,7 +65,7 @@ def runs_in(source: str | Path) -> str:
     require_vllm()
     config = load_config(source)
     if not is_pruned(config):
-        return "vLLM alone: the model is dense"
+        return "vLLM, without the plugin"
     check_served(config)
     return "vLLM's backend for models of transformers"
 

@@ -282,6 +282,8 @@ def test_the_command_measures_and_writes(tmp_path):
     assert {cell["length"] for cell in found.json["ruler"]} == {256}
     printed = run(*call)
     assert "accuracy (95% interval)" in printed.out
+    assert "retrieval: 4 documents in" in printed.err
+    assert "retrieval: " not in run(*call, "--json").err
     for row in found.json["table"]["rows"]:
         assert row[0] in printed.out
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...model.errors import RapError
+from ...runtime.progress import Progress
 from ...runtime.state import evaluating
 
 # fmt: off
@@ -252,15 +253,19 @@ def copy_document(passage: np.ndarray, filler: np.ndarray) -> Document:
 
 
 def grade(
-    model: torch.nn.Module, documents: Sequence[Document], batch_size: int
+    model: torch.nn.Module, documents: Sequence[Document], batch_size: int, bar: Progress
 ) -> tuple[list[float], float]:
-    """The share of right answers of every document, and that of all tokens of answers."""
+    """The share of right answers of every document, and that of all tokens of answers.
+
+    `bar` is in documents.
+    """
     shares, tokens = [], []
     for document, _, right in score_documents(model, documents, batch_size, ANSWER):
         # The token at place t is guessed at t - 1.
         answers = [right[run - 1] for run in answer_runs(document)]
         shares.append(float(np.mean([answer.all() for answer in answers])))
         tokens += answers
+        bar.advance()
     return shares, float(np.mean(np.concatenate(tokens)))
 
 

@@ -4,6 +4,7 @@ The facts and the question are those of documents.py: by default in the words th
 was trained on, or in the wording `natural`, which any pretrained model can continue.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from matplotlib.ticker import PercentFormatter
 from ...data.bos import Bos, bos_token
 from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
+from ...runtime.progress import Progress
 from .documents import (
     ANSWER,
     Document,
@@ -90,6 +92,7 @@ def needle_grid(
     seed: int = 0,
     bos: Bos = "auto",
     wording: str = "plain",
+    progress: bool = False,
 ) -> list[NeedleCell]:
     """Needles found over length (tokens) x depth, in documents made of `text_ids` [N].
 
@@ -103,8 +106,9 @@ def needle_grid(
     text, cells = np.asarray(text_ids), []
     writer = FactWriter(tokenizer, wording=wording)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
-    for length in lengths:
-        for number, depth in enumerate(depths):
+    total = num_documents * len(lengths) * len(depths)
+    with Progress("needles", total, "documents", shown=progress, transient=True) as bar:
+        for length, (number, depth) in itertools.product(lengths, enumerate(depths)):
             rng = evaluation_rng(seed, length, number)
             size = length if first is None else length - 1
             documents = [
@@ -112,7 +116,7 @@ def needle_grid(
                 for _ in range(num_documents)
             ]
             documents = [opened(document, first) for document in documents]
-            shares, token = grade(model, documents, batch_size)
+            shares, token = grade(model, documents, batch_size, bar)
             found = float(np.mean(shares))
             cells.append(NeedleCell(length, float(depth), num_documents, found, token))
     return cells

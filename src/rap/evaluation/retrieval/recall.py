@@ -5,6 +5,7 @@ Works with any causal language model that maps `input_ids` to `.logits`.
 Shapes: B documents in a batch, T tokens, N tokens of text to build documents from.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from ...data.bos import Bos, bos_token
 from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
 from ...model.layers import text_config
+from ...runtime.progress import Progress
 from .documents import (
     Document,
     FactWriter,
@@ -71,6 +73,7 @@ def recall_grid(
     seed: int = 0,
     bos: Bos = "auto",
     wording: str = "plain",
+    progress: bool = False,
 ) -> list[RecallCell]:
     """Recall accuracy over distance (tokens) x number of facts, questions set in `text_ids` [N].
 
@@ -86,10 +89,11 @@ def recall_grid(
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
     writer = FactWriter(tokenizer, wording=wording)
     cells = []
-    for distance in distances:
-        for num_facts in facts:
+    total = num_documents * len(distances) * len(facts)
+    with Progress("recall", total, "documents", shown=progress, transient=True) as bar:
+        for distance, num_facts in itertools.product(distances, facts):
             documents = recall_documents(writer, text, distance, num_facts, **asked)
-            shares, token = grade(model, documents, batch_size)
+            shares, token = grade(model, documents, batch_size, bar)
             cells.append(
                 RecallCell(distance, num_facts, num_documents, float(np.mean(shares)), token)
             )

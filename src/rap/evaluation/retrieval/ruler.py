@@ -24,6 +24,7 @@ from ...checkpoint.card import interval_text
 from ...data.bos import Bos, bos_token
 from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
+from ...runtime.progress import Progress
 from ...runtime.state import evaluating
 from ..quality.intervals import Interval, mean_interval
 from ..quality.perplexity import check_sizes
@@ -271,6 +272,7 @@ def ruler_grid(
     batch_size: int = 1,
     seed: int = 0,
     bos: Bos = "auto",
+    progress: bool = False,
 ) -> list[RulerCell]:
     """Scores over tasks x length (tokens), in documents made of `text_ids` [N].
 
@@ -291,9 +293,11 @@ def ruler_grid(
         for task in tasks
         for length in lengths
     }
-    with evaluating(model):
+    total = num_documents * len(made)
+    bar = Progress("retrieval", total, "documents", shown=progress, transient=True)
+    with evaluating(model), bar:
         return [
-            _cell(model, task, length, documents, batch_size)
+            _cell(model, task, length, documents, batch_size, bar)
             for (task, length), documents in made.items()
         ]
 
@@ -306,9 +310,14 @@ def check_tasks(tasks: Sequence[str], beside: Sequence[str] = ()) -> None:
 
 
 def _cell(
-    model: Any, task: str, length: int, documents: Sequence[Document], batch_size: int
+    model: Any,
+    task: str,
+    length: int,
+    documents: Sequence[Document],
+    batch_size: int,
+    bar: Progress,
 ) -> RulerCell:
-    shares, token = grade(model, documents, batch_size)
+    shares, token = grade(model, documents, batch_size, bar)
     return RulerCell(task, length, len(documents), mean_interval(shares), token)
 
 
