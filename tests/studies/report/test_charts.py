@@ -63,6 +63,19 @@ def test_wide_shares_are_logarithmic():
     assert middle - left == pytest.approx(right - middle, abs=0.01)
 
 
+@pytest.mark.parametrize("shares", [(0.5,), (0.5037,), (0.5, 0.5015), (0.25, 0.5, 0.9), (3.0,)])
+def test_ticks_of_shares_are_where_they_say(shares):
+    svg = _chart([Series("a", [ChartPoint(share, 1.0, f"{share}") for share in shares])])
+    ticks = re.findall(r'<text [^>]*x="([\d.]+)"[^>]*>(\d+)%<', svg or "")
+    assert 3 <= len(ticks) <= 7
+    steps = [(float(x), int(said)) for x, said in ticks]
+    (x, said), (other_x, other_said) = steps[0], steps[-1]
+    slope = (other_x - x) / (other_said - said)
+    assert [x + slope * (one - said) for _, one in steps] == pytest.approx(
+        [place for place, _ in steps], abs=slope / 4
+    )
+
+
 def test_nothing_to_draw_is_no_chart():
     assert _chart([_series([math.nan, math.inf])]) is None
     assert comparison_of([{"method": "dense"}], "r0") is None

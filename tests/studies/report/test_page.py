@@ -149,6 +149,23 @@ def test_the_page_says_what_the_files_say(folder):
     assert 'role="img" aria-label="loss over dense, nats/token against KV bytes' in page
 
 
+def test_dense_has_a_key_only_where_a_chart_shows_it(folder):
+    key = r'<ul class="legend">.*?</svg>dense</li>'
+    assert re.search(key, html_report([folder]), re.DOTALL)
+    result = json.loads((folder / "compare.json").read_text("utf-8"))
+    result["cells"] = [{**cell, "recall": []} for cell in result["cells"]]
+    (folder / "compare.json").write_text(json.dumps(result), encoding="utf-8")
+    page = html_report([folder])
+    assert '<ul class="legend">' in page
+    assert not re.search(key, page, re.DOTALL)
+
+
+def test_columns_of_text_are_to_the_left(folder):
+    page = html_report([folder])
+    assert '<th>method</th><th class="number">PPL</th>' in page
+    assert '<th>a&lt;b&amp;c</th><td class="number">400.00</td>' in page
+
+
 def test_every_colour_of_the_page_is_a_variable_with_a_dark_value(folder):
     page = html_report([folder])
     style = page[page.index("<style>") : page.index("</style>")]

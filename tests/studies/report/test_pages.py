@@ -60,8 +60,9 @@ def test_the_index_leads_from_every_result_file_to_its_command_and_page(root):
     file = "benchmarks/results/decode-cpu.json"
     _, _, section = index.partition("### results\n\n")
     row = next(line for line in section.splitlines() if "decode-cpu" in line)
-    assert row == f"* [{file}](../{file}); `python decode.py`; shown in [speed](speed.md)"
-    assert "* [Quality of a cut](quality.md): Table needle" in index
+    assert row == f"* [{file}](../{file}); `python decode.py`; shown in [Speed](speed.md)"
+    assert "* [Speed](speed.md): 2 result files\n" in index
+    assert "* [Quality of a cut](quality.md): 1 result file\n" in index
     headings = [line for line in index.splitlines() if line.startswith("### ")]
     assert headings == ["### needle", "### new-study", "### results"]
 

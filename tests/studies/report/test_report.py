@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rap.model.errors import RapError
-from rap.studies.report.report import markdown_report, tables_of
+from rap.studies.report.report import markdown_report, numeric, tables_of
 
 
 def test_a_table_becomes_markdown(tmp_path: Path) -> None:
@@ -19,6 +19,27 @@ def test_a_table_becomes_markdown(tmp_path: Path) -> None:
     assert "## T\n\n| a | b |\n| --- | ---: |" in page
     assert "| x | 1.5 |" in page
     assert "`rap demo`" in page
+
+
+def test_columns_of_numbers_alone_are_to_the_right() -> None:
+    header = ["name", "number", "signed", "text", "empty", "open"]
+    rows = [["1", "1,024 (50%)", "+3%", "hqq4: 0.1", "", ""], ["2", "0.5", "-3%", "2", "", "7"]]
+    table = {"header": header, "rows": rows}
+    assert numeric(table) == [False, True, True, False, False, True]
+    assert numeric({"header": header, "rows": []}) == [False] * 6
+
+
+def test_headings_of_a_page_differ(tmp_path: Path) -> None:
+    table = {"title": "T", "header": ["a"], "rows": [["x"]]}
+    for name, title in (("a", "T"), ("b", "T"), ("c", "U")):
+        result = {"table": table | {"title": title}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
+    page = markdown_report([tmp_path])
+    assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == [
+        f"T ({tmp_path.name}/a.json)",
+        f"T ({tmp_path.name}/b.json)",
+        "U",
+    ]
 
 
 def test_a_bar_in_a_cell_does_not_end_it(tmp_path: Path) -> None:

@@ -20,12 +20,19 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    PercentFormatter,
+)
 
 SIZE = (7.6, 5.2)  # inches of 72 units in the SVG, which takes the width it is given
 KEY_SIZE = (0.34, 0.2)
 # Shares are on a logarithmic axis from this ratio of the largest to the smallest on.
 SHARES_LOG_FROM = 5.0
+LEAST_ROOM = 0.02  # beside shares that are alike: enough for ticks of whole percent
 STEPS, COARSE = (1, 2, 5, 10), (1, 3, 10)  # of a logarithmic axis, within a decade
 NUM_COLORS = 7  # --series-0 ... of page.css; --series-rest is grey
 MARKERS = "osD^v<>*dx+PX1234"
@@ -175,9 +182,13 @@ def _scale_shares(axes: Axes, shares: Sequence[float]) -> None:
         steps = STEPS if high / low < 10 * SHARES_LOG_FROM else COARSE
         _tick(axes.xaxis, steps, lambda share: f"{share:,.0%}")
         return
-    room = 0.06 * (high - low) or 0.05 * high
-    axes.set_xlim(low - room, high + room)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    room = max(0.06 * (high - low), LEAST_ROOM)
+    left, right = low - room, high + room
+    axes.set_xlim(left, right)
+    percent = MaxNLocator(5, integer=True).tick_values(100 * left, 100 * right)
+    axes.xaxis.set_major_locator(
+        FixedLocator([x / 100 for x in percent if left <= x / 100 <= right])
+    )
     axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
 
 

@@ -80,7 +80,10 @@ def comparison_of(cells: Sequence[Record], prefix: str) -> Comparison | None:
             chart, caption = draw(here, dense, styles, x_label, f"{prefix}-{len(figures)}")
             if chart is not None:
                 figures.append(Figure(chart, f"{caption}; {after}"))
-    return Comparison(_legend(styles, prefix), figures, recall_maps(dense, cut, labels))
+    # The dense model is drawn by charts of recall alone: loss is over it.
+    keys: dict[str, Style | None] = {DENSE: None} if dense.get("recall") else {}
+    legend = _legend({**keys, **styles}, prefix)
+    return Comparison(legend, figures, recall_maps(dense, cut, labels))
 
 
 def matters(name: str) -> bool:
@@ -89,11 +92,10 @@ def matters(name: str) -> bool:
     return name in MATTER or any(form in MATTER for form in plain)
 
 
-def _legend(styles: dict[str, Style], prefix: str) -> list[tuple[str, Markup]]:
-    entries: list[tuple[str, Style | None]] = [(DENSE, None), *styles.items()]
+def _legend(keys: dict[str, Style | None], prefix: str) -> list[tuple[str, Markup]]:
     return [
         (name, legend_key(style, f"{prefix}-key{number}"))
-        for number, (name, style) in enumerate(entries)
+        for number, (name, style) in enumerate(keys.items())
     ]
 
 

@@ -30,10 +30,12 @@ from .report import (
     SHORT,
     commit_of,
     markdown_page,
+    numeric,
     read_results,
     source_parts,
     tables_of,
     title_of,
+    told_apart,
 )
 
 Record = dict[str, Any]
@@ -52,22 +54,12 @@ def html_report(sources: Sequence[Path]) -> str:
         keep_trailing_newline=True,
     )
     results = read_results(sources)
-    names = _names(results)
+    names = told_apart([(title_of(one), one) for one in results])
     sections = [
         _section(f"r{number}", name, one)
         for number, (name, one) in enumerate(zip(names, results, strict=True))
     ]
     return environment.get_template(TEMPLATE).render(title="Results", sections=sections)
-
-
-def _names(results: Sequence[Record]) -> list[str]:
-    """What each section is called: its title, with the file where several have one title."""
-    titles = [title_of(one) for one in results]
-    files = [f"{one['path'].parent.name}/{one['path'].name}" for one in results]
-    return [
-        f"{title} ({file})" if titles.count(title) > 1 else title
-        for title, file in zip(titles, files, strict=True)
-    ]
 
 
 def _section(anchor: str, name: str, result: Record) -> Record:
@@ -76,7 +68,7 @@ def _section(anchor: str, name: str, result: Record) -> Record:
     return {
         "id": anchor,
         "name": name,
-        "tables": [{"note": None} | table for table in tables],
+        "tables": [{"note": None, "numeric": numeric(table)} | table for table in tables],
         "comparison": comparison_of(cells, anchor),
         "picture": _picture(name, result),
         "command": result.get("command"),
@@ -214,7 +206,7 @@ def _folder(result: dict[str, Any]) -> str:
 
 def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) -> str:
     contents = [
-        f"* [{topic.title}]({topic.name}.md): {'; '.join(dict.fromkeys(map(title_of, ones)))}"
+        f"* [{topic.title}]({topic.name}.md): {_counted(len(ones), 'result file')}"
         for topic, ones in grouped
     ]
     page = {id(one): topic for topic, ones in grouped for one in ones}
@@ -223,7 +215,7 @@ def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) ->
         parts = [f"* {_link(one['path'], folder)}"]
         parts += [f"`{one['command']}`"] if one.get("command") else []
         parts += [f"code {commit}"] if (commit := commit_of(one)) else []
-        parts.append(f"shown in [{page[id(one)].name}]({page[id(one)].name}.md)")
+        parts.append(f"shown in [{page[id(one)].title}]({page[id(one)].name}.md)")
         sections.setdefault(_folder(one), []).append("; ".join(parts))
     files = [line for name, ones in sections.items() for line in (f"### {name}", "", *ones, "")]
     return "\n".join(
@@ -239,6 +231,10 @@ def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) ->
             *files,
         ]
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
 
 
 def _link(path: Path, folder: Path) -> str:

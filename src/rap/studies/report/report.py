@@ -102,6 +102,7 @@ def _timed(cells: list[dict[str, Any]], table: dict[str, Any]) -> str:
 
 PICTURES = {".svg": "image/svg+xml", ".png": "image/png"}
 SHORT = 12  # digits of a fingerprint that are shown
+NUMBER = re.compile(r"[+-]?\d")  # what a cell of a column of numbers begins with
 
 
 def read_results(sources: Sequence[Path]) -> list[dict[str, Any]]:
@@ -157,13 +158,43 @@ def markdown_report(sources: Sequence[Path], title: str = "Results") -> str:
 def markdown_page(results: Sequence[dict[str, Any]], title: str) -> str:
     """The page of results that were read."""
     head = [f"# {title}", "", "Built by `rap report` from result files; no figure is typed.", ""]
-    return "\n".join([*head, *(_section(result) for result in results)])
+    tables = [tables_of(result) for result in results]
+    named = [
+        (table["title"], result)
+        for result, own in zip(results, tables, strict=True)
+        for table in own
+    ]
+    headings = iter(told_apart(named))
+    sections = (
+        _section(result, [table | {"title": next(headings)} for table in own])
+        for result, own in zip(results, tables, strict=True)
+    )
+    return "\n".join([*head, *sections])
+
+
+def told_apart(named: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """The titles of results, with the file behind those that several have."""
+    titles = [title for title, _ in named]
+    return [
+        f"{title} ({result['path'].parent.name}/{result['path'].name})"
+        if titles.count(title) > 1
+        else title
+        for title, result in named
+    ]
+
+
+def numeric(table: dict[str, Any]) -> list[bool]:
+    """Whether a column has numbers, in the order of the header; never the first, which names."""
+    cells = [[str(row[i]) for row in table["rows"]] for i in range(len(table["header"]))]
+    found = [[cell for cell in column if cell] for column in cells]
+    right = [bool(some) and all(map(NUMBER.match, some)) for some in found]
+    return [False, *right[1:]]
 
 
 def markdown_table(table: dict[str, Any]) -> str:
-    """A table's header and rows in Markdown, the first column to the left."""
+    """A table's header and rows in Markdown, columns of numbers to the right."""
     header = table["header"]
-    rule = ["---"] + ["---:"] * (len(header) - 1)
+    rule = ["---:" if right else "---" for right in numeric(table)]
     return "\n".join(_row(cells) for cells in (header, rule, *table["rows"]))
 
 
@@ -207,9 +238,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     return result_today(result) | {"path": path} | ({"picture": drawn} if drawn else {})
 
 
-def _section(result: dict[str, Any]) -> str:
+def _section(result: dict[str, Any], tables: Sequence[dict[str, Any]]) -> str:
     body = []
-    for table in tables_of(result):
+    for table in tables:
         note = [table["note"], ""] if table.get("note") else []
         body += [f"## {table['title']}", "", *note, markdown_table(table), ""]
     body += [_source(result), ""]
