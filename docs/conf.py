@@ -46,6 +46,8 @@ smartquotes = False
 add_module_names = False
 
 html_theme = "furo"
+# The default underlines the names of modules, as if they were links.
+pygments_dark_style = "github-dark"
 html_title = f"rap {version}"
 html_math_renderer = "mathml"
 html_static_path = ["site/static"]

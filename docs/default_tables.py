@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sources import REPOSITORY, put
+from sources import REPOSITORY, put, with_error
 
 from rap.checkpoint.card import interval_text
 from rap.studies.report.report import markdown_table
@@ -42,7 +42,7 @@ ANSWERS = {
     "reach an end": ("ended", ".0%"),
     "end in a loop": ("looping", ".0%"),
     "repeated 4-grams": ("repetition", ".0%"),
-    "KL along them": ("kl", ".2f"),
+    "KL along them, nats/token": ("kl", ".2f"),
 }  # by column, the key of the result and its format
 TODAY = "**`rap`**"
 NEAR = "`rap:reach=90`"  # the default before foldings were compared up to 1,024 tokens
@@ -121,6 +121,10 @@ class Model:
     scored: str = ""
     retrieved: tuple[str, ...] = ()
 
+    def row(self, kept: Kept | None = None) -> str:
+        """What the row of the dense model is called, or that of what is kept of it."""
+        return f"{self.name}, {kept.name if kept else 'dense'}"
+
     def dense_perplexity(self, file: str) -> str:
         """That of the dense model on a dataset, beside any of what is kept."""
         found = (one.fidelity(file) for one in self.kept)
@@ -175,7 +179,7 @@ COMPARED = {
 
 
 def _score(found: dict[str, Any]) -> str:
-    return f"{found['mean']:.1%} +- {found['mean_stderr']:.1%}" if found else ""
+    return with_error(found["mean"], found["mean_stderr"]) if found else ""
 
 
 def today() -> list[Model]:
@@ -190,13 +194,14 @@ def quality(models: Sequence[Model]) -> dict[str, Any]:
     for model in models:
         whole, _ = model.kept[0].cache()
         dense = [model.dense_perplexity(file) for file in DATASETS]
-        rows.append([model.name, f"{whole:,}", *dense, model.dense_score()])
+        rows.append([model.row(), f"{whole:,}", *dense, model.dense_score()])
         for kept in model.kept:
             found = [kept.fidelity(file) for file in DATASETS]
             against = [_against(x) if x else "" for x in found]
             size = f"{kept.cache()[1]:,} ({kept.share()})"
-            rows.append([kept.name, size, *against, _score(kept.read("zero-shot.json"))])
-    header = ["model", "KV cache, bytes/token", *DATASETS.values(), "zero-shot mean"]
+            scored = _score(kept.read("zero-shot.json"))
+            rows.append([model.row(kept), size, *against, scored])
+    header = ["model", "KV cache, bytes/token", *_columns("PPL"), "zero-shot mean"]
     return {"header": header, "rows": rows}
 
 
@@ -207,8 +212,13 @@ def divergence() -> dict[str, Any]:
         for kept in model.kept:
             found = [kept.fidelity(file) for file in DATASETS]
             cells = [f"{x['kl']['value']:.3f}" if "kl" in x else "" for x in found]
-            rows.append([f"{model.name}, {kept.name}", kept.share(), *cells])
-    return {"header": ["model", "KV cache", *DATASETS.values()], "rows": rows}
+            rows.append([model.row(kept), kept.share(), *cells])
+    return {"header": ["model", "KV cache", *_columns("KL")], "rows": rows}
+
+
+def _columns(what: str) -> list[str]:
+    """The header of what was measured on every dataset."""
+    return [f"{what}, {data}" for data in DATASETS.values()]
 
 
 def _against(found: dict[str, Any]) -> str:
@@ -222,10 +232,10 @@ def retrieval() -> dict[str, Any]:
     header += [f"{task}, {length:,}" for task in TASKS for length in LENGTHS]
     rows = []
     for model in MODELS:
-        rows.append([model.name, "100%", *_accuracies([_read(file) for file in model.retrieved])])
+        rows.append([model.row(), "100%", *_accuracies([_read(file) for file in model.retrieved])])
         for kept in model.kept:
             files = [kept.read(f"retrieval-{length}.json") for length in LENGTHS]
-            rows.append([kept.name, kept.share(), *_accuracies(files)])
+            rows.append([model.row(kept), kept.share(), *_accuracies(files)])
     return {"header": header, "rows": [row for row in rows if any(row[2:])]}
 
 
@@ -249,8 +259,8 @@ def answers() -> dict[str, Any]:
     for model in MODELS:
         found = [(kept, kept.read("generation.json")) for kept in model.kept]
         some = [(kept, one) for kept, one in found if one]
-        rows += [[model.name, "100%", *_answered(one["dense"])] for _, one in some[:1]]
-        rows += [[kept.name, kept.share(), *_answered(one["pruned"])] for kept, one in some]
+        rows += [[model.row(), "100%", *_answered(one["dense"])] for _, one in some[:1]]
+        rows += [[model.row(kept), kept.share(), *_answered(one["pruned"])] for kept, one in some]
     return {"header": ["model", "KV cache", *ANSWERS], "rows": rows}
 
 
@@ -271,7 +281,7 @@ def forms() -> dict[str, Any]:
         rows.append([said, share, *ratios, _score(kept.read("zero-shot.json")), *needles])
     needles = [f"needle, {length:,}" for length in LENGTHS]
     return {
-        "header": ["model", "KV cache", *DATASETS.values(), "zero-shot", *needles],
+        "header": ["model", "KV cache", *_columns("PPL ratio"), "zero-shot mean", *needles],
         "rows": rows,
     }
 
@@ -297,7 +307,7 @@ def filled(table: dict[str, Any], left_out: str = "") -> str:
 def made() -> dict[str, dict[str, str]]:
     """What is generated, by page and by the name in the mark above it."""
     return {
-        README: {"quality": filled(quality(today()), left_out=WHOLE)},
+        README: {"quality": filled(quality(today()), left_out=f"PPL, {WHOLE}")},
         PAGE: {
             "quality": filled(quality(MODELS)),
             "KL": filled(divergence()),

@@ -18,8 +18,8 @@ import themed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, Formatter, PercentFormatter
-from sources import put
+from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, PercentFormatter
+from sources import put, with_error
 
 from rap.methods.naming import result_today, shown_today
 from rap.studies.report.report import caption, markdown_table
@@ -57,6 +57,7 @@ HEADER = (
 # Earlier results call it `rap`: heads were not merged unless that was asked for.
 SEPARATE = "rap:merge=1"
 STYLES = {"none": "--", "fit": "-"}  # lines of the figure, by recovery
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.35, 0.25)  # of the cache, where most points are
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Measured:
         """The zero-shot mean of a model with its standard error."""
         name = method if method == "dense" else f"{method} {retain:g}"
         found = self.scores.get(name if recover == "none" else f"{name} {recover}")
-        return "" if found is None else f"{found[0]:.1%} +- {found[1]:.1%}"
+        return "" if found is None else with_error(*found)
 
     def full(self, method: str, retain: float, recover: str) -> str:
         """The perplexity of a model over the whole test set."""
@@ -211,20 +212,24 @@ def draw(measured: Measured, path: Path) -> None:
                 if points:
                     look: dict[str, Any] = {"color": color, "marker": "o", "linestyle": style}
                     axes.plot(*zip(*points, strict=True), label=label, **look)
-        shown = PercentFormatter(1.0, decimals=0)
-        over_share(axes, "increase in perplexity", [0.03, 0.1, 0.3, 1, 10], shown)
-        _legend(figure, axes)
+        shown = FuncFormatter(lambda share, _: f"{share:,.0%}")
+        over_share(axes, "increase in perplexity", [0.03, 0.1, 0.3, 1, 10, 100], shown)
+        ink = themed.COLORS["ink"]
+        keys = [Line2D([], [], color=ink, linestyle=style) for style in STYLES.values()]
+        legend_below(figure, axes, dict(zip(("no recovery", "recovered"), keys, strict=True)))
         themed.save(figure, path)
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
-    """A method per color and a recovery per line style, below the axes: they keep their width."""
-    axes.get_legend().remove()
-    lines = {line.get_label(): line for line in axes.lines}
-    handles = [Line2D([], [], color=line.get_color(), marker="o") for line in lines.values()]
-    handles += [Line2D([], [], color=themed.COLORS["soft"], linestyle=x) for x in STYLES.values()]
-    names = [*map(str, lines), "no recovery", "recovered"]
-    figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=2, fontsize=11)
+def legend_below(figure: Figure, axes: Axes, more: dict[str, Line2D]) -> None:
+    """A method per color, then `more` by name, below the axes: they keep their width on a phone."""
+    colors = {str(line.get_label()): line.get_color() for line in axes.lines}
+    keys = {
+        name: Line2D([], [], color=color, marker="o")
+        for name, color in colors.items()
+        if not name.startswith("_")  # what matplotlib calls lines without a name
+    } | more
+    where: dict[str, Any] = {"loc": "outside lower center", "ncols": 2, "fontsize": 11}
+    figure.legend([*keys.values()], [*keys], frameon=False, **where)
 
 
 def over_share(axes: Axes, what: str, ticks: list[float], shown: Formatter) -> None:
@@ -233,13 +238,13 @@ def over_share(axes: Axes, what: str, ticks: list[float], shown: Formatter) -> N
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_major_formatter(shown)
     axes.yaxis.set_minor_locator(FixedLocator([]))
+    axes.xaxis.set_major_locator(FixedLocator(SHARES))
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.invert_xaxis()
     axes.set_xlabel("KV cache, % of the dense model's")
     axes.set_ylabel(what)
     axes.grid(axis="y", color=themed.COLORS["line"], linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def with_table(text: str, measured: Measured) -> str:

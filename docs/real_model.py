@@ -27,11 +27,13 @@ from first_page import (
     WHOLE,
     Measured,
     is_merged,
+    legend_below,
     over_share,
     stem_today,
 )
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import StrMethodFormatter
 from sources import link, runs
 
@@ -59,7 +61,6 @@ TASKS = ("single-needle", "multi-key", "multi-value")
 # The methods that are read most, each in a color; all others are grey.
 COLORS = {SEPARATE: "one", "rap:paper": "two", "palu": "ink", "a3": "three"}
 COLORS |= {"svdllm": "four", "elitekv:plus": "five"}
-GREY = "line"
 OURS = ("rap", "rap:merge=all")  # the default, as it is and as SmolLM2 was measured with it
 MERGED_COLORS = ("six", "seven")
 METHODS_HEAD = """# All methods on SmolLM2
@@ -86,7 +87,7 @@ the command of every run.
 """
 FIGURE_NOTE = """![KL to the dense model against KV-cache size](methods.svg)
 
-Hollow: no recovery. Filled: layer-wise distillation. Unlabeled: all other methods, no recovery.
+Hollow: no recovery. Filled: layer-wise distillation. Grey: all other methods, no recovery.
 The runs are those of the tables below, and of other ratios in {sweeps}.
 """
 SHORT_NOTE = """Layer-wise as above; short: 60 steps per layer on 48 samples, in two fifths of the
@@ -220,7 +221,7 @@ def main_table(evidence: Evidence, retain: float) -> str:
 def sweep_table(evidence: Evidence) -> str:
     """The methods of FOLLOWED at every ratio that two of them were measured at, in Markdown."""
     names = [RECOVERIES["none"], "short layer-wise", RECOVERIES[SHOWN]]
-    header = ["KV", "method", "reconstructs", "parameters", "FLOPs", "decode"]
+    header = ["method", "reconstructs", "KV", "parameters", "FLOPs", "decode"]
     header += [f"{what}, {name}" for what in ("PPL", "KL") for name in names]
     dense, rows = evidence.dense, []
     for retain in sorted({key.retain for key in evidence.cells if key != DENSE}, reverse=True):
@@ -228,9 +229,8 @@ def sweep_table(evidence: Evidence) -> str:
         for method in swept if len(swept) > 1 else []:
             cell, fitted = evidence.cells[Key(method, retain)], Key(method, retain, SHOWN)
             found = [cell, evidence.short.get(fitted), evidence.cells.get(fitted)]
-            name, reconstructs, share, *costs = _costs(method, cell, dense)
             decode = _time(evidence.timed.get(Key(method, retain), {}), "decode")
-            rows.append([share, name, reconstructs, *costs, decode, *_losses(found)])
+            rows.append([*_costs(method, cell, dense), decode, *_losses(found)])
     return markdown_table({"header": header, "rows": rows})
 
 
@@ -324,35 +324,45 @@ def draw(evidence: Evidence, path: Path) -> None:
         merged = (method for method in methods if is_merged(method))
         colors = dict(zip(merged, MERGED_COLORS, strict=False)) | COLORS
         for method in [*(m for m in methods if m not in colors), *colors]:
-            _curves(axes, evidence, method, colors.get(method, GREY))
+            _curves(axes, evidence, method, colors.get(method))
         what, shown = "KL to the dense model, nats/token", StrMethodFormatter("{x:g}")
         over_share(axes, what, [0.03, 0.1, 0.3, 1, 3, 10], shown)
-        handles, names = axes.get_legend_handles_labels()
-        axes.get_legend().remove()
-        # Below the axes, which keep their width on a phone.
-        where = {"loc": "outside lower center", "ncols": 2, "fontsize": 9}
-        figure.legend(handles, names, frameon=False, **where)
+        legend_below(figure, axes, _keys())
         themed.save(figure, path)
 
 
-def _curves(axes: Axes, evidence: Evidence, method: str, name: str) -> None:
-    """A method's points: hollow without recovery, filled after layer-wise distillation."""
-    color, grey = themed.COLORS[name], name == GREY
-    for recover in ("none", "fit"):
+def _keys() -> dict[str, Line2D]:
+    """How lines differ beside their color, by the name in the legend."""
+    looks = {RECOVERIES[recover]: _look("soft", recover) for recover in ("none", "fit")}
+    looks["all other methods"] = _look(None, "none")
+    return {name: Line2D([], [], **look) for name, look in looks.items()}
+
+
+def _look(color: str | None, recover: str) -> dict[str, Any]:
+    """How points are drawn: hollow without recovery, filled with it, faded without a color."""
+    if color is None:
+        faded = {"color": themed.COLORS["soft"], "alpha": 0.5}
+        return {**faded, "marker": ".", "linestyle": "--", "linewidth": 0.8, "zorder": 1}
+    drawn, ground = themed.COLORS[color], themed.COLORS["page"]
+    return {
+        "color": drawn,
+        "marker": "o",
+        "markerfacecolor": drawn if recover == "fit" else ground,
+        "linestyle": "-" if recover == "fit" else "--",
+        "linewidth": 1.6,
+        "zorder": 2,
+    }
+
+
+def _curves(axes: Axes, evidence: Evidence, method: str, color: str | None) -> None:
+    """A method's points without recovery and, if it has a color, after layer-wise distillation."""
+    for recover in ("none", "fit") if color else ("none",):
         cells = [c for k, c in evidence.cells.items() if (k.method, k.recover) == (method, recover)]
         whole = evidence.dense["kv_bytes_per_token"]
         points = sorted((c["kv_bytes_per_token"] / whole, c["kl"]["value"]) for c in cells)
-        if not points or (recover == "fit" and grey):
-            continue
-        filled = recover == "fit" or grey
-        style: dict[str, Any] = {"color": color, "marker": "." if grey else "o"}
-        style |= {"markerfacecolor": color if filled else themed.COLORS["page"]}
-        style |= {"linestyle": "-" if recover == "fit" else "--"}
-        label = None if grey else f"{method}, {RECOVERIES[recover]}"
-        width = 0.8 if grey else 1.6
-        axes.plot(
-            *zip(*points, strict=True), label=label, linewidth=width, zorder=2 - grey, **style
-        )
+        if points:
+            label = method if color else None
+            axes.plot(*zip(*points, strict=True), label=label, **_look(color, recover))
 
 
 def methods_page(evidence: Evidence) -> str:

@@ -15,10 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
 HERE = Path(__file__).parent
-FIRST_PAGE = "merging"  # the sketch that README.md shows
+FIRST_PAGE, NARROW = "merging", (6.4, 3.7)  # the sketch that README.md shows, and how large
 BASE, PAIRS = 100_000, 32  # of RoPE, as in SmolLM2
 RATES = {"fast pair, 1 rad/token": 1.0, "slow pair, 0.05 rad/token": 0.05}
 POSITIONS = 5
+FIRST_ANGLE = 0.4  # with which no arrow lies on an axis
 FREQUENCIES = ("one", "two", "three", "four")  # their colors, fast to slow
 
 
@@ -49,7 +50,7 @@ def _rotation(figure: Figure) -> None:
         axes.spines[["left", "bottom"]].set_position("zero")
         axes.add_patch(Circle((0, 0), 1, fill=False, edgecolor=themed.COLORS["line"]))
         for position in range(POSITIONS):
-            angle = 0.15 + rate * position
+            angle = FIRST_ANGLE + rate * position
             tip = math.cos(angle), math.sin(angle)
             axes.add_patch(_arrow((0, 0), tip, color=("two", "one")[position == 0]))
             if rate > 0.5 or position in (0, POSITIONS - 1):
@@ -102,11 +103,11 @@ def _merging(figure: Figure) -> None:
 
 
 def _cached(figure: Figure) -> None:
-    """Values cached per token by four heads, to scale."""
+    """Numbers cached per token by four heads, to scale."""
     axes = _canvas(figure, 100, 40)
     layers = (
         ("dense", 4, 7.5, "4 KV heads"),
-        ("rap", 4, 3.75, "4 narrower heads"),
+        ("rap:merge=1", 4, 3.75, "4 separate heads,\nnarrower"),
         ("rap, merged heads", 2, 7.5, "2 heads"),
         ("low rank (PaLU)", 1, 15.0, ""),
     )
@@ -121,14 +122,13 @@ def _cached(figure: Figure) -> None:
                 axes.add_patch(Rectangle(place, width - 0.5, 5, color=themed.COLORS[color]))
         axes.text(88, low + 2.5, said, va="center", fontsize=10, color=themed.COLORS["soft"])
     for head in range(4):
-        edge, place = themed.COLORS["one"], (56 + head * 7.5, -5.2)
-        ghost = Rectangle(place, 7, 3.6, fill=False, edgecolor=edge, linestyle=(0, (3, 2)))
+        edge, place = themed.COLORS["one"], (22 + head * 7.5, -7)
+        ghost = Rectangle(place, 7, 5, fill=False, edgecolor=edge, linestyle=(0, (3, 2)))
         axes.add_patch(ghost)
-    axes.set_ylim(-6, 40)
-    axes.add_patch(_arrow((30, 1.4), (30, -3.4), "-", "one"))
-    axes.add_patch(_arrow((30, -3.4), (55.4, -3.4), color="one"))
-    axes.text(31, -2.6, "keys reconstructed", fontsize=10, color=themed.COLORS["soft"])
-    axes.text(88, -3.4, "at every step", va="center", fontsize=10, color=themed.COLORS["soft"])
+    axes.set_ylim(-8, 40)
+    axes.add_patch(_arrow((29.5, 1.6), (29.5, -1.8), color="one"))
+    soft: dict[str, Any] = {"color": themed.COLORS["soft"], "fontsize": 10}
+    axes.text(53, -4.5, "keys, reconstructed at every step, not cached", va="center", **soft)
 
 
 def _absorbed(figure: Figure) -> None:
@@ -258,10 +258,10 @@ SKETCHES: dict[str, tuple[tuple[float, float], Callable[[Figure], None]]] = {
 
 
 def main(folder: Path = HERE) -> None:
-    """Write the sketch of README.md as a file."""
-    size, draw = SKETCHES[FIRST_PAGE]
+    """Write the sketch of README.md as a file, narrow, so that its letters stay large."""
+    _, draw = SKETCHES[FIRST_PAGE]
     with matplotlib.rc_context(themed.SETTINGS):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=NARROW, layout="constrained")
         draw(figure)
         themed.save(figure, folder / "merged-heads.svg")
 

@@ -36,6 +36,11 @@ def runs(folders: Iterable[str], page: str, what: str = "Runs and commands") -> 
     return textwrap.fill(f"{what}: {links}.", 100, break_long_words=False, break_on_hyphens=False)
 
 
+def with_error(mean: float, error: float) -> str:
+    """A share and its standard error, between spaces that no line breaks at."""
+    return f"{mean:.1%}\u00a0+-\u00a0{error:.1%}"
+
+
 def put(text: str, begin: str, end: str, generated: str, page: str | Path) -> str:
     """The text of a page with what is generated between two marks as it is now.
 

@@ -1,7 +1,8 @@
 """Drawings and figures as SVG whose colors follow the page, light or dark.
 
 matplotlib draws with placeholder colors. Inside a page of the site they become its CSS variables;
-a file of its own brings both palettes and follows the reader's setting.
+a file of its own brings both palettes and follows the reader's setting. The site puts the drawing
+of such a file into its pages, where it follows the theme that the reader chose there.
 """
 
 import io
@@ -67,7 +68,7 @@ def inline(figure: Figure, name: str) -> str:
         found = found.replace(value, f"var(--{color})")
     # Fonts are the page's; ids would meet those of the other drawings of a page.
     found = re.sub(r" font-family: [^;\"]*;?", "", found)
-    found = re.sub(r"(id=\"|#)(?=[\w-]+[\")])", rf"\1{name}-", found)
+    found = re.sub(r"(id=\"|#)(?=[\w.-]+[\")])", rf"\1{name}-", found)
     found = re.sub(r"<metadata>.*?</metadata>", "", found, flags=re.DOTALL)
     opening, rest = found.split(">", 1)
     return re.sub(r' (width|height)="[^"]*"', "", opening) + ">" + rest
@@ -76,16 +77,28 @@ def inline(figure: Figure, name: str) -> str:
 def standalone(figure: Figure, name: str) -> str:
     """A figure as an SVG file with both palettes, on a ground of its own."""
     opening, rest = inline(figure, name).split(">", 1)
-    dark = f"@media (prefers-color-scheme: dark) {{ svg {{ {_variables(DARK)} }} }}"
-    font = "text { font-family: system-ui, sans-serif; }"
-    style = f"<style>svg {{ {_variables(LIGHT)} }} {dark} {font}</style>"
-    ground = '<rect width="100%" height="100%" style="fill: var(--page)"/>'
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{opening}>{style}{ground}{rest}'
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{opening}>{_frame()}{rest}'
+
+
+def embedded(file: str) -> str:
+    """What a file of `standalone` draws, to put into a page; ValueError for any other SVG."""
+    before, frame, rest = file.partition(_frame())
+    if not frame:
+        raise ValueError("the SVG has not the colors of today; write it again")
+    return before[before.index("<svg") :] + rest
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure to a file."""
     path.write_text(standalone(figure, path.stem), encoding="utf-8")
+
+
+def _frame() -> str:
+    """Both palettes, the font and the ground of a file of its own."""
+    dark = f"@media (prefers-color-scheme: dark) {{ svg {{ {_variables(DARK)} }} }}"
+    font = "text { font-family: system-ui, sans-serif; }"
+    style = f"<style>svg {{ {_variables(LIGHT)} }} {dark} {font}</style>"
+    return f'{style}<rect width="100%" height="100%" style="fill: var(--page)"/>'
 
 
 def _variables(palette: dict[str, str]) -> str:

@@ -1,10 +1,11 @@
 """What to pick, and the figure of it: fronts and picks by hand, and the committed page."""
 
+import itertools
 import json
-import struct
 from pathlib import Path
 from types import ModuleType
 
+import matplotlib
 import pytest
 
 from cases.scripts import load_script
@@ -159,9 +160,26 @@ def test_a_page_without_the_place_is_refused(page, result):
         page.with_measured("# Pruning\n", result)
 
 
-def test_the_figure_can_be_drawn_again(page, result, tmp_path):
-    page.draw(result["rows"], tmp_path / "figure.png")
-    for path in (tmp_path / "figure.png", page.FIGURE):
-        head = path.read_bytes()[:24]
-        assert head.startswith(b"\x89PNG")
-        assert struct.unpack(">II", head[16:]) == (1280, 960)
+def test_the_figure_can_be_drawn_again(page, front, result, tmp_path):
+    page.draw(result["rows"], tmp_path / "figure.svg")
+    for path in (tmp_path / "figure.svg", page.FIGURE):
+        text = path.read_text(encoding="utf-8")
+        for _, _, label in page.SORTS.values():
+            assert f">{label}<" in text, label
+        for said in ("hqq2", *map(page.name, front.front(page.drawn(result["rows"])))):
+            assert f">{said.partition(':0.5 + hqq4')[0]}" in text, said
+
+
+def test_names_of_the_figure_cover_neither_each_other_nor_a_point(page, result):
+    with matplotlib.rc_context(page.themed.SETTINGS):
+        figure = page.figure_of(result["rows"])
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    assert len(boxes) == len(axes.texts) > 10
+    for one, other in itertools.combinations(boxes, 2):
+        assert not boxes[one].overlaps(boxes[other]), (one, other)
+    for row in page.drawn(result["rows"]):
+        point = axes.transData.transform(page.place(row))
+        assert [said for said, box in boxes.items() if box.padded(2).contains(*point)] == []
+    assert all(box.x1 <= axes.bbox.x1 for box in boxes.values())

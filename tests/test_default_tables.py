@@ -79,8 +79,8 @@ def test_a_row_of_retrieval_has_what_its_model_retrieves(monkeypatch, tmp_path):
     header, *rows = SCRIPT.filled(SCRIPT.retrieval()).splitlines()
     assert header == "| model | KV cache | single-needle, 4,096 | multi-key, 4,096 |"
     assert rows[1:] == [
-        "| a | 100% | 50% (0% to 100%) | 75% (0% to 100%) |",
-        "| **`rap`** | 50% | 25% (0% to 100%) |  |",
+        "| a, dense | 100% | 50% (0% to 100%) | 75% (0% to 100%) |",
+        "| a, **`rap`** | 50% | 25% (0% to 100%) |  |",
     ]
 
 
@@ -113,6 +113,6 @@ def test_answers_of_the_dense_model_are_above_those_of_what_is_kept(monkeypatch,
     models = (SCRIPT.Model("a", kept), SCRIPT.Model("b", kept[1:]))
     monkeypatch.setattr(SCRIPT, "MODELS", models)
     rows = SCRIPT.answers()["rows"]
-    assert [row[:2] for row in rows] == [["a", "100%"], ["**`rap`**", "50%"]]
+    assert [row[:2] for row in rows] == [["a, dense", "100%"], ["a, **`rap`**", "50%"]]
     assert [row[3].split()[0] for row in rows] == ["25%", "50%"]
     assert [row[-1].split()[0] for row in rows] == ["0.25", "0.50"]

@@ -1,6 +1,7 @@
 """The table of methods and the figure of README.md show what was measured."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -57,7 +58,7 @@ def test_a_row_says_what_its_cell_does(page):
     ]
     dense = measured.dense["perplexity"]
     assert f"| 5,760 (25%) | none | 38.26 ({38.26 / dense - 1:+.0%}) |" in row
-    assert row.endswith("| 25.0% +- 1.2% |")
+    assert row.endswith("| 25.0%\u00a0+-\u00a01.2% |")
 
 
 def test_results_of_merged_heads_are_shown_once_there_are_some(page, experiments):
@@ -81,7 +82,7 @@ def test_other_results_of_merged_heads_are_found_beside_their_comparison(page, e
     whole = experiments / page.MERGED[0] / "rap-merge-auto-profile-stock-0.5-fit.json"
     whole.write_text(json.dumps({"value": 24.5}), encoding="utf-8")
     found = page.Measured(experiments)
-    assert (found.full(*key), found.score(*key)) == ("24.50", "40.0% +- 1.0%")
+    assert (found.full(*key), found.score(*key)) == ("24.50", "40.0%\u00a0+-\u00a01.0%")
 
 
 def test_the_default_has_a_row_of_its_own_once_it_is_measured(page, experiments):
@@ -122,6 +123,8 @@ def test_the_figure_can_be_drawn_again(page, tmp_path, experiments):
             assert text.count(f">{label}<") == 1, label
     for text in (drawn, committed):
         assert text.count("stroke-dasharray") > 3  # a curve without recovery per method
+        for tick in ("1,000%", "10,000%", "25%"):
+            assert text.count(f">{tick}<") == 1, tick
     page.draw(page.Measured(experiments), tmp_path / "merged.svg")
     merged = (tmp_path / "merged.svg").read_text("utf-8")
     assert merged.count(">rap, merged heads, plain checkpoint<") == 1
@@ -133,6 +136,28 @@ def test_figures_follow_the_page_light_and_dark(page, tmp_path):
     assert "prefers-color-scheme: dark" in drawn
     assert "#0000" not in drawn
     assert drawn.count("--page:") == 2
+
+
+def test_a_drawing_in_a_page_has_the_palette_of_the_page(page, tmp_path):
+    page.draw(page.Measured(), tmp_path / "figure.svg")
+    inside = page.themed.embedded((tmp_path / "figure.svg").read_text(encoding="utf-8"))
+    assert inside.startswith("<svg")
+    assert "var(--one)" in inside
+    assert "prefers-color-scheme" not in inside
+    assert "fill: var(--page)" not in inside
+    with pytest.raises(ValueError, match="write it again"):
+        page.themed.embedded("<svg></svg>")
+
+
+@pytest.mark.parametrize(
+    "name", ["docs/first-page", "docs/measurements/methods", "docs/merged-heads"]
+)
+def test_ids_of_a_drawing_are_its_own(name):
+    text = (REPOSITORY / f"{name}.svg").read_text(encoding="utf-8")
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert len(ids) == len(set(ids)) > 10
+    assert {one for one in ids if not one.startswith(f"{Path(name).name}-")} == set()
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= set(ids)
 
 
 def test_the_site_has_the_colors_of_drawings(page):

@@ -1,6 +1,7 @@
 """The pages of all methods on SmolLM2: they show what was measured, the rest is open."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -31,9 +32,12 @@ def test_the_figure_can_be_drawn_again(script, tmp_path):
     script.draw(script.Evidence(), tmp_path / "figure.svg")
     drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
     committed = (REPOSITORY / script.FIGURE).read_text(encoding="utf-8")
-    for method in script.COLORS:
-        assert f">{method}, no recovery<" in drawn
-        assert f">{method}, no recovery<" in committed
+    for text in (drawn, committed):
+        for name in (*script.COLORS, "no recovery", "layer-wise", "all other methods"):
+            assert text.count(f">{name}<") == 1, name
+        assert (
+            min(map(float, re.findall(r"font-size: ([\d.]+)px", text))) >= 11
+        )
 
 
 def _rows(table: str, name: str) -> list[list[str]]:
@@ -137,7 +141,7 @@ def test_the_devices_of_times_are_said_once(script):
 def test_methods_are_followed_from_ratio_to_ratio(script):
     evidence = script.Evidence()
     rows = script.sweep_table(evidence).splitlines()[2:]
-    shares = {line.split("|")[1].strip() for line in rows}
+    shares = {line.split("|")[3].strip() for line in rows}
     assert {"90%", "80%", "70%", "60%", "50%", "35%"} <= shares
     for method in script.FOLLOWED:
         row = next(line for line in rows if f"| {method} |" in line.replace("**", ""))

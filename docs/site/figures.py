@@ -100,6 +100,7 @@ def _folding(figure: Figure) -> None:
     frequencies, context = dense.frequencies[LAYER], dense.context
     for head in range(len(key_GPP)):
         axes = _plain(figure, 1, len(key_GPP), head + 1)
+        axes.sharey(figure.axes[0])
         choices = (("pairs", (), "soft"), ("merged pairs", EDGES[-1], "one"))
         everything = spectrum(read_GPP[head], key_GPP[head], frequencies, context, EDGES[-1]).sum()
         for label, edges, color in choices:
@@ -111,10 +112,10 @@ def _folding(figure: Figure) -> None:
                 slots, lost[FEWEST_SLOTS:], color=themed.COLORS[color], label=label, linewidth=2
             )
         axes.set_xlabel(f"slots kept, KV head {head}")
-        axes.set_ylim(0, None)
         if head == 0:
             axes.set_ylabel("estimated loss increase,\nshare of all")
             axes.legend(frameon=False)
+    figure.axes[0].set_ylim(0, None)
 
 
 def _groups(figure: Figure) -> None:
@@ -174,20 +175,25 @@ def _expected(figure: Figure) -> None:
     rows = json.loads(path.read_text("utf-8"))["data"]["rows"]
     axes = _plain(figure)
     budgets = sorted({row["budget"] for row in rows})
-    colors = dict(zip(budgets, ("one", "two"), strict=False))
-    for budget, color in colors.items():
+    # The labels of a curve are on its side away from the other, that of its end is behind it.
+    looks = (("one", (7, -17), "left"), ("two", (-8, 5), "right"))
+    for budget, (color, aside, side) in zip(budgets, looks, strict=True):
         own = [row for row in rows if row["budget"] == budget]
         places = [row["expected"] for row in own], [row["measured"] for row in own]
         axes.plot(*places, "o-", color=themed.COLORS[color], label=f"budget {budget}", markersize=7)
+        end = max(places[0])
         for row in own:
+            behind = row["expected"] == end
             axes.annotate(
                 f"{row['retain']:g}",
                 (row["expected"], row["measured"]),
-                (0, -15 if budget == max(colors) else 8),
+                (9, -4) if behind else aside,
                 textcoords="offset points",
-                ha="center",
+                ha="left" if behind else side,
                 fontsize=10,
+                color=themed.COLORS[color],
             )
+    axes.margins(y=0.12)
     ends = [
         max(1e-9, min(min(r["expected"], r["measured"]) for r in rows)),
         max(max(r["expected"], r["measured"]) for r in rows),

@@ -17,6 +17,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
+import themed
 from first_page import is_merged
 from sources import put, runs
 
@@ -26,29 +27,35 @@ from rap.studies.report.report import markdown_table
 REPOSITORY = Path(__file__).parents[2]
 RESULT = Path(__file__).with_name("pareto.json")
 PAGE = REPOSITORY / "docs/explanation/pruning-vs-quantization.md"
-FIGURE = PAGE.with_suffix(".png")
+FIGURE = PAGE.with_suffix(".svg")
 BEGIN = "<!-- measured: python experiments/smollm2-pareto/page.py -->\n"
 END = "<!-- end of what is measured -->\n"
-SIZE, DPI = (8.0, 6.0), 160  # inches: readable at 800 pixels
+SIZE = (7.6, 7.4)
 TICKS = (1, 1.4, 2, 3, 4, 6, 8, 12, 16)
 LOSSES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 FLOOR = LOSSES[0]  # what is nearer to dense stands on it
-GREY = "#b9b9b9"
 # What matters: the sort of a row, how it is drawn, and how the legend calls it.
 SORTS: dict[str, tuple[str, str, str]] = {
-    "bits": ("#1f5fa8", "o", "quantized cache"),
-    "press": ("#2c8a4b", "s", "50% of the tokens evicted"),
-    "press bits": ("#7cc08f", "s", "50% evicted, quantized (4 or 3 bits)"),
-    "rap": ("#d9480f", "D", "rap, merged heads, recovered"),
-    "rap bits": ("#f08c00", "D", "the same, quantized"),
-    "rap press": ("#9c36b5", "^", "the same, 50% evicted (4-bit)"),
-    "palu": ("#7a4a21", "v", "PaLU, no recovery (quantized)"),
-    "rest": (GREY, ".", "all others"),
+    "bits": ("one", "o", "quantized cache"),
+    "press": ("three", "s", "50% of the tokens evicted"),
+    "press bits": ("six", "s", "50% evicted, quantized"),
+    "rap": ("two", "D", "rap, merged heads, recovered"),
+    "rap bits": ("seven", "D", "the same, quantized"),
+    "rap press": ("four", "^", "the same, 50% evicted (4-bit)"),
+    "palu": ("five", "v", "PaLU, no recovery (quantized)"),
+    "rest": ("soft", ".", "all others"),
 }
-LABEL = (7, -3)  # where the name of a point on the front begins, in points from it
-NAMED = ("rap", "rap bits")  # sorts whose points are named beside the front too
-RIGHT: dict[str, Any] = {"xytext": (7, 0), "ha": "left", "va": "center"}
-ABOVE: dict[str, Any] = {"xytext": (0, 6), "ha": "center", "va": "bottom"}
+FADED = 0.5  # the opacity of the rest
+# Where a name begins or ends, in points from its point: below a front that rises to the right.
+RIGHT = ((7.0, -3.0), "left", "top")
+PLACES = {
+    "rap 0.7 + hqq4": ((2.0, -13.0), "left", "top"),
+    "rap 0.5 + keydiff:0.5 + hqq4": ((8.0, 1.0), "left", "center"),
+    "hqq2": ((-7.0, 0.0), "right", "center"),
+    "rap 0.7, align 32": ((7.0, 0.0), "left", "center"),
+    "rap 0.5": ((7.0, 2.0), "left", "center"),
+    "rap 0.35": ((-4.0, 5.0), "right", "bottom"),
+}
 
 
 def sort_of(row: front.Row) -> str:
@@ -80,49 +87,53 @@ def drawn(rows: Sequence[front.Row]) -> list[front.Row]:
 
 
 def draw(rows: Sequence[front.Row], path: Path) -> None:
+    """Write the figure."""
+    with matplotlib.rc_context(themed.SETTINGS):
+        themed.save(figure_of(rows), path)
+
+
+def figure_of(rows: Sequence[front.Row]) -> Figure:
     """KL against bytes of cache, both logarithmic; the front is a line, its points are named."""
-    with matplotlib.rc_context({"font.size": 10.5}):
-        figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
-        axes = figure.subplots()
-        shown = drawn(rows)
-        for sort, (color, marker, label) in SORTS.items():
-            points = [place(row) for row in shown if sort_of(row) == sort]
-            if points:
-                size = 60 if sort == "rest" else 46
-                order = 2 if sort == "rest" else 3
-                xs, ys = zip(*points, strict=True)
-                axes.scatter(
-                    xs, ys, size, color, marker=marker, label=label, zorder=order, linewidth=0
-                )
-        best = front.front(shown)
-        _draw_front(axes, best)
-        _name(axes, [row for row in shown if row not in best])
-        _scale(axes, shown)
-        axes.legend(framealpha=1, edgecolor="none", fontsize=9, loc="lower right")
-        figure.savefig(path, metadata={"Software": None})
-
-
-def _draw_front(axes: Axes, best: Sequence[front.Row]) -> None:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    shown = drawn(rows)
+    for sort, (color, marker, label) in SORTS.items():
+        points = [place(row) for row in shown if sort_of(row) == sort]
+        if points:
+            rest = sort == "rest"
+            look = {"alpha": FADED if rest else None, "zorder": 2 if rest else 3, "linewidth": 0}
+            xs, ys = zip(*points, strict=True)
+            axes.scatter(
+                xs, ys, 60 if rest else 46, themed.COLORS[color], marker=marker, label=label, **look
+            )
+    best = front.front(shown)
     xs, ys = zip(*map(place, best), strict=True)
-    axes.plot(xs, ys, color="0.25", linewidth=1.1, zorder=1, label="Pareto front")
-    for row in best:
-        said = front.name_of(row).replace(row["method"], "rap")
-        for recovered in front.RECOVERED.values():  # the legend states it
-            said = said.replace(recovered, "")
-        named = {"textcoords": "offset points", "fontsize": 8.5, "va": "top", "zorder": 4}
-        axes.annotate(said, place(row), LABEL, **named)
+    line = {"color": themed.COLORS["ink"], "linewidth": 1.1, "zorder": 1}
+    axes.plot(xs, ys, label="Pareto front", **line)
+    _scale(axes, shown)
+    for row in shown:
+        if row in best or sort_of(row) == "rap" or name(row) == "hqq2":
+            _name(axes, row, "ink" if row in best else SORTS[sort_of(row)][0])
+    figure.legend(frameon=False, loc="outside lower center", ncols=2, fontsize=11)
+    return figure
 
 
-def _name(axes: Axes, rows: Sequence[front.Row]) -> None:
-    """Name the points of some sorts, in their colour."""
-    for row in rows:
-        # Two bits are far above everything else, and odd widths gain nothing by fewer.
-        gains = not row["bits"] or row["share"] < 0.8 * row["retain"]
-        if (sort := sort_of(row)) in NAMED and row["bits"] != "hqq2" and gains:
-            beside = ABOVE if row["bits"] and row["retain"] == 0.5 else RIGHT
-            drawn = {"textcoords": "offset points", "fontsize": 7.5, "zorder": 4}
-            said = " + ".join(filter(None, (f"{row['retain']:g}", row["bits"])))
-            axes.annotate(said, place(row), color=SORTS[sort][0], **drawn, **beside)
+def name(row: front.Row) -> str:
+    """What a point is called; the legend states which rows were recovered."""
+    said = front.name_of(row).replace(row["method"], "rap")
+    for recovered in filter(None, front.RECOVERED.values()):
+        said = said.replace(recovered, "")
+    aligned = row["method"].endswith(":align=32") and not row["bits"]
+    return f"{said}, align 32" if aligned else said
+
+
+def _name(axes: Axes, row: front.Row, color: str) -> None:
+    said = name(row)
+    offset, ha, va = PLACES.get(said, RIGHT)
+    drawn: dict[str, Any] = {"ha": ha, "va": va, "fontsize": 11, "zorder": 4}
+    broken = said.replace("0.5 + hqq4", "0.5\n+ hqq4") if said.count("+") > 1 else said
+    drawn |= {"textcoords": "offset points", "color": themed.COLORS[color]}
+    axes.annotate(broken, place(row), offset, **drawn)
 
 
 def _scale(axes: Axes, rows: Sequence[front.Row]) -> None:
@@ -136,14 +147,13 @@ def _scale(axes: Axes, rows: Sequence[front.Row]) -> None:
         axis.set_major_formatter(FixedFormatter(labels))
         axis.set_minor_locator(NullLocator())
     for times in front.BUDGETS:
-        axes.axvline(times, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+        axes.axvline(times, color=themed.COLORS["line"], linestyle=(0, (4, 3)), zorder=0)
     largest = max(row["kl"] for row in rows)
     axes.set(xlim=(1, 2.4 / min(row["share"] for row in rows)), ylim=(0.75 * FLOOR, 1.4 * largest))
     axes.set_xlabel("compression of the KV cache, bytes/token (log)")
     axes.set_ylabel("KL to the dense model, nats/token (log)")
-    axes.grid(axis="y", color="0.93")
+    axes.grid(axis="y", color=themed.COLORS["line"], linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def measured(result: dict[str, Any]) -> str:
