@@ -35,9 +35,7 @@ def test_the_figure_can_be_drawn_again(script, tmp_path):
     for text in (drawn, committed):
         for name in (*script.COLORS, "no recovery", "layer-wise", "all other methods"):
             assert text.count(f">{name}<") == 1, name
-        assert (
-            min(map(float, re.findall(r"font-size: ([\d.]+)px", text))) >= 11
-        )
+        assert min(map(float, re.findall(r"font-size: ([\d.]+)px", text))) >= 11
 
 
 def _rows(table: str, name: str) -> list[list[str]]:
