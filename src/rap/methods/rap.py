@@ -60,7 +60,7 @@ class Rap(PairPruning):
         `auto` is `error`, or `uniform` where heads are merged, where the profile wants one width or
         where errors of this `key_share` do not compare; `search` begins with
         `error`, and lets layers trade widths by what the model loses once it is cut; `retrieval`
-        makes a fifth of the layers wider, those without which copying fails, and the others alike
+        makes a tenth of the layers wider, those without which copying fails, and the others alike
         narrower. With
         `key_share` "pooled" K and V of a layer may differ in width: better at the same cache, but
         engines pad them.

@@ -18,8 +18,8 @@ from ..model.errors import RapError
 from .scores import LayerScores
 
 Budget = Literal["auto", "adaptive", "uniform", "error", "search", "retrieval"]
-# Layers that copy are few: half as much again for them costs the others an eighth.
-WIDE_LAYERS, WIDER = 0.2, 1.5
+# Layers that copy are few: half as much again for a tenth costs the others an eighteenth.
+WIDE_LAYERS, WIDER = 0.1, 1.5
 KeyShare = float | Literal["pooled"]
 
 
@@ -124,7 +124,7 @@ def uniform(retain: float, sizes: Sequence[int], unit: int = 1) -> list[int]:
 
 
 def num_wide(positions: int) -> int:
-    """How many of so many layers budget `retrieval` makes wider: a fifth, one at least of two."""
+    """How many of so many layers budget `retrieval` makes wider: a tenth, one at least of two."""
     return max(1, round(WIDE_LAYERS * positions)) if positions > 1 else 0
 
 
