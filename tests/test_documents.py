@@ -43,6 +43,7 @@ BY_HAND = [
     REPOSITORY / "CONTRIBUTING.md",
     *(path for path in sorted(DOCS.rglob("*.md")) if not {path, *path.parents} & {*RECORDS}),
 ]
+WIDTH = 88  # characters of a code block beside the navigation, in a window of 1,280 pixels
 PLACES = dict(command_tree(typer.main.get_command(app)))
 NOT_RUN = re.compile(r"<!-- not run:[^>]*-->\n$")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -98,6 +99,19 @@ def test_documents_tell_many_commands_and_a_wrong_one_is_seen():
     assert violations("rap serve out -- --max-model-len 8") == []
     assert violations("rap compress bundled --keep 0.7") != []
     assert violations("rap evaluate out") != []
+
+
+@pytest.mark.parametrize("path", BY_HAND, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_code_fits_into_a_page_of_the_site(path):
+    """Commands and Python of pages; README.md is not a page."""
+    text = path.read_text("utf-8") if DOCS in path.parents else ""
+    lines = [
+        line
+        for one in ("sh", "python")
+        for code, _ in blocks(text, one)
+        for line in code.splitlines()
+    ]
+    assert [line for line in lines if len(line) > WIDTH] == []
 
 
 @pytest.mark.parametrize("name", ["method", "family", "statistic"])
@@ -160,6 +174,14 @@ def test_code_of_the_first_page_runs(tmp_path, monkeypatch):
     text = (REPOSITORY / "README.md").read_text("utf-8")
     (code,) = [block for block, _ in blocks(text, "python")]
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_the_page_of_commands_names_its_columns_and_writes_lists_as_typed():
+    lines = load_script("docs/site/commands.py").page().splitlines()
+    above = {lines[at - 1] for at, line in enumerate(lines) if line.startswith("|---")}
+    assert all(cell.strip() for line in above for cell in line.split("|")[1:-1])
+    assert any(line.startswith("| `--task` | `single-needle, multi-key, ") for line in lines)
+    assert not any(re.search(r"`\[[^`]*\]`", line) for line in lines if line.startswith("| `--"))
 
 
 def test_old_addresses_lead_to_pages(tmp_path):

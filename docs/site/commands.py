@@ -70,7 +70,7 @@ def _command(place: str, command: Any, example: str) -> Iterator[str]:
     rows += [(one, ", ".join(sorted(one.opts, key=len))) for one in options]
     rows = [row for row in rows if not HIDDEN & set(row[0].opts)]
     if rows:
-        yield from ("| | default | |", "|---|---|---|")
+        yield from ("| argument, option | default | description |", "|---|---|---|")
     for one, shown in rows:
         text = (getattr(one, "help", None) or "").replace("|", "\\|").replace("<", "&lt;")
         names = " ".join(f"`{part}`" for part in shown.split(", "))
@@ -84,7 +84,8 @@ def _default(one: Any) -> str:
     value = getattr(one, "default", None)
     if value is None or value is False or value == [] or callable(value):
         return ""
-    return f"`{value}`"
+    shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+    return f"`{shown}`"
 
 
 def setup(app: "Sphinx") -> dict[str, bool]:
