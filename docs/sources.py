@@ -37,8 +37,8 @@ def runs(folders: Iterable[str], page: str, what: str = "Runs and commands") -> 
 
 
 def with_error(mean: float, error: float) -> str:
-    """A share and its standard error, between spaces of Markdown that no line breaks at."""
-    return f"{mean:.1%}&nbsp;+-&nbsp;{error:.1%}"
+    """A share and its standard error, in Markdown that no line breaks."""
+    return f"{mean:.1%}&nbsp;&plusmn;&nbsp;{error:.1%}"
 
 
 def put(text: str, begin: str, end: str, generated: str, page: str | Path) -> str:

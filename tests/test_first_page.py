@@ -58,7 +58,7 @@ def test_a_row_says_what_its_cell_does(page):
     ]
     dense = measured.dense["perplexity"]
     assert f"| 5,760 (25%) | none | 38.26 ({38.26 / dense - 1:+.0%}) |" in row
-    assert row.endswith("| 25.0%&nbsp;+-&nbsp;1.2% |")
+    assert row.endswith("| 25.0%&nbsp;&plusmn;&nbsp;1.2% |")
 
 
 def test_results_of_merged_heads_are_shown_once_there_are_some(page, experiments):
@@ -82,7 +82,7 @@ def test_other_results_of_merged_heads_are_found_beside_their_comparison(page, e
     whole = experiments / page.MERGED[0] / "rap-merge-auto-profile-stock-0.5-fit.json"
     whole.write_text(json.dumps({"value": 24.5}), encoding="utf-8")
     found = page.Measured(experiments)
-    assert (found.full(*key), found.score(*key)) == ("24.50", "40.0%&nbsp;+-&nbsp;1.0%")
+    assert (found.full(*key), found.score(*key)) == ("24.50", "40.0%&nbsp;&plusmn;&nbsp;1.0%")
 
 
 def test_the_default_has_a_row_of_its_own_once_it_is_measured(page, experiments):

@@ -202,6 +202,7 @@ ROUNDS = 1
 # Of the windows that calibration kept. A divergence from the dense model varies far less over
 # text than a loss does.
 TRIED_WINDOWS = 2
+COPIED_WINDOWS = 1  # layers that copy stand out: without them a copy is nearly read anew
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class Retrieval:
 
     def __init__(self, method: Any, model: PreTrainedModel, statistics: Statistics):
         assert statistics.windows is not None
-        tried = replace(statistics, windows=statistics.windows[:TRIED_WINDOWS])
+        tried = replace(statistics, windows=statistics.windows[:COPIED_WINDOWS])
         self.retain, self.trials = method.retain, Trials(model, tried, method.qk_norm)
 
     def widths(self, positions: Positions, planned: Planned) -> dict[int, tuple[int, ...]]:
