@@ -105,6 +105,7 @@ def test_layers_come_by_what_is_lost_without_them_and_the_second_half_beside_the
     plan = replace(method, budget="uniform").plan(model, statistics)
     assert retrieval.chosen(plan, 2) == [1, 3]
     assert retrieval.chosen(plan, 1) == [3]
+    assert retrieval.chosen(plan, 0) == []
     found = method.plan(model, statistics)
     assert widths(found)[3] == max(widths(found))
     assert len({*widths(found)}) > 1

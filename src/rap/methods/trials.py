@@ -331,8 +331,10 @@ class Retrieval:
         cuts = {i: layer for i, layer in enumerate(plan.layers) if layer is not None}
         source = {i: shape.source for i in cuts if (shape := plan.shapes[i]) is not None}
         owners, found = [i for i in cuts if source[i] is None], list[int]()
-        with Progress("layers that copy", 2 * len(owners) - (count + 1) // 2, "passes") as progress:
-            for most in ((count + 1) // 2, count):
+        rounds = sorted({(count + 1) // 2, count} - {0})
+        passes = len(owners) + (len(rounds) > 1) * (len(owners) - (count + 1) // 2)
+        with Progress("layers that copy", passes, "passes") as progress:
+            for most in rounds:
                 left = [i for i in owners if i not in found]
                 losses = {}
                 for index in left:
