@@ -10,7 +10,7 @@ from pathlib import Path
 from rap.checkpoint.gguf_header import ARCHITECTURES
 from rap.model.families import FAMILIES, WRAPPERS
 from rap.model.refusals import REASONS
-from rap.model.specs import NORM_MODES, AttentionSpec
+from rap.model.specs import AttentionSpec
 from rap.serving.plain_forms import STOCK_FAMILIES
 from rap.serving.refusals import BESIDE, REFUSED, is_served
 
@@ -28,6 +28,8 @@ decoding, left-padded generation, saving and loading.
 
 * **pairs**: the two channels of a RoPE pair are half a head apart, or adjacent (interleaved).
 * **layers that rotate**: the layers with RoPE.
+* **QK-norm**: its kind. It is of each head, before rotation, in every [mode](#what-a-head-keeps),
+  unless the entry says otherwise.
 * **from files**: `apply` means that `rap apply --stream` prunes the checkpoint without the model in
   memory. `all` adds calibration and layer-wise distillation from files (`--stream --recover fit`).
 * **vLLM**: pruned checkpoints run in [vLLM](how-to/serve-vllm.md). All were compared with
@@ -180,11 +182,13 @@ def _row(spec: AttentionSpec) -> str:
 def _norm(spec: AttentionSpec) -> str:
     if spec.norm is None:
         return "-"
-    kind = "LayerNorm" if spec.norm.centred else "RMS"
-    over = "all heads" if spec.norm.over == "all" else "each head"
-    when = "after rotation" if spec.norm.after_rotation else "before rotation"
-    modes = NORM_MODES if not spec.norm.one_module_per_head else ("exact",)
-    return f"{kind} over {over}, {when}; {', '.join(modes)}"
+    said = [
+        ("LayerNorm" if spec.norm.centred else "RMS", True),
+        ("over all heads", spec.norm.over == "all"),
+        ("after rotation", spec.norm.after_rotation),
+        ("`exact` alone", spec.norm.one_module_per_head),
+    ]
+    return ", ".join(name for name, there in said if there)
 
 
 def _features(spec: AttentionSpec) -> str:
