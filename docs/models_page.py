@@ -29,7 +29,7 @@ decoding, left-padded generation, saving and loading.
 * **pairs**: the two channels of a RoPE pair are half a head apart, or adjacent (interleaved).
 * **layers that rotate**: the layers with RoPE.
 * **QK-norm**: its kind. It is of each head, before rotation, in every [mode](#what-a-head-keeps),
-  unless the entry says otherwise.
+  unless the entry states otherwise.
 * **from files**: `apply` means that `rap apply --stream` prunes the checkpoint without the model in
   memory. `all` adds calibration and layer-wise distillation from files (`--stream --recover fit`).
 * **vLLM**: pruned checkpoints run in [vLLM](how-to/serve-vllm.md). All were compared with
