@@ -26,15 +26,13 @@ def steps(retain: float, sizes: Sequence[int], wide: Sequence[int], share: float
     return kept
 
 
-def main() -> None:
-    """Take the place of the method's budgets, and run the command."""
-    first, last, share = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+def budgets_with(first: int, last: int, share: float) -> Any:
+    """What takes the place of `Rap.budgets`, for merged heads."""
 
     def budgets(self: Rap, scores: Any, statistics: Any, dense: DenseLayers) -> Any:
-        merges = self._merges(dense)
         sizes = [
             merge * shape.head_dim // 2
-            for merge, shape in zip(merges, dense.shapes, strict=True)
+            for merge, shape in zip(self._merges(dense), dense.shapes, strict=True)
             if shape is not None
         ]
         found = steps(self.retain, sizes, range(first, last + 1), share)
@@ -43,7 +41,13 @@ def main() -> None:
         )
         return kept
 
-    Rap.budgets = budgets  # type: ignore[method-assign]
+    return budgets
+
+
+def main() -> None:
+    """Take the place of the method's budgets, and run the command."""
+    chosen = budgets_with(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    Rap.budgets = chosen  # type: ignore[method-assign]
     sys.argv[:4] = ["rap"]
     rap_main()
 
