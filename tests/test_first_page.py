@@ -150,13 +150,13 @@ def test_a_drawing_in_a_page_has_the_palette_of_the_page(page, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["docs/first-page", "docs/measurements/methods", "docs/merged-heads"]
+    "name", sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("docs/**/*.svg"))
 )
 def test_ids_of_a_drawing_are_its_own(name):
-    text = (REPOSITORY / f"{name}.svg").read_text(encoding="utf-8")
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
     ids = re.findall(r' id="([^"]*)"', text)
     assert len(ids) == len(set(ids)) > 10
-    assert {one for one in ids if not one.startswith(f"{Path(name).name}-")} == set()
+    assert {one for one in ids if not one.startswith(f"{Path(name).stem}-")} == set()
     assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= set(ids)
 
 
@@ -175,3 +175,29 @@ def test_the_drawing_of_the_first_page_can_be_drawn_again(tmp_path):
     for text in ("KV head 2", "merged head", "slot 4"):
         assert f">{text}<" in drawn
         assert f">{text}<" in committed
+
+
+def test_pages_show_the_drawings_that_are_made():
+    figures = load_script("docs/figures.py")
+    folder = REPOSITORY / "docs" / "explanation"
+    shown = [
+        name
+        for page in folder.glob("*.md")
+        for name in re.findall(r"^!\[.+\]\((\w+)\.svg\)$", page.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert sorted(shown) == sorted(figures.DRAWINGS)
+
+
+def test_sketches_of_the_explanation_are_those_of_today(tmp_path, monkeypatch):
+    figures = load_script("docs/figures.py")
+    monkeypatch.setattr(figures, "DRAWINGS", figures.sketches.SKETCHES)
+    figures.main(tmp_path)
+    drawn = sorted(tmp_path.iterdir())
+    assert len(drawn) == len(figures.sketches.SKETCHES) > 5
+    for path in drawn:
+        committed = (REPOSITORY / "docs" / "explanation" / path.name).read_text("utf-8")
+        assert _texts(path.read_text("utf-8")) == _texts(committed), path.name
+
+
+def _texts(svg):
+    return re.findall(r">([^<>]*\w[^<>]*)</text>", svg)

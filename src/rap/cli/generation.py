@@ -116,7 +116,7 @@ def generation_command(
 
     With --chat they are answers that may end, and KL along both models' answers is measured too.
     Both models run in float32 with their own cache, or PRUNED with a quantized one (--bits), which
-    takes any model, the dense one too. Intervals are over prompts.
+    takes any model, the dense model too. Intervals are over prompts.
     """
     asked.check(bos)
     opened = open_checkpoint(pruned, device, device_map, [output], dtype="float32", bos=bos)

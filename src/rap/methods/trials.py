@@ -243,7 +243,7 @@ class Positions:
     def of(
         cls, places: Sequence[int], merges: Sequence[int], dense: DenseLayers, align: int
     ) -> "Positions":
-        """Those of layers with so many merged heads; a layer stands twice for K and V apart."""
+        """Those of layers with so many merged heads; with K and V apart a layer is there twice."""
         shapes = [(merges[index], dense.shapes[index]) for index in places]
         return cls(
             places,

@@ -1,9 +1,11 @@
-"""Drawings of the explanation: of the bundled model and of result files, and sketches of ideas."""
+"""Drawings of the explanation: of the bundled model and of result files, and sketches of ideas.
+
+python docs/figures.py
+"""
 
 import json
 from collections.abc import Callable
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from rap.planning.folding import EDGES, frequency_groups, group_directions, spec
 from rap.planning.losses import key_moments
 from rap.planning.subspace import output_gram, weighted_subspace
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
+FOLDER = REPOSITORY / "docs/explanation"
 WIDE = (8.4, 3.6)
 # The layer that drawings of statistics are of: neither the first nor the last.
 LAYER = 2
@@ -30,23 +33,12 @@ WINDOWS, TOKENS = 4, 256
 FEWEST_SLOTS = 4
 
 
-def svg(name: str) -> str:
-    """The SVG of a drawing to put into a page; KeyError for a name that DRAWINGS has not."""
-    with matplotlib.rc_context(themed.SETTINGS):
-        return themed.inline(drawn(name), name)
-
-
 def drawn(name: str) -> Figure:
-    """The figure of a drawing."""
+    """The figure of a drawing; KeyError for a name that DRAWINGS has not."""
     size, draw = DRAWINGS[name]
     figure = Figure(figsize=size, layout="constrained")
     draw(figure)
     return figure
-
-
-def labelled(drawing: str, text: str) -> str:
-    """A drawing with its text for those who do not see it."""
-    return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(text, quote=True)}"', 1)
 
 
 @cache
@@ -216,3 +208,14 @@ DRAWINGS: dict[str, tuple[tuple[float, float], Callable[[Figure], None]]] = {
     "expected": (WIDE, _expected),
     **sketches.SKETCHES,
 }
+
+
+def main(folder: Path = FOLDER) -> None:
+    """Write every drawing as a file next to the pages that show it."""
+    for name in DRAWINGS:
+        with matplotlib.rc_context(themed.SETTINGS):
+            themed.save(drawn(name), folder / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
