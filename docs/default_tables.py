@@ -149,6 +149,11 @@ MODELS = (
                 "`rap`, a second run",
                 "smollm2-default-articles/default-whole-test.json",
             ),
+            Kept(
+                "smollm2-default-far-0.5-merged/compress.json",
+                "smollm2-default-far-0.5-merged-kept",
+                "`rap`, without `--target`",
+            ),
             Kept("smollm2-default-articles-plain/compress.json", "smollm2-default-articles", NEAR),
         ),
         "smollm2-zero-shot/zero-shot.json",
@@ -161,6 +166,7 @@ MODELS = (
     Model(
         "Gemma 3 270M",
         (
+            Kept("gemma3-default-far-0.7-model/compress.json", "gemma3-default-far-0.7"),
             Kept("gemma3-default-far-0.5-model/compress.json", "gemma3-default-far-0.5"),
             Kept("gemma3-default-recovered/recover.json", "gemma3-default", "repeated samples"),
             Kept("gemma3-default-palu-0.5-model/compress.json", "gemma3-default-palu-0.5", "PaLU"),

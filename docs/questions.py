@@ -42,7 +42,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("smollm2-fit-shrinkage", "smollm2-zero-shot", "smollm2-recall", "smollm2-recall-fit"),
         "smollm2-facts",
     ),
-    "What remains in long contexts?": ("smollm2-ruler*", "smollm2-needle-layers", "needle"),
+    "What remains in long contexts?": (
+        "smollm2-ruler*",
+        "smollm2-needle-layers",
+        "smollm2-wide-layers*",
+        "needle",
+    ),
     "Does it combine with quantization and eviction?": (
         *("smollm2-pareto", "smollm2-presses", "composition", "width-bits"),
     ),

@@ -89,21 +89,20 @@ def test_copies_are_as_long_as_the_model_was_made_for() -> None:
     assert Trials(model, statistics).copying({}) == Trials(model, short).copying({})
 
 
-def test_layers_come_by_what_is_lost_without_them_and_the_second_half_beside_the_first(
+def test_layers_come_by_how_well_the_model_copies_with_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Layer 3 copies, and layer 1 prepares what it reads: alone it gains nothing."""
     method = Rap(retain=0.5, budget="retrieval", align=4)
     model, statistics = calibrated(method)
 
     def copying(self: Trials, cuts: dict) -> float:
-        dense = {*range(LAYERS)} - {*cuts}
-        return 1.0 - 0.5 * (3 in dense) - 0.3 * ({1, 3} <= dense) - 0.01 * (0 in dense)
+        (dense,) = {*range(LAYERS)} - {*cuts}
+        return [0.9, 1.0, 0.8, 0.2, 0.9][dense]
 
     monkeypatch.setattr(Trials, "copying", copying)
     retrieval = Retrieval(method, model, statistics)
     plan = replace(method, budget="uniform").plan(model, statistics)
-    assert retrieval.chosen(plan, 2) == [1, 3]
+    assert retrieval.chosen(plan, 3) == [0, 2, 3]
     assert retrieval.chosen(plan, 1) == [3]
     assert retrieval.chosen(plan, 0) == []
     found = method.plan(model, statistics)

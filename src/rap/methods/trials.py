@@ -323,28 +323,17 @@ class Retrieval:
         return {index: (width,) for index, width in zip(places, found, strict=True)}
 
     def chosen(self, plan: Plan, count: int) -> list[int]:
-        """So many layers of the dense model without which the pruned model copies worst.
-
-        Half of them by themselves, and the others where those are dense: what copies reads what
-        layers before it have prepared, which shows no gain while it is lost later.
-        """
+        """So many layers, each of which alone, dense in the pruned model, makes it copy best."""
         cuts = {i: layer for i, layer in enumerate(plan.layers) if layer is not None}
         source = {i: shape.source for i in cuts if (shape := plan.shapes[i]) is not None}
-        owners, found = [i for i in cuts if source[i] is None], list[int]()
-        rounds = sorted({(count + 1) // 2, count} - {0})
-        passes = len(owners) + (len(rounds) > 1) * (len(owners) - (count + 1) // 2)
-        with Progress("layers that copy", passes, "passes") as progress:
-            for most in rounds:
-                left = [i for i in owners if i not in found]
-                losses = {}
-                for index in left:
-                    # A layer whose cache others read is dense with them.
-                    dense = {*found, index}
-                    kept = {i: c for i, c in cuts.items() if not dense & {i, source[i]}}
-                    losses[index] = self.trials.copying(kept)
-                    progress.advance()
-                found += sorted(left, key=lambda i: (losses[i], i))[: most - len(found)]
-        return sorted(found)
+        owners, losses = [i for i in cuts if source[i] is None], dict[int, float]()
+        with Progress("layers that copy", len(owners), "layers") as progress:
+            for index in owners:
+                # A layer whose cache others read is dense with them.
+                others = {i: cut for i, cut in cuts.items() if index not in (i, source[i])}
+                losses[index] = self.trials.copying(others)
+                progress.update(progress.done + 1, f"loss {min(losses.values()):.3f}")
+        return sorted(sorted(losses, key=lambda i: (losses[i], i))[:count])
 
 
 class Measured:
