@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "needle",
     ),
     "Does it combine with quantization and eviction?": (
-        *("smollm2-pareto", "smollm2-presses", "composition", "width-bits"),
+        *("smollm2-pareto", "smollm2-presses", "smollm2-answers", "composition", "width-bits"),
     ),
     "What does it cost, and how fast is it?": (
         *("smollm2-times", "smollm2-sweep-times", "cost", "merged-cost", "scale"),

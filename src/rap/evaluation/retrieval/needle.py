@@ -103,22 +103,23 @@ def needle_grid(
     """
     check_depths(depths)
     check_grid(num_documents, lengths, [num_facts])
-    text, cells = np.asarray(text_ids), []
+    text, made = np.asarray(text_ids), dict[tuple[int, float], list[Document]]()
     writer = FactWriter(tokenizer, wording=wording)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
-    total = num_documents * len(lengths) * len(depths)
+    # All are made before any is read, so that what cannot be made is known at once.
+    for length, (number, depth) in itertools.product(lengths, enumerate(depths)):
+        rng = evaluation_rng(seed, length, number)
+        size = length if first is None else length - 1
+        documents = [
+            needle_document(writer, stretch(text, rng, size), rng, size, depth, num_facts)
+            for _ in range(num_documents)
+        ]
+        made[length, float(depth)] = [opened(document, first) for document in documents]
+    cells, total = [], num_documents * len(made)
     with Progress("needles", total, "documents", shown=progress, transient=True) as bar:
-        for length, (number, depth) in itertools.product(lengths, enumerate(depths)):
-            rng = evaluation_rng(seed, length, number)
-            size = length if first is None else length - 1
-            documents = [
-                needle_document(writer, stretch(text, rng, size), rng, size, depth, num_facts)
-                for _ in range(num_documents)
-            ]
-            documents = [opened(document, first) for document in documents]
+        for (length, depth), documents in made.items():
             shares, token = grade(model, documents, batch_size, bar)
-            found = float(np.mean(shares))
-            cells.append(NeedleCell(length, float(depth), num_documents, found, token))
+            cells.append(NeedleCell(length, depth, num_documents, float(np.mean(shares)), token))
     return cells
 
 

@@ -5,7 +5,6 @@ Works with any causal language model that maps `input_ids` to `.logits`.
 Shapes: B documents in a batch, T tokens, N tokens of text to build documents from.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,15 +87,18 @@ def recall_grid(
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
     asked: dict[str, Any] = {"num_documents": num_documents, "seed": seed, "bos": first}
     writer = FactWriter(tokenizer, wording=wording)
-    cells = []
-    total = num_documents * len(distances) * len(facts)
+    # All are made before any is read, so that what cannot be made is known at once.
+    made = {
+        (distance, num_facts): recall_documents(writer, text, distance, num_facts, **asked)
+        for distance in distances
+        for num_facts in facts
+    }
+    cells, total = [], num_documents * len(made)
     with Progress("recall", total, "documents", shown=progress, transient=True) as bar:
-        for distance, num_facts in itertools.product(distances, facts):
-            documents = recall_documents(writer, text, distance, num_facts, **asked)
+        for (distance, num_facts), documents in made.items():
             shares, token = grade(model, documents, batch_size, bar)
-            cells.append(
-                RecallCell(distance, num_facts, num_documents, float(np.mean(shares)), token)
-            )
+            accuracy = float(np.mean(shares))
+            cells.append(RecallCell(distance, num_facts, num_documents, accuracy, token))
     return cells
 
 
