@@ -434,6 +434,12 @@ def test_options_that_do_not_go_together_are_refused(chatty, options, message):
     assert message in found.err
 
 
+def test_options_that_do_not_go_together_are_refused_before_a_model_is_read():
+    found = run("evaluate", "generation", "nowhere", "--dense", "nowhere", "--bits", "hqq5")
+    assert found.code == 2
+    assert "unknown cache 'hqq5'" in found.err
+
+
 def test_a_dense_model_of_another_vocabulary_is_refused_first(chatty, tmp_path, monkeypatch):
     tiny_model(vocab_size=96).save_pretrained(tmp_path / "other")
     monkeypatch.setattr(generation_cli, "write", mock.Mock(side_effect=AssertionError("wrote")))
