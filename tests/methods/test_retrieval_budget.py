@@ -176,3 +176,14 @@ def test_layers_that_are_read_one_by_one_cannot_be_tried(tmp_path: Path) -> None
     assert "budget 'retrieval' evaluates the whole model; remove --stream" in found.err
     assert error_violations(found) == []
     assert not out.exists()
+
+
+@pytest.mark.parametrize("method", ["rap:merge=1", "rap:merge=2", "rap"])
+def test_the_command_plans(tmp_path: Path, method: str) -> None:
+    out = tmp_path / "plan.rap"
+    few = ("--windows", 4, "--window", 64, "-o", out)
+    found = run(
+        "plan", "bundled", "--retain", 0.5, "--method", method, "--budget", "retrieval", *few
+    )
+    assert found.code == 0, found.err
+    assert len({*widths(Plan.load(out))}) > 1

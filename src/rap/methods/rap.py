@@ -278,7 +278,9 @@ class Rap(PairPruning):
                 merged_budget(self.retain, merge, shape, unit)
         alone = [s if m == 1 else None for s, m in zip(shapes, merges, strict=True)]
         if any(alone):
-            super().check_shapes(alone)
+            # Layers begin alike before some are made wider.
+            alike = replace(self, budget="uniform") if self.budget == "retrieval" else self
+            super(Rap, alike).check_shapes(alone)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """As of every method; folding and the uniform layout require frequencies they can share."""
