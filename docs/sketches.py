@@ -1,21 +1,14 @@
-"""Sketches of the ideas, drawn without a model; merged heads also as docs/merged-heads.svg.
-
-python docs/sketches.py
-"""
+"""Sketches of the ideas, drawn without a model; figures.py writes them."""
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import themed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
-HERE = Path(__file__).parent
-FIRST_PAGE, NARROW = "merging", (6.4, 3.7)  # the sketch that README.md shows, and how large
 BASE, PAIRS = 100_000, 32  # of RoPE, as in SmolLM2
 RATES = {"fast pair, 1 rad/token": 1.0, "slow pair, 0.05 rad/token": 0.05}
 POSITIONS = 5
@@ -250,21 +243,8 @@ SKETCHES: dict[str, tuple[tuple[float, float], Callable[[Figure], None]]] = {
     "rotation": ((8.4, 3.9), _rotation),
     "blocks": ((8.4, 3.2), _blocks),
     "folded": ((8.4, 3.0), _folded),
-    "merging": ((8.4, 3.7), _merging),
+    "merging": ((6.4, 3.7), _merging),  # narrow: README.md shows it, on phones too
     "cached": ((8.4, 3.6), _cached),
     "absorbed": ((8.4, 3.7), _absorbed),
     "fit": ((8.4, 2.9), _fit),
 }
-
-
-def main(folder: Path = HERE) -> None:
-    """Write the sketch of README.md as a file, narrow, so that its letters stay large."""
-    _, draw = SKETCHES[FIRST_PAGE]
-    with matplotlib.rc_context(themed.SETTINGS):
-        figure = Figure(figsize=NARROW, layout="constrained")
-        draw(figure)
-        themed.save(figure, folder / "merged-heads.svg")
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,11 +26,12 @@ from rap.checkpoint.load import load, load_tokenizer
 from rap.checkpoint.provenance import provenance
 from rap.checkpoint.source import resolve_source
 from rap.data.text import read_text
-from rap.evaluation.retrieval.documents import ANSWER, answer_runs, encoder, score_documents
-from rap.evaluation.retrieval.ruler import ruler_documents
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from needles import DOCUMENTS, LENGTH, needles, score
 
 RESULT = Path(__file__).with_name("layers.json")
-TASK, LENGTH, DOCUMENTS, GROUP = "single-needle", 4096, 8, 3
+GROUP = 3
 
 
 class DenseLayer(nn.Module):
@@ -46,16 +46,6 @@ class DenseLayer(nn.Module):
         positions = torch.arange(hidden_states.shape[1])[None]
         kwargs["position_embeddings"] = self.rotary(hidden_states, positions)
         return self.layer(hidden_states, **kwargs)
-
-
-def score(model: Any, documents: list[Any]) -> dict[str, float]:
-    """Mean loss of the tokens of answers, and the share of documents whose answer is right."""
-    losses, right = [], []
-    for document, loss, guessed in score_documents(model, documents, 1, ANSWER):
-        runs = [run - 1 for run in answer_runs(document)]  # guessed a token before
-        losses += [float(loss[run].mean()) for run in runs]
-        right += [bool(guessed[run].all()) for run in runs]
-    return {"loss": float(np.mean(losses)), "right": float(np.mean(right))}
 
 
 def with_dense(pruned: Any, dense: Any, indices: Sequence[int]) -> dict[int, nn.Module]:
@@ -107,10 +97,7 @@ def main() -> None:
         load(resolve_source(name), dtype="bfloat16") for name in (asked.pruned, asked.dense)
     )
     tokenizer = load_tokenizer(resolve_source(asked.dense))
-    text = np.asarray(tokenizer(read_text(asked.text), add_special_tokens=False).input_ids)
-    documents = ruler_documents(
-        encoder(tokenizer), text, TASK, LENGTH, num_documents=DOCUMENTS, seed=0
-    )
+    _, documents = needles(tokenizer, read_text(asked.text))
     rows = json.loads(RESULT.read_text("utf-8"))["rows"] if RESULT.is_file() else {}
     command = "python experiments/smollm2-needle-layers/run.py " + shlex.join(sys.argv[1:])
 

@@ -10,16 +10,14 @@ import shlex
 import sys
 from pathlib import Path
 
-import numpy as np
-from before import answers
-
 from rap.checkpoint.files import write_json
 from rap.checkpoint.load import load, load_tokenizer
 from rap.checkpoint.provenance import provenance
 from rap.checkpoint.source import resolve_source
 from rap.data.text import read_text
-from rap.evaluation.retrieval.documents import encoder
-from rap.evaluation.retrieval.ruler import ruler_documents
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from needles import needles, score
 
 RESULT = Path(__file__).with_name("after.json")
 
@@ -31,13 +29,10 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     asked = parser.parse_args()
     tokenizer = load_tokenizer(resolve_source("smollm2"))
-    ids = np.asarray(tokenizer(read_text(asked.text), add_special_tokens=False).input_ids)
-    documents = ruler_documents(
-        encoder(tokenizer), ids, "single-needle", 4096, num_documents=8, seed=0
-    )
+    _, documents = needles(tokenizer, read_text(asked.text))
     rows = {}
     for name in asked.models:
-        rows[name] = answers(load(name, dtype="bfloat16"), documents)
+        rows[name] = score(load(name, dtype="bfloat16"), documents)
         print(name, rows[name], flush=True)
     table = {
         "title": "One needle in 4,096 tokens, after recovery",

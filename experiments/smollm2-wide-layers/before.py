@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from run import budgets_with
 
@@ -27,10 +26,11 @@ from rap.checkpoint.load import load, load_tokenizer
 from rap.checkpoint.provenance import provenance
 from rap.checkpoint.source import resolve_source
 from rap.data.text import read_text
-from rap.evaluation.retrieval.documents import ANSWER, answer_runs, encoder, score_documents
-from rap.evaluation.retrieval.ruler import ruler_documents
 from rap.methods import parse_method
 from rap.methods.rap import Rap
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from needles import needles, score
 
 RESULT = Path(__file__).with_name("before.json")
 FAR = "rap:reach=far"
@@ -43,16 +43,6 @@ VARIANTS: dict[str, tuple[str, Wide | None]] = {
     "15-20 at 1": (FAR, (15, 20, 1.0)),
     "18-20 at 0.75": (FAR, (18, 20, 0.75)),
 }
-
-
-def answers(model: Any, documents: Sequence[Any]) -> dict[str, float]:
-    """Mean loss of the tokens of answers, and the share of documents whose answer is right."""
-    losses, right = [], []
-    for document, loss, guessed in score_documents(model, documents, 1, ANSWER):
-        runs = [run - 1 for run in answer_runs(document)]  # guessed a token before
-        losses += [float(loss[run].mean()) for run in runs]
-        right += [bool(guessed[run].all()) for run in runs]
-    return {"loss": float(np.mean(losses)), "right": float(np.mean(right))}
 
 
 def measured(
@@ -70,7 +60,7 @@ def measured(
     small: Any = rap.apply(dense, plan)
     near = rap.fidelity(small, dense, ids, window=2048, max_windows=2)
     ratio = near.perplexity.value / near.dense_perplexity.value
-    found = answers(small.to(torch.bfloat16), documents)
+    found = score(small.to(torch.bfloat16), documents)
     return found | {"kl": near.kl.value, "ratio": ratio, "kept": plan.kept_fraction}
 
 
@@ -82,16 +72,13 @@ def main() -> None:
     asked = parser.parse_args()
     source = resolve_source("smollm2")
     dense, tokenizer = load(source, dtype="float32"), load_tokenizer(source)
-    ids = np.asarray(tokenizer(read_text(asked.text), add_special_tokens=False).input_ids)
-    documents = ruler_documents(
-        encoder(tokenizer), ids, "single-needle", 4096, num_documents=8, seed=0
-    )
+    ids, documents = needles(tokenizer, read_text(asked.text))
     statistics = Statistics.load(asked.statistics)
     rows = json.loads(RESULT.read_text("utf-8"))["rows"] if RESULT.is_file() else {}
     command = "python experiments/smollm2-wide-layers/before.py " + shlex.join(sys.argv[1:])
     for name in VARIANTS:
         if name not in rows:
-            rows[name] = measured(dense, statistics, name, torch.as_tensor(ids), documents)
+            rows[name] = measured(dense, statistics, name, ids, documents)
         table = {
             "title": "Half of the cache, some layers wider, before recovery",
             "note": "Eight needles in 4,096 tokens; two windows of 2,048 tokens of WikiText-2.",

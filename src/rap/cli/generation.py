@@ -137,8 +137,8 @@ def generation_command(
         temperature=asked.temperature,
         top_p=asked.top_p,
     )
-    figures = {"dense": dense, "dense_fingerprint": known_fingerprint(original), **about}
-    figures |= {"bits": asked.bits}
+    whose = {"dense": dense, "dense_fingerprint": known_fingerprint(original)}
+    figures = {**whose, "bits": asked.bits, **about}
     deliver(opened, figures, table, made, output, as_json)
 
 

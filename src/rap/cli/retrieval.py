@@ -155,7 +155,9 @@ def retrieval_command(
     outputs = [output, settings.get("figure")]
     opened = open_checkpoint(model, how.device, how.device_map, outputs, how.quantize, bos=how.bos)
     ids = np.asarray(evaluation_tokens(text, opened.tokenizer))
-    figures, table = GRIDS[kind](opened, ids, tasks, settings, how.seed, shown=not as_json)
+    alike = {"num_documents": settings["documents"], "batch_size": settings["batch_size"]}
+    alike |= {"seed": how.seed, "bos": opened.bos, "progress": not as_json}
+    figures, table = GRIDS[kind](opened, ids, tasks, settings, alike)
     made = provenance(seed=how.seed, documents=settings["documents"], quantize=how.quantize)
     deliver(opened, {"text": text, "bos": opened.bos, **figures}, table, made, output, as_json)
     if kind == RECALL and not as_json:
@@ -177,17 +179,12 @@ def _kind(tasks: list[str]) -> str:
     return own[0] if own else RULER
 
 
+Settings = dict[str, Any]
 Measured = tuple[dict[str, Any], dict[str, Any]]  # figures of a result, and its table
 
 
 def _ruler(
-    opened: Opened,
-    ids: np.ndarray,
-    tasks: list[str],
-    asked: dict[str, Any],
-    seed: int,
-    *,
-    shown: bool,
+    opened: Opened, ids: np.ndarray, tasks: list[str], asked: Settings, how: Settings
 ) -> Measured:
     cells = ruler_grid(
         opened.model,
@@ -195,24 +192,14 @@ def _ruler(
         ids,
         tasks=tasks,
         lengths=asked["length"],
-        num_documents=asked["documents"],
-        batch_size=asked["batch_size"],
-        seed=seed,
-        bos=opened.bos,
-        progress=shown,
+        **how,
     )
     title = f"RULER-like tasks, {label(opened)}: accuracy (95% interval)"
     return {"ruler": [asdict(cell) for cell in cells]}, ruler_table(title, cells)
 
 
 def _needle(
-    opened: Opened,
-    ids: np.ndarray,
-    tasks: list[str],
-    asked: dict[str, Any],
-    seed: int,
-    *,
-    shown: bool,
+    opened: Opened, ids: np.ndarray, tasks: list[str], asked: Settings, how: Settings
 ) -> Measured:
     (facts,) = asked["facts"]
     cells = needle_grid(
@@ -222,12 +209,8 @@ def _needle(
         lengths=asked["length"],
         depths=asked["depth"],
         num_facts=facts,
-        num_documents=asked["documents"],
-        batch_size=asked["batch_size"],
-        seed=seed,
-        bos=opened.bos,
         wording=asked["wording"],
-        progress=shown,
+        **how,
     )
     title = f"Needles found by {label(opened)}, one of {facts} facts"
     figure = asked["figure"]
@@ -240,20 +223,13 @@ def _needle(
 
 
 def _recall(
-    opened: Opened,
-    ids: np.ndarray,
-    tasks: list[str],
-    asked: dict[str, Any],
-    seed: int,
-    *,
-    shown: bool,
+    opened: Opened, ids: np.ndarray, tasks: list[str], asked: Settings, how: Settings
 ) -> Measured:
-    how: dict[str, Any] = {"num_documents": asked["documents"], "batch_size": asked["batch_size"]}
-    how |= {"seed": seed, "bos": opened.bos}
     facts, distances = asked["facts"], asked["distance"]
     grid: dict[str, Any] = {"distances": distances, "facts": facts, "wording": asked["wording"]}
-    cells = recall_grid(opened.model, opened.tokenizer, ids, **grid, **how, progress=shown)
-    copied = copy_loss(opened.model, ids, **how)
+    cells = recall_grid(opened.model, opened.tokenizer, ids, **grid, **how)
+    copying = {name: x for name, x in how.items() if name != "progress"}
+    copied = copy_loss(opened.model, ids, **copying)
     by_place = {(cell.distance, cell.num_facts): f"{cell.accuracy:.0%}" for cell in cells}
     table = {
         "title": f"Recall of {label(opened)}: share of numbers given back",

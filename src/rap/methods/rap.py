@@ -58,10 +58,9 @@ class Rap(PairPruning):
         needs no gradients and so less memory.
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error;
         `auto` is `error`, or `uniform` where heads are merged, where the profile wants one width or
-        where errors of this `key_share` do not compare; `search` begins with
-        `error`, and lets layers trade widths by what the model loses once it is cut; `retrieval`
-        makes a tenth of the layers wider, those without which copying fails, and the others alike
-        narrower. With
+        where errors of this `key_share` do not compare; `search` begins with `error`, and lets
+        layers trade widths by what the model loses once it is cut; `retrieval` makes a tenth of the
+        layers wider, those without which copying fails, and the others alike narrower. With
         `key_share` "pooled" K and V of a layer may differ in width: better at the same cache, but
         engines pad them.
     context: distance in tokens over which folded pairs may drift; None is all the model was made

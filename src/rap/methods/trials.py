@@ -15,7 +15,7 @@ Shapes: N windows, T tokens, E model dim.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -256,15 +256,31 @@ class Positions:
     def by_errors(self, retain: float, errors: Sequence[Sequence[float]]) -> Widths:
         """The widths of least error, of which `errors` has a curve for each position."""
         sizes = [len(curve) - 1 for curve in errors]
-        how: dict[str, Any] = {"heads": self.heads, "unit": self.unit, "dense": self.whole}
-        spent = allocate_by_error(errors, retain, sizes, **how)
-        return Widths(self.places, spent, offered_widths(sizes, self.unit), self.heads)
+        spent = allocate_by_error(
+            errors, retain, sizes, heads=self.heads, unit=self.unit, dense=self.whole
+        )
+        return self._spent(spent, sizes)
 
-    def alike(self, retain: float) -> dict[int, tuple[int, ...]]:
+    def alike(self, retain: float) -> Widths:
         """As much of every layer."""
         sizes = zip(self.whole, self.sizes, strict=True)
         spent = [nearest_width(retain * whole, size, self.unit) for whole, size in sizes]
-        return {index: (width,) for index, width in zip(self.places, spent, strict=True)}
+        return self._spent(spent, self.sizes)
+
+    def widened(self, retain: float, layers: Collection[int]) -> Widths:
+        """More of some layers, and the others alike (`budgets.widened`)."""
+        spent = widened(
+            retain,
+            [position for position, index in enumerate(self.places) if index in layers],
+            self.sizes,
+            heads=self.heads,
+            whole=self.whole,
+            unit=self.unit,
+        )
+        return self._spent(spent, self.sizes)
+
+    def _spent(self, spent: Sequence[int], sizes: Sequence[int]) -> Widths:
+        return Widths(self.places, spent, offered_widths(sizes, self.unit), self.heads)
 
 
 class Search:
@@ -314,13 +330,10 @@ class Retrieval:
         self.retain, self.trials = method.retain, Trials(model, tried, method.qk_norm)
 
     def widths(self, positions: Positions, planned: Planned) -> dict[int, tuple[int, ...]]:
-        """The numbers of every layer: `budgets.widened`, where those are wide that copy."""
-        places = positions.places
-        chosen = self.chosen(planned(positions.alike(self.retain)), num_wide(len(places)))
-        wide = [places.index(index) for index in chosen]
-        how: dict[str, Any] = {"heads": positions.heads, "whole": positions.whole}
-        found = widened(self.retain, wide, positions.sizes, **how, unit=positions.unit)
-        return {index: (width,) for index, width in zip(places, found, strict=True)}
+        """The numbers of every layer, with those wide that copy."""
+        alike = planned(positions.alike(self.retain).by_layer())
+        chosen = self.chosen(alike, num_wide(len(positions.places)))
+        return positions.widened(self.retain, chosen).by_layer()
 
     def chosen(self, plan: Plan, count: int) -> list[int]:
         """So many layers, each of which alone, dense in the pruned model, makes it copy best."""

@@ -124,7 +124,8 @@ def divergences(
             zip(prompts, texts, dense_texts, strict=True)
         ):
             theirs_TE = read(dense, prompt_P, text.tokens)
-            ours_TE = read(model, prompt_P, dense_text.tokens)
+            # Of what was written again one token is read, to know where states come out.
+            ours_TE = read(model, prompt_P, dense_text.tokens[: None if again is None else 1])
             if again is not None:
                 ours_TE = again[row].states.to(ours_TE.device)
             # A head works where its model's states come out; what was kept is on the CPU.

@@ -28,9 +28,7 @@ from ...runtime.state import evaluating, shared_reads
 
 _TINY = float(np.finfo(np.float32).tiny)  # an exponential can be 0, by which nothing is divided
 
-
-# Makes an empty cache for a model.
-NewCache = Callable[[Any], Any]
+NewCache = Callable[[Any], Any]  # makes an empty cache for a model
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,9 @@ class _Chosen:
         self.ends, self.sampling = ends, sampling
         self.draws: dict[int, np.random.Generator] = {}
 
-    def tokens(self, logits_BV: Tensor, rows: Sequence[int], step: int) -> Tensor:
+    def tokens(self, head: Head, hidden_BE: Tensor, rows: Sequence[int], step: int) -> Tensor:
         """A token for every row, [B]."""
+        logits_BV = next(head.chunks(BaseModelOutput(), hidden_BE, len(hidden_BE)))
         if self.sampling is None:
             return logits_BV.argmax(-1)
         probabilities_BV = (logits_BV.float() / self.sampling.temperature).softmax(-1)
@@ -170,9 +169,9 @@ class _Given(_Chosen):
         super().__init__(frozenset(), None)
         self.texts = texts
 
-    def tokens(self, logits_BV: Tensor, rows: Sequence[int], step: int) -> Tensor:
+    def tokens(self, head: Head, hidden_BE: Tensor, rows: Sequence[int], step: int) -> Tensor:
         given = [self.texts[row][min(step, len(self.texts[row]) - 1)] for row in rows]
-        return torch.tensor(given, device=logits_BV.device)
+        return torch.tensor(given, device=hidden_BE.device)
 
     def is_last(self, row: int, step: int, token: int) -> bool:
         return step + 1 == len(self.texts[row])
@@ -200,8 +199,7 @@ class _Batch:
         ended: set[int] = set()
         for step in range(num_tokens):
             hidden_BE = self._step(num_tokens)
-            logits_BV = next(self.head.chunks(BaseModelOutput(), hidden_BE, len(hidden_BE)))
-            chosen_B = self.chosen.tokens(logits_BV, self.rows, step)
+            chosen_B = self.chosen.tokens(self.head, hidden_BE, self.rows, step)
             for row, token, state_E in zip(
                 self.rows, chosen_B.tolist(), hidden_BE.cpu(), strict=True
             ):
