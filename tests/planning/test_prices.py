@@ -32,7 +32,7 @@ def calibrated(name: str) -> tuple[Any, rap.Statistics]:
 
 def paid(model: Any, statistics: rap.Statistics, **settings: Any) -> tuple[list, list[int]]:
     """Curves, and heads if told, that the budget of a plan is spent by."""
-    with mock.patch("rap.methods.rap.allocate_by_error", wraps=allocate_by_error) as spend:
+    with mock.patch("rap.methods.trials.allocate_by_error", wraps=allocate_by_error) as spend:
         method = rap.Rap(retain=0.5, budget="error", align=2, merge=1, layers="all", **settings)
         method.plan(model, statistics)
     return spend.call_args.args[0], spend.call_args.kwargs.get("heads")
