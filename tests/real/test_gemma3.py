@@ -3,6 +3,8 @@
 What SmolLM2 has none of. `make test-real` fetches both models, once a machine.
 """
 
+import importlib
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,6 +15,7 @@ from rap.checkpoint.fetch import fetched_path
 from rap.checkpoint.load import load_dense, load_tokenizer
 from rap.checkpoint.source import resolve_source
 from rap.data.held_out import evaluation_tokens
+from rap.evaluation.quality.choices import choice_scorer, packable
 from rap.evaluation.quality.fidelity import fidelity
 from rap.model.modeling import register
 
@@ -118,3 +121,21 @@ def test_it_still_continues(dense, pruned, tokenizer):
     assert "Thursday, Friday, Saturday" in tokenizer.decode(greedy(dense, days, 6)[0])
     opposite = tokenizer("The opposite of hot is", return_tensors="pt").input_ids
     assert tokenizer.decode(greedy(pruned[0].model, opposite, 1)[0]) == " cold"
+
+
+def test_choices_are_scored_as_lm_eval_scores_them(pruned, tokenizer):
+    """In rows, but requests that are longer than the window of 512 tokens by lm-eval itself."""
+    plain = pytest.importorskip("lm_eval.models.huggingface").HFLM
+    model = pruned[0].model
+    assert packable(model) == model.config.sliding_window == 512
+    context = "The capital of France, seen from the river, is" + " very" * 200
+    texts = [(context, " old."), (context, " so" * 150), (context + " very" * 400, " small.")]
+    instance = importlib.import_module("lm_eval.api.instance").Instance
+    asked = [instance("loglikelihood", {}, text, n) for n, text in enumerate(texts)]
+    found, expected = (
+        scorer(pretrained=model, tokenizer=tokenizer, device="cpu").loglikelihood(asked, True)
+        for scorer in (choice_scorer(), plain)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one[0] == pytest.approx(other[0], rel=1e-5)
+        assert one[1] == other[1]

@@ -18,7 +18,7 @@ from .specs import PROJECTIONS, AttentionSpec, QKNorm
 
 PREFIX = "rap_"
 # Layers of these types cache no more tokens than their window, or chunk, holds.
-_BOUNDED = ("sliding_attention", "chunked_attention")
+BOUNDED = ("sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def windowed_layers(config: PreTrainedConfig) -> frozenset[int]:
     types = getattr(text_config(config), "layer_types", None) or ()
     if "full_attention" not in types:
         return frozenset()
-    return frozenset(index for index, name in enumerate(types) if name in _BOUNDED)
+    return frozenset(index for index, name in enumerate(types) if name in BOUNDED)
 
 
 def attention_window(config: PreTrainedConfig) -> int | None:

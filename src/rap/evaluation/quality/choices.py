@@ -9,6 +9,7 @@ Shapes: B rows, T tokens of a row, N scored places, E model dim, V vocabulary, Q
 
 import functools
 import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ...model.attention import ATTENTION, RapAttention
 from ...model.families import FAMILIES
-from ...model.layers import base_model_type, text_config
+from ...model.layers import BOUNDED, base_model_type, text_config
 from ...runtime.logits import Head, chunk_tokens, decoder_of
 
 # What lm-eval asks: the strings (None: not to be cached), and the tokens of context and answer.
@@ -37,26 +38,35 @@ WORTH = 1 / 8
 PADDING = -1
 
 
-def packable(model: Any) -> bool:
-    """Whether rows are exact for a model: every layer sees all that its mask and positions state.
+def packable(model: Any) -> int:
+    """Tokens of the longest request for which rows are exact; 0 where none is.
 
-    False for layers that read their input in order (recurrent, linear), windows and chunks, whose
-    ends a row would move, and attention that takes no mask of its own or places by slot.
+    Every layer must see all that mask and positions state. A window or chunk does so as long as a
+    request is no longer; layers that read their input in order (recurrent, linear), attention that
+    takes no mask, and attention that places by slot never do.
     """
     if not isinstance(model, PreTrainedModel):
-        return False
+        return 0
     text = text_config(model.config)
-    windowed = getattr(text, "sliding_window", None) is not None
-    return (
+    exact = (
         base_model_type(text) in FAMILIES
         and model.config._attn_implementation in MASKED
         and text._attn_implementation in MASKED
-        and set(getattr(text, "layer_types", None) or ()) <= {"full_attention"}
-        and not (windowed and getattr(text, "use_sliding_window", True))
+        and set(getattr(text, "layer_types", None) or ()) <= {"full_attention", *BOUNDED}
         and not getattr(text, "attn_temperature_tuning", False)
+        and not getattr(text, "use_bidirectional_attention", False)
         and _rope_types(getattr(text, "rope_parameters", None) or {}) <= FIXED_ROPE
         and not any(m.places_by_slot for m in model.modules() if isinstance(m, RapAttention))
     )
+    return _shortest_window(text) if exact else 0
+
+
+def _shortest_window(text: Any) -> int:
+    """Tokens that every layer sees of those before, itself included."""
+    window = getattr(text, "sliding_window", None) or sys.maxsize
+    if not getattr(text, "use_sliding_window", True):
+        window = sys.maxsize
+    return min(window, getattr(text, "attention_chunk_size", None) or sys.maxsize)
 
 
 def _rope_types(parameters: dict[str, Any]) -> set[str]:
@@ -216,8 +226,8 @@ def _token_scores(
 def choice_scorer() -> Any:
     """lm-eval's model of transformers, which scores choices in rows; made late, for it is optional.
 
-    Log-likelihoods are HFLM's up to rounding. HFLM itself scores where rows are not exact
-    (`packable`), requests longer than the model, and windows of running text.
+    Log-likelihoods are HFLM's up to rounding. HFLM itself scores requests longer than the model
+    or than rows are exact for (`packable`), and windows of running text.
     """
     base: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
     progress = importlib.import_module("tqdm").tqdm
@@ -229,7 +239,7 @@ def choice_scorer() -> Any:
             disable_tqdm: bool = False,
             override_bs: int | None = None,
         ) -> list[Answer]:
-            limit = self.max_length if self._packs() else 0
+            limit = min(self.max_length, self._packs())
             packed: list[int] = []
             others: list[int] = []
             for index, request in enumerate(requests):
@@ -243,20 +253,20 @@ def choice_scorer() -> Any:
             asked = [requests[index] for index in packed]
             quiet = disable_tqdm or self.rank != 0 or not packed
             with progress(total=len(packed), disable=quiet, desc="Scoring choices") as bar:
-                for index, answer in self._scored(asked, limit):
+                for index, answer in self._scored(asked):
                     answers[packed[index]] = answer
                     self.cache_hook.add_partial("loglikelihood", asked[index][0], answer)
                     bar.update(1)
             return [answers[index] for index in range(len(requests))]
 
-        def _scored(self, requests: list[Request], limit: int) -> Iterator[tuple[int, Answer]]:
-            rows, size = pack(requests, limit), int(self.batch_size)
+        def _scored(self, requests: list[Request]) -> Iterator[tuple[int, Answer]]:
+            rows, size = pack(requests, self.max_length), int(self.batch_size)
             for start in range(0, len(rows), size):
                 batch = rows[start : start + size]
                 yield from score_rows(self.model, requests, batch, self.softmax_dtype)
 
-        def _packs(self) -> bool:
+        def _packs(self) -> int:
             plain = self.backend == "causal" and self.mixed_precision_dtype is None
-            return plain and self.batch_size != "auto" and packable(self.model)
+            return packable(self.model) if plain and self.batch_size != "auto" else 0
 
     return ChoiceScorer
