@@ -101,6 +101,13 @@ def test_layers_of_other_sizes_keep_the_same_fraction_at_the_same_score():
     assert allocate([3.0, 3.0], 0.5, [64, 32]) == [32, 16]
 
 
+def test_a_layer_of_more_heads_costs_more():
+    """Half of 32 is 16, in steps of one and three: 8 + 3 * 3 is nearer to it than 8 + 3 * 2."""
+    assert allocate([3.0, 1.0], 0.5, [8, 8], heads=[2, 6]) == [8, 3]
+    assert allocate([3.0, 1.0], 0.5, [8, 8], heads=[6, 2]) == [5, 1]
+    assert allocate([3.0, 1.0], 0.5, [8, 8], heads=[2, 2]) == [6, 2]
+
+
 @pytest.mark.parametrize("budget", ["adaptive", "uniform"])
 @pytest.mark.parametrize("share", [0.5, 0.6, "pooled"])
 @pytest.mark.parametrize("seed", range(4))
