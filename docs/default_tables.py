@@ -19,7 +19,7 @@ EXPERIMENTS = REPOSITORY / "experiments"
 PAGE, README = "docs/measurements/defaults.md", "README.md"
 BEGIN = "<!-- measured: python docs/default_tables.py {} -->\n"
 END = "<!-- end of the defaults -->\n"
-NOVELS, WHOLE = "fidelity-novels.json", "full test set"
+NOVELS, WHOLE = "fidelity-novels.json", "full WikiText-2"
 # The result file of every dataset; of WikiText-2 eight windows, and all of its test set.
 DATASETS = {
     "fidelity-wikitext2-test.json": "WikiText-2",
@@ -28,7 +28,6 @@ DATASETS = {
     "fidelity-code.json": "Python code",
     "fidelity-chat.json": "chat",
 }
-ALONE = "perplexity-full-test-set.json"  # as a pruned model reads it by itself
 # A row of experiments/recovered-forms has them as parts of one file.
 FORMS = "recovered-forms"
 PARTS = {
@@ -45,6 +44,7 @@ ANSWERS = {
     "KL along them, nats/token": ("kl", ".2f"),
 }  # by column, the key of the result and its format
 TODAY = "**`rap`**"
+SECOND = "`rap`, a second run"
 NEAR = "`rap:reach=90`"  # the default before foldings were compared up to 1,024 tokens
 
 
@@ -59,14 +59,15 @@ class Kept:
     """A compressed model: the report of its compression, and the folder of its evaluations.
 
     Or without a report, a row of `recovered-forms`, one file that has all of them. `name` is what
-    tables call it. Where the full test set was read by the pruned model alone, `dense` is another
-    result that has the dense model's perplexity on it.
+    tables call it. Where each model read the full test set by itself, `alone` has the pruned
+    model's result and the dense model's; the first page shows those of `again`, a second run.
     """
 
     report: str
     folder: str
     name: str = TODAY
-    dense: str = ""
+    alone: tuple[str, str] = ("", "")
+    again: tuple[str, str] = ("", "")
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
@@ -88,9 +89,9 @@ class Kept:
         Of novels they are the report's, where there is no other.
         """
         found = self.read(file)
-        if not found and self.dense and DATASETS[file] == WHOLE:
-            dense = _read(self.dense)["dense_perplexity"]
-            return {"perplexity": self.read(ALONE), "dense_perplexity": dense}
+        if not found and all(self.alone) and DATASETS[file] == WHOLE:
+            pruned, dense = (_read(one) for one in self.alone)
+            return {"perplexity": pruned, "dense_perplexity": dense.get("dense_perplexity", dense)}
         report = self.compressed()
         if found or file != NOVELS or "perplexity" not in report["pruned"]:
             return found
@@ -132,22 +133,46 @@ class Model:
 
     def dense_score(self) -> str:
         """The zero-shot mean of the dense model with its standard error, where measured."""
-        rows = _read(self.scored)["rows"] if self.scored else []
-        return next((_score(row) for row in rows if row["name"] == "dense"), "")
+        found = _read(self.scored) if self.scored else {}
+        rows = [row for row in found.get("rows", [found]) if row.get("name", "dense") == "dense"]
+        return _score(rows[0])
 
+
+# The full test set as each model read it by itself: that of the pruned one, and the dense one's.
+DENSE_WHOLE = "smollm2-default-articles/default-whole-test.json"
+SECOND_70 = ("smollm2-default-far-0.7-again/perplexity-full-test-set.json", DENSE_WHOLE)
+SECOND_50 = ("smollm2-default-far-0.5-again/perplexity-full-test-set.json", DENSE_WHOLE)
+GEMMA_70, GEMMA_50 = (
+    (f"gemma3-whole-test/{name}.json", "gemma3-whole-test/dense.json")
+    for name in ("rap-0.7", "rap-0.5")
+)
 
 MODELS = (
     Model(
         "SmolLM2-135M-Instruct",
         (
-            Kept("smollm2-default-far-0.7-plain/compress.json", "smollm2-default-far-0.7"),
+            Kept(
+                "smollm2-default-far-0.7-plain/compress.json",
+                "smollm2-default-far-0.7",
+                again=SECOND_70,
+            ),
+            Kept(
+                "smollm2-default-far-0.7-again-plain/compress.json",
+                "smollm2-default-far-0.7-again",
+                SECOND,
+                SECOND_70,
+            ),
             Kept("", f"{FORMS}/smollm2-plain-0.7.json", NEAR),
-            Kept("smollm2-default-far-0.5-plain/compress.json", "smollm2-default-far-0.5"),
+            Kept(
+                "smollm2-default-far-0.5-plain/compress.json",
+                "smollm2-default-far-0.5",
+                again=SECOND_50,
+            ),
             Kept(
                 "smollm2-default-far-0.5-again-plain/compress.json",
                 "smollm2-default-far-0.5-again",
-                "`rap`, a second run",
-                "smollm2-default-articles/default-whole-test.json",
+                SECOND,
+                SECOND_50,
             ),
             Kept(
                 "smollm2-default-far-0.5-merged/compress.json",
@@ -166,11 +191,21 @@ MODELS = (
     Model(
         "Gemma 3 270M",
         (
-            Kept("gemma3-default-far-0.7-model/compress.json", "gemma3-default-far-0.7"),
-            Kept("gemma3-default-far-0.5-model/compress.json", "gemma3-default-far-0.5"),
+            Kept(
+                "gemma3-default-far-0.7-model/compress.json",
+                "gemma3-default-far-0.7",
+                alone=GEMMA_70,
+            ),
+            Kept(
+                "gemma3-default-far-0.5-model/compress.json",
+                "gemma3-default-far-0.5",
+                alone=GEMMA_50,
+            ),
             Kept("gemma3-default-recovered/recover.json", "gemma3-default", "repeated samples"),
             Kept("gemma3-default-palu-0.5-model/compress.json", "gemma3-default-palu-0.5", "PaLU"),
         ),
+        "gemma3-zero-shot/dense.json",
+        ("gemma3-needles/dense-4096.json",),
     ),
 )
 
@@ -190,7 +225,14 @@ def _score(found: dict[str, Any]) -> str:
 
 def today() -> list[Model]:
     """The models with what today's default keeps alone, where that was measured."""
-    kept = [tuple(one for one in model.kept if one.name == TODAY) for model in MODELS]
+    kept = [
+        tuple(
+            replace(one, alone=one.again if all(one.again) else one.alone)
+            for one in model.kept
+            if one.name == TODAY
+        )
+        for model in MODELS
+    ]
     return [replace(model, kept=own or model.kept) for model, own in zip(MODELS, kept, strict=True)]
 
 
@@ -313,7 +355,7 @@ def filled(table: dict[str, Any], left_out: str = "") -> str:
 def made() -> dict[str, dict[str, str]]:
     """What is generated, by page and by the name in the mark above it."""
     return {
-        README: {"quality": filled(quality(today()), left_out=f"PPL, {WHOLE}")},
+        README: {"quality": filled(quality(today()), left_out="PPL, WikiText-2")},
         PAGE: {
             "quality": filled(quality(MODELS)),
             "KL": filled(divergence()),

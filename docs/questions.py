@@ -32,7 +32,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("recovery-ablations", "smollm2-*-h200", "smollm2-others-short-fits", "smollm2-fits-*"),
     ),
     "What do the defaults keep?": (
-        *("smollm2-default", "smollm2-default-*", "gemma3-default*", "recovered-forms"),
+        *("smollm2-default", "smollm2-default-*", "recovered-forms"),
+        *("gemma3-default*", "gemma3-whole-test", "gemma3-zero-shot", "gemma3-needles"),
     ),
     "What do merged heads keep?": (
         *("smollm2-merged*", "smollm2-plain-reach*", "merged-bundled", "joint-latent"),

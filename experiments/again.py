@@ -90,6 +90,7 @@ MODELS = {
     "fitted/default-far-0.5-merged": "smollm2-default-far-0.5-merged/out",
     "fitted/wide-layers": "smollm2-wide-layers/out",
     "fitted/gemma3-palu-0.5": "gemma3-default-palu-0.5-model/out",
+    "fitted/default-far-0.7-again": "smollm2-default-far-0.7-again-plain/out",
     "fitted/default-far-0.5-again": "smollm2-default-far-0.5-again-plain/out",
     "fitted/merged-plain-0.5": "smollm2-merged/models/rap-merge=all-profile=stock-0.5-fit-*",
     "fitted/palu-0.7": "smollm2-fit-methods/models/palu-0.7-fit-*",

@@ -93,6 +93,39 @@ def test_a_dense_perplexity_is_that_of_any_checkpoint_compared_with_it(monkeypat
     assert model.dense_perplexity("fidelity-code.json") == ""
 
 
+def test_models_that_read_the_full_test_set_by_themselves_are_compared(monkeypatch, tmp_path):
+    """The dense one's result is of it alone, or a part of another; README.md shows a second run."""
+    name = "default-whole-test.json"
+    files = {
+        "report.json": SIZES,
+        "pruned.json": {"value": 15.0},
+        "dense.json": {"value": 10.0},
+        "both.json": {"dense_perplexity": {"value": 12.0}, "perplexity": {"value": 1.0}},
+    }
+    written(tmp_path, files)
+    monkeypatch.setattr(SCRIPT, "EXPERIMENTS", tmp_path)
+    for dense, expected in (("dense.json", 10.0), ("both.json", 12.0)):
+        kept = SCRIPT.Kept("report.json", "none", alone=("pruned.json", dense))
+        found = kept.fidelity(name)
+        assert (found["perplexity"]["value"], found["dense_perplexity"]["value"]) == (15, expected)
+        assert "kl" not in found
+        assert kept.fidelity("fidelity-code.json") == {}
+    one = SCRIPT.Kept("report.json", "none", again=("pruned.json", "dense.json"))
+    assert one.fidelity(name) == {}
+    monkeypatch.setattr(SCRIPT, "MODELS", (SCRIPT.Model("a", (one,)),))
+    assert SCRIPT.today()[0].kept[0].fidelity(name)["perplexity"]["value"] == 15
+
+
+def test_a_dense_score_is_a_row_or_a_file_of_its_own(monkeypatch, tmp_path):
+    score = {"mean": 0.5, "mean_stderr": 0.01}
+    rows = [{"name": "other", "mean": 0.1, "mean_stderr": 0.01}, {"name": "dense", **score}]
+    written(tmp_path, {"alone.json": score, "rows.json": {"rows": rows}})
+    monkeypatch.setattr(SCRIPT, "EXPERIMENTS", tmp_path)
+    scores = [SCRIPT.Model("a", (), file).dense_score() for file in ("alone.json", "rows.json", "")]
+    assert scores[0] == scores[1] != scores[2] == ""
+    assert scores[0].startswith("50.0%")
+
+
 def test_a_result_that_a_row_names_must_be_there(monkeypatch, tmp_path):
     monkeypatch.setattr(SCRIPT, "EXPERIMENTS", tmp_path)
     with pytest.raises(FileNotFoundError):
