@@ -205,7 +205,7 @@ MODELS = (
             Kept("gemma3-default-palu-0.5-model/compress.json", "gemma3-default-palu-0.5", "PaLU"),
         ),
         "gemma3-zero-shot/dense.json",
-        ("gemma3-needles/dense-4096.json",),
+        ("gemma3-needles/dense-1024.json", "gemma3-needles/dense-4096.json"),
     ),
 )
 
