@@ -66,8 +66,8 @@ class Kept:
     report: str
     folder: str
     name: str = TODAY
-    alone: tuple[str, str] = ("", "")
-    again: tuple[str, str] = ("", "")
+    alone: tuple[str, str] | None = None
+    again: tuple[str, str] | None = None
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
@@ -89,7 +89,7 @@ class Kept:
         Of novels they are the report's, where there is no other.
         """
         found = self.read(file)
-        if not found and all(self.alone) and DATASETS[file] == WHOLE:
+        if not found and self.alone and DATASETS[file] == WHOLE:
             pruned, dense = (_read(one) for one in self.alone)
             return {"perplexity": pruned, "dense_perplexity": dense.get("dense_perplexity", dense)}
         report = self.compressed()
@@ -226,11 +226,7 @@ def _score(found: dict[str, Any]) -> str:
 def today() -> list[Model]:
     """The models with what today's default keeps alone, where that was measured."""
     kept = [
-        tuple(
-            replace(one, alone=one.again if all(one.again) else one.alone)
-            for one in model.kept
-            if one.name == TODAY
-        )
+        tuple(replace(one, alone=one.again or one.alone) for one in model.kept if one.name == TODAY)
         for model in MODELS
     ]
     return [replace(model, kept=own or model.kept) for model, own in zip(MODELS, kept, strict=True)]

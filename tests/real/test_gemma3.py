@@ -15,7 +15,7 @@ from rap.checkpoint.fetch import fetched_path
 from rap.checkpoint.load import load_dense, load_tokenizer
 from rap.checkpoint.source import resolve_source
 from rap.data.held_out import evaluation_tokens
-from rap.evaluation.quality.choices import choice_scorer, packable
+from rap.evaluation.quality.choices import choice_scorer, packable_tokens
 from rap.evaluation.quality.fidelity import fidelity
 from rap.model.modeling import register
 
@@ -127,7 +127,7 @@ def test_choices_are_scored_as_lm_eval_scores_them(pruned, tokenizer):
     """In rows, but requests that are longer than the window of 512 tokens by lm-eval itself."""
     plain = pytest.importorskip("lm_eval.models.huggingface").HFLM
     model = pruned[0].model
-    assert packable(model) == model.config.sliding_window == 512
+    assert packable_tokens(model) == model.config.sliding_window == 512
     context = "The capital of France, seen from the river, is" + " very" * 200
     texts = [(context, " old."), (context, " so" * 150), (context + " very" * 400, " small.")]
     instance = importlib.import_module("lm_eval.api.instance").Instance

@@ -23,7 +23,7 @@ from rap.evaluation.quality.choices import (
     Request,
     choice_scorer,
     pack,
-    packable,
+    packable_tokens,
     score_rows,
 )
 from rap.methods.palu import Palu
@@ -104,9 +104,13 @@ def test_families_are_exact_or_not_packed(case: Case):
     model = case.model(**windows)
     small = apply(model, random_case_plan(model, case))
     if not {*case.fields.get("layer_types", ["full_attention"])} <= ATTENTION_LAYERS:
-        assert not packable(model)
-    if packable(model):
-        assert packable(model) == packable(small) == (LONGEST if windows else sys.maxsize)
+        assert not packable_tokens(model)
+    if packable_tokens(model):
+        assert (
+            packable_tokens(model)
+            == packable_tokens(small)
+            == (LONGEST if windows else sys.maxsize)
+        )
         for one in (model, small):
             for implementation in MASKED if one._supports_sdpa else ("eager",):
                 one.set_attn_implementation(implementation)
@@ -115,13 +119,15 @@ def test_families_are_exact_or_not_packed(case: Case):
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Rows may be longer than the window; a request may not.
-short = [case for case in FAMILIES if {*WINDOWED} & {*case.fields} and packable(case.model())]
+short = [
+    case for case in FAMILIES if {*WINDOWED} & {*case.fields} and packable_tokens(case.model())
+]
 
 
 @pytest.mark.parametrize("case", short, ids=lambda case: case.name)
 def test_a_window_of_one_token_less_is_not_enough(case: Case):
     model = case.model(**dict.fromkeys({*WINDOWED} & {*case.fields}, LONGEST - 1))
-    assert packable(model) == LONGEST - 1
+    assert packable_tokens(model) == LONGEST - 1
     assert difference(model) > 10 * BOUND
 
 
@@ -134,12 +140,12 @@ windowed = [case for case in FAMILIES if case.name in OPTIONAL]
 def test_families_without_their_window_are_packed(case: Case):
     layers = case.fields.get("layers", 3)
     model = case.model(sliding_window=None, layer_types=["full_attention"] * layers)
-    assert packable(model) == sys.maxsize
+    assert packable_tokens(model) == sys.maxsize
     assert difference(model) < BOUND
 
 
 def test_most_families_are_packed():
-    packed = {case.model_type for case in FAMILIES if packable(case.model())}
+    packed = {case.model_type for case in FAMILIES if packable_tokens(case.model())}
     assert packed >= {"llama", "gemma", "glm", "phi", "olmo2", "granite", "gpt_neox", "apertus"}
     assert packed >= {"mistral", "gemma2", "gemma3_text", "cohere2", "olmo3"}
     assert not packed & {"lfm2", "qwen3_next"}
@@ -152,7 +158,7 @@ def test_methods_are_exact_or_not_packed(case: MethodCase, calibrated: tuple[Any
     small = method.apply(model, method.plan(model, statistics))
     # It gives its slots the frequencies of a narrower head, at places of its own.
     by_slot = case.name == "kvpruner" and case.settings.get("rotation") != "first"
-    assert bool(packable(small)) is not by_slot
+    assert bool(packable_tokens(small)) is not by_slot
     if not by_slot:
         assert difference(small) < BOUND
 
@@ -167,12 +173,12 @@ def test_methods_are_exact_or_not_packed(case: MethodCase, calibrated: tuple[Any
     ids=lambda setting: next(reversed(setting)),
 )
 def test_what_rows_would_change_is_not_packed(setting: dict[str, Any]):
-    assert packable(tiny_model())
+    assert packable_tokens(tiny_model())
     implementation = setting.pop("attn_implementation", None)
     model = tiny_model(**setting)
     if implementation is not None:
         model.config._attn_implementation = implementation
-    assert not packable(model)
+    assert not packable_tokens(model)
 
 
 def test_a_branch_that_sees_its_sibling_is_noticed(monkeypatch: pytest.MonkeyPatch):

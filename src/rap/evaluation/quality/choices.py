@@ -38,7 +38,7 @@ WORTH = 1 / 8
 PADDING = -1
 
 
-def packable(model: Any) -> int:
+def packable_tokens(model: Any) -> int:
     """Tokens of the longest request for which rows are exact; 0 where none is.
 
     Every layer must see all that mask and positions state. A window or chunk does so as long as a
@@ -227,7 +227,7 @@ def choice_scorer() -> Any:
     """lm-eval's model of transformers, which scores choices in rows; made late, for it is optional.
 
     Log-likelihoods are HFLM's up to rounding. HFLM itself scores requests longer than the model
-    or than rows are exact for (`packable`), and windows of running text.
+    or than rows are exact for (`packable_tokens`), and windows of running text.
     """
     base: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
     progress = importlib.import_module("tqdm").tqdm
@@ -239,7 +239,7 @@ def choice_scorer() -> Any:
             disable_tqdm: bool = False,
             override_bs: int | None = None,
         ) -> list[Answer]:
-            limit = min(self.max_length, self._packs())
+            limit = min(self.max_length, self._packable_tokens())
             packed: list[int] = []
             others: list[int] = []
             for index, request in enumerate(requests):
@@ -265,8 +265,8 @@ def choice_scorer() -> Any:
                 batch = rows[start : start + size]
                 yield from score_rows(self.model, requests, batch, self.softmax_dtype)
 
-        def _packs(self) -> int:
+        def _packable_tokens(self) -> int:
             plain = self.backend == "causal" and self.mixed_precision_dtype is None
-            return packable(self.model) if plain and self.batch_size != "auto" else 0
+            return packable_tokens(self.model) if plain and self.batch_size != "auto" else 0
 
     return ChoiceScorer
