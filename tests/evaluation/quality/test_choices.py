@@ -131,6 +131,16 @@ def test_a_window_of_one_token_less_is_not_enough(case: Case):
     assert difference(model) > 10 * BOUND
 
 
+@pytest.mark.parametrize("tokens", [LONGEST, LONGEST - 1])
+def test_a_chunk_is_a_window(tokens: int):
+    """Of a Llama 4 that scales no queries by their position, which rows would not know."""
+    [case] = [case for case in FAMILIES if case.name == "llama4_text"]
+    assert not packable_tokens(case.model())
+    model = case.model(attn_temperature_tuning=False, attention_chunk_size=tokens)
+    assert packable_tokens(model) == tokens
+    assert (difference(model) < BOUND) is (tokens == LONGEST)
+
+
 # Their windows are a setting, off in what is published of most.
 OPTIONAL = ("mistral", "mixtral", "ministral3", "qwen2", "qwen3", "starcoder2", "phi3", "exaone4")
 windowed = [case for case in FAMILIES if case.name in OPTIONAL]
@@ -215,6 +225,27 @@ def test_one_branch_alone_needs_no_mask():
     assert "attention_mask" not in choices.packed_inputs(pack(asked, 64), like)
     both = [*asked, request([1, 2, 3], [7, 8])]
     assert choices.packed_inputs(pack(both, 64), like)["attention_mask"].shape == (1, 1, 5, 5)
+    longer = pack([request([9] * 20, [4]), *both], 64)
+    assert choices.packed_inputs(longer, like)["attention_mask"].shape == (2, 1, 20, 20)
+
+
+def test_few_logits_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """Of places that siblings share, whose scores come in another order than their logits."""
+    model = tiny_model(dtype=torch.float64)
+    monkeypatch.setattr(choices, "chunk_tokens", lambda _: 2)
+    assert difference(model) < BOUND
+
+
+def test_softmax_is_in_the_dtype_that_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    dtypes = []
+    own = choices._token_scores
+    monkeypatch.setattr(
+        choices, "_token_scores", lambda *a: dtypes.append(own(*a)[0].dtype) or own(*a)
+    )
+    model, asked = tiny_model(), questions()
+    for dtype in (None, torch.float64):
+        dict(score_rows(model, asked, pack(asked, MAX_POSITIONS), dtype))
+    assert dtypes == [torch.float32, torch.float64]
 
 
 def harness_answers(scorer: Any, model: Any, tokenizer: Any, **settings: Any) -> tuple[list, Any]:
@@ -244,6 +275,29 @@ def test_answers_are_those_of_lm_eval(reference_model, tokenizer, method, settin
         assert one[1] == other[1]
     assert any(answer[1] for answer in expected) or method is not None
     assert [entry[:2] for entry in cache] == [entry[:2] for entry in expected_cache]
+
+
+@pytest.mark.parametrize("method", ["loglikelihood", "loglikelihood_rolling"])
+def test_running_text_is_left_to_lm_eval(reference_model, tokenizer, method: str):
+    """Only the windows that it is read in have no string, by which choices are cached."""
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    wrapped = choice_scorer()(pretrained=reference_model, tokenizer=tokenizer, device="cpu")
+    lengths: list[int] = []
+    wrapped._scored = lambda asked, own=wrapped._scored: lengths.append(len(asked)) or own(asked)
+    texts = TEXTS[:3] if method == "loglikelihood" else [(one,) for one, _ in TEXTS[:3]]
+    asked = [instance(method, {}, text, n) for n, text in enumerate(texts)]
+    assert len(getattr(wrapped, method)(asked, disable_tqdm=True)) == 3
+    assert sum(lengths) == (3 if method == "loglikelihood" else 0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mixed_precision_dtype": "bfloat16"}, {"batch_size": "auto"}]
+)
+def test_what_lm_eval_does_otherwise_is_left_to_it(reference_model, tokenizer, settings):
+    pytest.importorskip("lm_eval")
+    given = {"pretrained": reference_model, "tokenizer": tokenizer, "device": "cpu"}
+    assert choice_scorer()(**given)._packable_tokens() == sys.maxsize
+    assert choice_scorer()(**given, **settings)._packable_tokens() == 0
 
 
 def test_rows_are_used_where_they_are_exact_and_only_there(

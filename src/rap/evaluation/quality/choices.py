@@ -63,10 +63,8 @@ def packable_tokens(model: Any) -> int:
 
 def _shortest_window(text: Any) -> int:
     """Tokens that every layer sees of those before, itself included."""
-    window = getattr(text, "sliding_window", None) or sys.maxsize
-    if not getattr(text, "use_sliding_window", True):
-        window = sys.maxsize
-    return min(window, getattr(text, "attention_chunk_size", None) or sys.maxsize)
+    sizes = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return min(size or sys.maxsize for size in sizes)
 
 
 def _rope_types(parameters: dict[str, Any]) -> set[str]:
