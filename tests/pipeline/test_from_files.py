@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 import rap
 from cases.command import error_violations, run
 from cases.family_cases import CASES
+from cases.method_cases import CASES as METHODS
+from cases.method_cases import MethodCase
 from rap.calibration import dense_context
+from rap.calibration.registry import WINDOWS
 from rap.checkpoint.load import load, load_dense
 from rap.model.errors import RapError
 from rap.pipeline import compress, objective
@@ -237,6 +240,25 @@ def test_statistics_of_a_file_take_any_method_that_cuts(tokenizer: Any, tmp_path
         compress(dense, 0.5, tmp_path / "other", method="rap:paper", **given, stream=True)
 
 
+@pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+def test_every_method_reads_files_or_says_in_a_line_why_not(
+    case: MethodCase, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Where the model fits, only what tries cuts on it is left for a loaded one."""
+    dense, method = _dense(tmp_path / "dense", tokenizer), case.method(0.5)
+    given: dict[str, Any] = {"method": method, "evaluate": None, "recover": "none", **TEXT}
+    assert bool(method.tries) == (WINDOWS in method.needs)
+    if method.tries:
+        with pytest.raises(RapError, match=rf"\({method.tries}\): remove --stream, or change"):
+            compress(dense, 0.5, tmp_path / "out", **given, stream=True)
+        assert not (tmp_path / "out").exists()
+        return
+    compress(dense, 0.5, tmp_path / "out", **given, stream=True)
+    loaded = compress(dense, 0.5, tmp_path / "memory", **given).report
+    report = json.loads((tmp_path / "out" / "rap_report.json").read_text())
+    assert report["pruned"]["fingerprint"] == loaded["pruned"]["fingerprint"]
+
+
 @pytest.mark.usefixtures("no_room")
 def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
     tokenizer: Any, tmp_path: Path
@@ -262,7 +284,7 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
         ("--metric", "loss"): "gradients of the loss",
         ("--method", "rap:paper"): "method rap needs the statistics fisher",
         ("--method", "palu"): "method palu needs the statistics fisher",
-        ("--budget", "search"): "budget 'search' evaluates the whole model",
+        ("--budget", "search"): "tries cuts on the whole model (budget 'search'): remove --stream",
         ("--recover", "fast"): "--stream takes none or fit",
         ("--dtype", "float32"): "remove --dtype and --device-map",
         ("--statistics", tmp_path / "nowhere"): "nowhere",

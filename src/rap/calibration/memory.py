@@ -11,7 +11,7 @@ from ..runtime.logits import CHUNK_LOGITS
 from ..runtime.memory import free_memory
 from .kv_sharing import has_part
 from .observers import FLOAT, ForwardStatistic
-from .registry import STATISTICS, WINDOWS, check_needs, observed_layer
+from .registry import observed_layer, statistics_of
 
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 
@@ -27,7 +27,6 @@ def estimate_memory(
     one layer's inside; for statistics that need no gradients one layer's inside for a batch of
     windows).
     """
-    needs = check_needs(needs)
     layers = [observed_layer(model, x) for x in attention_layers(model) if x.shape is not None]
     config, (_, tokens) = text_config(model.config), windows.shape
     weights = [
@@ -37,7 +36,7 @@ def estimate_memory(
         if projection in x.linears
     ]
     size = weights[0].element_size() if weights else 0
-    wanted = [STATISTICS[need] for need in needs - {WINDOWS}]
+    wanted = statistics_of(needs)
     forward = any(issubclass(statistic, ForwardStatistic) for statistic in wanted)
     backward = any(not issubclass(statistic, ForwardStatistic) for statistic in wanted)
     inner = computed(config, [x.shape for x in layers])
@@ -76,7 +75,7 @@ def estimate_layers(
         "outside": FLOAT * (max(below, head) + CHUNK_LOGITS),
         "streams": kept * FLOAT * windows.numel() * config.hidden_size,
         "statistics": sum(
-            STATISTICS[n].num_bytes(i, len(windows)) for i in watched for n in check_needs(needs)
+            one.num_bytes(i, len(windows)) for i in watched for one in statistics_of(needs)
         ),
         "activations": FLOAT * min(FORWARD_BATCH, len(windows)) * windows.shape[1] * inner,
     }

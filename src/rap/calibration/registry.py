@@ -236,6 +236,11 @@ def check_needs(needs: Collection[str]) -> frozenset[str]:
     return frozenset(needs)
 
 
+def statistics_of(needs: Collection[str]) -> list[type[Statistic]]:
+    """The statistics of layers among `needs`, by name; CalibrationError for one that is unknown."""
+    return [STATISTICS[need] for need in sorted(check_needs(needs) - {WINDOWS})]
+
+
 def backward_needs(needs: Collection[str]) -> list[str]:
     """Those of `needs` that no forward pass gives: gradients of the loss, and trial pruning."""
     forward = {need for need, one in STATISTICS.items() if issubclass(one, ForwardStatistic)}

@@ -41,12 +41,12 @@ from .observers import (
     linear_of,
 )
 from .registry import (
-    STATISTICS,
     WINDOWS,
     backward_needs,
     check_needs,
     observed_layer,
     observed_layers,
+    statistics_of,
 )
 from .statistics import Statistics
 
@@ -113,7 +113,7 @@ def _found(
     progress: bool,
 ) -> dict[int, dict[str, Tensor]]:
     """What is found of every layer by itself, by its index."""
-    layers, wanted = observed_layers(model), [STATISTICS[n] for n in sorted(needs - {WINDOWS})]
+    layers, wanted = observed_layers(model), statistics_of(needs)
     watched = [(layer, one(layer)) for layer in layers for one in wanted if has_part(one, layer)]
     forward = [(layer, one) for layer, one in watched if isinstance(one, ForwardStatistic)]
     backward = [(layer, one) for layer, one in watched if isinstance(one, BackwardStatistic)]
@@ -163,7 +163,7 @@ def _watched(
         return []
     attention = getattr(working, attention_spec(model.config).attention)
     seen = observed_layer(model, replace(layer, module=attention))
-    made = [(seen, STATISTICS[need](seen)) for need in sorted(needs)]
+    made = [(seen, statistic(seen)) for statistic in statistics_of(needs)]
     return [(seen, one) for seen, one in made if isinstance(one, ForwardStatistic)]
 
 

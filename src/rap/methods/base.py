@@ -68,6 +68,14 @@ class Method(ABC):
     def needs(self) -> frozenset[str]:
         """The statistics that calibration must collect for this method."""
 
+    @property
+    def tries(self) -> str:
+        """The setting that is found by trying cuts, such as "budget 'search'"; empty without one.
+
+        That takes the whole model in memory, and WINDOWS among its `needs`.
+        """
+        return ""
+
     def needs_for(self, model: PreTrainedModel) -> frozenset[str]:
         """`needs`, and the energies that replace the dense head where queries are normalized."""
         normalised = any(layer.norm is not None for layer in attention_layers(model))

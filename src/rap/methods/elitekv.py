@@ -67,9 +67,14 @@ class EliteKv(Replacing):
                 self._room(index, shape, 1 if isinstance(self.pairs, str) else self.pairs)
 
     @property
+    def tries(self) -> str:
+        """As of every method."""
+        return "pairs 'sweep'" if self.pairs == "sweep" else ""
+
+    @property
     def needs(self) -> frozenset[str]:
         """Sampled logits, the inputs' second moment to whiten by, and windows to sweep on."""
-        swept = {WINDOWS} if self.pairs == "sweep" else set()
+        swept = {WINDOWS} if self.tries else set()
         return frozenset({"logits"} | ({"inputs"} if self.whiten else set()) | swept)
 
     def replaced(
@@ -78,7 +83,7 @@ class EliteKv(Replacing):
         """Elite pairs by greedy search, then the best latent that the rest of the budget holds."""
         count = self.pairs
         if isinstance(count, str):
-            count = self._swept(layers, Trials(source.whole("a sweep of pairs"), statistics))
+            count = self._swept(layers, Trials(source.whole(self.tries), statistics))
         return (self._layer(layer, count) for layer in layers)
 
     def _swept(self, layers: Sequence[DenseLayer], trials: Trials) -> int:

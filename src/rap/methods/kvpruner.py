@@ -72,9 +72,14 @@ class _Channels(Replacing):
         return {"key_share": self.key_share, "align": aligned(self.align, shapes)}
 
     @property
+    def tries(self) -> str:
+        """As of every method."""
+        return "budget 'sensitivity'" if self.budget == "sensitivity" else ""
+
+    @property
     def needs(self) -> frozenset[str]:
         """Gradients of W_k and W_v, and windows to try cuts on."""
-        return frozenset({"fisher"} | ({WINDOWS} if self.budget == "sensitivity" else set()))
+        return frozenset({"fisher"} | ({WINDOWS} if self.tries else set()))
 
     def replaced(
         self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
@@ -88,7 +93,7 @@ class _Channels(Replacing):
             budgets = kv_budgets(scores, self.retain, budget=self.budget, **settings)
         else:
             alike = kv_budgets(scores, self.retain, budget="uniform", **settings)
-            trials = Trials(source.whole("budget 'sensitivity'"), statistics)
+            trials = Trials(source.whole(self.tries), statistics)
             cuts = zip(layers, self._cuts(layers, source.model, alike), strict=True)
             ranks = sensitivities(trials, ((i.index, cut) for i, cut in cuts))
             budgets = kv_budgets(scores, self.retain, ranks=ranks, **settings)

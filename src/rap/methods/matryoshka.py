@@ -46,9 +46,14 @@ class Matryoshka(Replacing):
     widths: Literal["uniform", "adaptive"] = "uniform"
 
     @property
+    def tries(self) -> str:
+        """As of every method."""
+        return "widths 'adaptive'" if self.widths == "adaptive" else ""
+
+    @property
     def needs(self) -> frozenset[str]:
         """Covariances of rotated keys and of values, and windows to try widths on."""
-        return frozenset({"rotated"} | ({WINDOWS} if self.widths == "adaptive" else set()))
+        return frozenset({"rotated"} | ({WINDOWS} if self.tries else set()))
 
     def replaced(
         self, layers: Sequence[DenseLayer], source: LayerSource, statistics: Statistics
@@ -57,7 +62,7 @@ class Matryoshka(Replacing):
         if self.widths == "uniform":
             nearest = (nearest_rank(self.retain, layer.shape.head_dim) for layer in layers)
             return (_layer(layer, w, w) for layer, w in zip(layers, nearest, strict=True))
-        widths = self._searched(layers, Trials(source.whole("a search of widths"), statistics))
+        widths = self._searched(layers, Trials(source.whole(self.tries), statistics))
         keys, values = widths[: len(layers)], widths[len(layers) :]
         return (_layer(*item) for item in zip(layers, keys, values, strict=True))
 

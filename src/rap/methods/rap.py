@@ -183,6 +183,11 @@ class Rap(PairPruning):
         return FAR if self.reach == "far" else self.reach
 
     @property
+    def tries(self) -> str:
+        """As of every method."""
+        return f"budget {self.budget!r}" if self.budget in ("search", "retrieval") else ""
+
+    @property
     def needs(self) -> frozenset[str]:
         """What the score, the folding and the subspace ask of calibration, of whatever model."""
         needs = SCORES[self._ranking].needs
@@ -191,7 +196,7 @@ class Rap(PairPruning):
         needs |= {"values"} if self.values == "subspace" or by_error else set()
         if self.metric == "loss" and needs & {"pairs", "values"}:
             needs |= {"gradients"}
-        if self.budget in ("search", "retrieval"):
+        if self.tries:
             needs |= {WINDOWS}
         if self.merge != 1:
             needs |= {"pairs", "values", "joint", "averages"}
@@ -331,9 +336,9 @@ class Rap(PairPruning):
             record = self.describe() | {"budget": decided.budget}
             limits = self._opened(self.dense(source.model)).merge_limits
             return with_record(plan, record, limits if decided.merge == 1 else ())
-        if self.budget not in ("search", "retrieval"):
+        if not self.tries:
             return super().plan_from(source, statistics)
-        model = source.whole(f"budget {self.budget!r}, which tries pruned layers,")
+        model = source.whole(self.tries)
         fingerprint, family = self.check(source, statistics), base_model_type(model.config)
         dense, statistics = self.seen(self.dense(source.model, source), statistics)
         scores = self.importance(statistics.layers, dense.weights, dense.shapes)

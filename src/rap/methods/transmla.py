@@ -73,9 +73,14 @@ class TransMla(Replacing):
             self._rank(index, shape, whole=False)
 
     @property
+    def tries(self) -> str:
+        """As of every method."""
+        return "freqfold 'auto'" if self.freqfold == "auto" else ""
+
+    @property
     def needs(self) -> frozenset[str]:
         """The inputs' second moment, and windows to choose the fold on."""
-        chosen = {WINDOWS} if self.freqfold == "auto" else set()
+        chosen = {WINDOWS} if self.tries else set()
         return frozenset({"inputs"} | chosen)
 
     def replaced(
@@ -84,7 +89,7 @@ class TransMla(Replacing):
         """Principal components at every fold of frequencies, then those of the rest."""
         fold = self.freqfold
         if isinstance(fold, str):
-            fold = self._best(layers, Trials(source.whole("a choice of freqfold"), statistics))
+            fold = self._best(layers, Trials(source.whole(self.tries), statistics))
         return (self._layer(layer, fold) for layer in layers)
 
     def _best(self, layers: Sequence[DenseLayer], trials: Trials) -> int:

@@ -75,16 +75,16 @@ def choose(asked: Method, instead: Method | None, context: DenseContext) -> Obje
     """The method `asked` where its statistics are given, need no gradients, or fit in memory.
 
     `instead` is taken where they do not, and without one CalibrationError says what there is to do.
-    A run that goes on keeps to the statistics it has. Raises RapError for a budget that would try
+    A run that goes on keeps to the statistics it has. Raises RapError for a method that tries
     cuts on the whole model.
     """
     asked.check_model(context.model)
     if context.stored is None:
         return Objective(asked)
-    budget = getattr(asked, "budget", "")
-    if budget in ("search", "retrieval"):
+    if asked.tries:
         raise RapError(
-            f"budget {budget!r} evaluates the whole model; remove --stream, or use budget 'error'"
+            f"method {asked.name} tries cuts on the whole model ({asked.tries}): remove --stream, "
+            "or change that setting"
         )
     needs = asked.needs_for(context.model)
     if context.given is not None:

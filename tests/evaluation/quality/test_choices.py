@@ -232,7 +232,7 @@ def test_one_branch_alone_needs_no_mask():
 def test_few_logits_at_a_time(monkeypatch: pytest.MonkeyPatch):
     """Of places that siblings share, whose scores come in another order than their logits."""
     model = tiny_model(dtype=torch.float64)
-    monkeypatch.setattr(choices, "chunk_tokens", lambda _: 2)
+    monkeypatch.setattr(choices, "chunk_tokens", lambda _: 3)
     assert difference(model) < BOUND
 
 
