@@ -1,4 +1,4 @@
-"""Docstrings say what is raised and what parameters are, and their examples are true."""
+"""Docstrings say what is raised and what parameters are; their references and examples hold."""
 
 import ast
 import doctest
@@ -10,7 +10,7 @@ import pytest
 
 import rap
 from cases.architecture import read_package
-from cases.docstrings import silent_raises, unsaid_parameters
+from cases.docstrings import lost_references, silent_raises, unsaid_parameters
 from rap.model import errors
 
 SOURCES = read_package(Path(rap.__file__).parent)
@@ -60,6 +60,34 @@ def test_every_parameter_of_the_public_functions_is_said(name):
 def test_a_parameter_that_is_not_said_is_seen():
     said = unsaid_parameters("f", "Cuts `model` to `retain`.", ["model", "retain", "window"])
     assert said == ["f: does not say what window is"]
+
+
+def test_what_comments_and_docstrings_refer_to_is_there():
+    assert lost_references(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "lost"),
+    [
+        ("planning.plan", False),
+        ("rap.planning.plan.Plan", False),
+        ("plan.Plan.load", False),
+        ("plan.py", False),
+        ("planning.mixing", True),
+        ("rap.model.gone", True),
+        ("plan.Gone", True),
+        ("config.json, numpy.array, dense.configs", False),
+    ],
+)
+def test_a_reference_to_what_is_gone_is_seen(reference, lost):
+    sources = {
+        "planning": "",
+        "model": "",
+        "methods.dense": "",
+        "planning.plan": "class Plan: pass",
+    }
+    for source in (f"x = 1  # as {reference}", f'def _f():\n    """As {reference}."""'):
+        assert len(lost_references(sources | {"m": source})) == lost
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

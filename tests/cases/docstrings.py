@@ -1,16 +1,23 @@
-"""What docstrings have to say, as functions from source text to a list of violations.
+"""What docstrings and comments have to say, as functions from source text to a list of violations.
 
 Kept apart from the tests so that each rule can be shown to fail on a planted source.
 """
 
 import ast
+import io
 import re
+import symtable
+import tokenize
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # What says itself by its name and type alike everywhere.
 PLAIN = {"self", "cls", "model", "tokenizer", "progress", "force", "seed", "output"}
+DOTTED = re.compile(r"(?<![\w./-])[a-z]\w*(?:\.\w+)+")
+# Words that are names of modules, and stand for variables, records, settings or packages too.
+OTHERS = {"config", "dense", "fit", "model", "vllm"}
+FILES = {"css", "j2", "json", "md", "yaml"}
 
 
 def public_functions(source: str) -> Iterator[tuple[str, Function]]:
@@ -65,4 +72,45 @@ def unsaid_parameters(name: str, docstring: str, parameters: Iterable[str]) -> l
         f"{name}: does not say what {parameter} is"
         for parameter in parameters
         if parameter not in words | PLAIN
+    ]
+
+
+def prose(source: str) -> Iterator[str]:
+    """Docstrings, those of private functions included, and comments."""
+    named = (ast.Module, ast.ClassDef, *FUNCTIONS)
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, named))
+    yield from (text for node in nodes if (text := ast.get_docstring(node)))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    yield from (token.string for token in tokens if token.type == tokenize.COMMENT)
+
+
+def lost_references(sources: Mapping[str, str]) -> list[str]:
+    """Dotted names in prose, of a module or of what it has, that are not in the package.
+
+    They begin with `rap`, or with the name of a folder or of a module: `planning.plan.Plan`,
+    `plan.Plan`. `plan.py` is a module too.
+    """
+    parts, symbols = {"rap"}, {}
+    for module, source in sources.items():
+        parts |= {*module.split(".")}
+        found = symtable.symtable(source, module, "exec").get_symbols()
+        symbols[f"rap.{module}".rstrip(".")] = {
+            x.get_name() for x in found if x.is_assigned() or x.is_imported()
+        }
+
+    def leads(path: list[str]) -> bool:
+        return any(
+            f".{module}".endswith("." + ".".join(path[:cut])) and {*path[cut : cut + 1]} <= names
+            for module, names in symbols.items()
+            for cut in range(1, len(path) + 1)
+        )
+
+    return [
+        f"{module}: {name}"
+        for module, source in sorted(sources.items())
+        for text in prose(source)
+        for name in DOTTED.findall(text)
+        if (path := name.removesuffix(".py").split("."))[0] in parts - OTHERS
+        and path[-1] not in FILES
+        and not leads(path)
     ]

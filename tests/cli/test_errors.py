@@ -73,6 +73,7 @@ def place(tmp_path_factory) -> Path:
     plan.save(place / "other" / "plan.rap")
     rap.apply(dense, plan).save_pretrained(place / "pruned")
     plan.save(place / "pruned" / "plan.rap")
+    rap.apply(dense, plan).save_pretrained(place / "trained")
     four = tiny_model(layers=6, heads=4, kv_heads=2, head_dim=64, hidden=256)
     random_plan(four, [(8, 16)] * 6).save(place / "same-shape.rap")
     whole = (place / "same-shape.rap").read_bytes()
@@ -214,6 +215,10 @@ CASES = [
         (("apply", source, "same-shape.rap", "-o", "x", "--stream"), message)
         for source, message in WEIGHTS
     ],
+    (
+        ("apply", "bundled", "other.rap", "-o", "x", "--stream", "--device", "cpu"),
+        "--stream copies weights without a device; remove --device",
+    ),
     (("inspect", "plan"), "name the plan file: rap inspect plan FILE"),
     (("inspect", "plan", "file"), "cannot read a plan from file"),
     (("inspect", "bundled", "pruned"), "one target at a time"),
@@ -255,6 +260,10 @@ CASES = [
         for how in ((), ("--dry-run",))
         for who, message in (
             (("recover", "bundled", *TAUGHT[2:]), "bundled is not a pruned checkpoint"),
+            (
+                ("recover", "trained", *TAUGHT[2:]),
+                "trained has no plan.rap: copy it from the checkpoint that it was trained from",
+            ),
             (TAUGHT, "bundled is not the dense model of this pruned checkpoint"),
             ((*TAUGHT, "--teacher-dtype", "no"), "unknown dtype 'no': use auto, float32, bfloat16"),
             ((*TAUGHT, "--text", "nowhere.txt"), "there is no file nowhere.txt"),

@@ -14,6 +14,7 @@ from cases.command import error_violations, run
 from rap.cli import EXIT_CODES, TOPICS, app, compress, dry_run, stopped
 from rap.cli.setup import command_tree, completion_script
 from rap.model.errors import RapError
+from rap.pipeline.defaults import num_parameters
 
 ROOT = typer.main.get_command(app)
 SMALL = ("--windows", "2", "--window", "64")
@@ -140,8 +141,8 @@ def test_dry_run_counts_the_weights_once():
     for name, copied in (("cpu", torch.float32.itemsize), ("cuda", 0)):
         device = torch.device(name)
         model = dry_run.unloaded(config, device)
-        assert dry_run.parameters(model) == assets.reference_model().num_parameters()
-        expected = dry_run.parameters(model) * (torch.bfloat16.itemsize + copied)
+        assert num_parameters(model) == assets.reference_model().num_parameters()
+        expected = num_parameters(model) * (torch.bfloat16.itemsize + copied)
         assert dry_run.weight_bytes(config, model, "auto", device) == expected
 
 

@@ -58,6 +58,14 @@ def test_the_default_is_what_the_tokenizer_does_or_the_family_needs(tokenizer, a
     assert bos_token("auto", config=around) == 2
 
 
+def test_windows_for_a_model_begin_as_its_family_needs(tokenizer):
+    gemma = tiny_model("gemma2", bos_token_id=2, vocab_size=len(tokenizer))
+    plain = rap.load_windows("bundled", tokenizer, num_windows=2, window=16)
+    begun = rap.load_windows("bundled", tokenizer, num_windows=2, window=16, model=gemma)
+    assert begun[:, 0].tolist() == [0, 0]
+    assert 0 not in plain[:, 0]
+
+
 def gemma_text():
     return SimpleNamespace(model_type="gemma3_text", bos_token_id=2)
 

@@ -173,7 +173,7 @@ def test_layers_that_are_read_one_by_one_cannot_be_tried(tmp_path: Path) -> None
     call = ("compress", "bundled", "--retain", 0.5, "--budget", "retrieval", "--stream", "-o", out)
     found = run(*call)
     assert found.code == 2
-    assert "tries cuts on the whole model (budget 'retrieval'): remove --stream" in found.err
+    assert "evaluates the whole model (budget 'retrieval'): remove --stream" in found.err
     assert error_violations(found) == []
     assert not out.exists()
 

@@ -57,6 +57,23 @@ def test_streamed_loaded_and_saved_are_the_same(name: str, tmp_path: Any) -> Non
         assert torch.equal(load(tmp_path / "streamed")(ids).logits, small(ids).logits)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "persimmon"])
+@torch.no_grad()
+def test_eager_attention_takes_fewer_heads_than_the_family_has(family: str) -> None:
+    """Two merged heads of eight: one alone would be repeated by broadcasting."""
+    model = tiny_model(family, heads=8, kv_heads=8, hidden=128, dtype=torch.float64)
+    method, ids = rap.Rap(retain=0.5, merge=4), random_tokens(2, 12)
+    statistics = rap.calibrate(model, random_tokens(4, 32), method.needs_for(model))
+    small = method.apply(model, method.plan(model, statistics))
+    assert {layer.module.num_kept_heads for layer in attention_layers(small)} == {2}
+    expected = small(ids).logits
+    small.set_attn_implementation("eager")
+    # Families' own takes the softmax in float32.
+    torch.testing.assert_close(small(ids).logits, expected, rtol=0, atol=1e-5)
+    assert small(ids, output_attentions=True).attentions[0].shape == (2, 8, 12, 12)
+    assert rap.footprint(small).kv_bytes_per_token == 0.5 * rap.footprint(model).kv_bytes_per_token
+
+
 @pytest.mark.parametrize(
     ("settings", "widths"),
     [

@@ -40,6 +40,16 @@ def _logits(model) -> torch.Tensor:
         return model(TOKENS).logits
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_experts_run_as_in_the_family_loaded_before_or_not(model_type, monkeypatch):
+    """transformers looks into the source of a class's module, and keeps what it found there."""
+    small, family = _small(model_type), type(tiny_model(model_type))
+    for known in (family, type(small)):
+        monkeypatch.delattr(known, "_can_set_experts_implementation_cached_value", raising=False)
+    assert type(small)._can_set_experts_implementation() == (model_type == "mixtral")
+    assert family._can_set_experts_implementation() == (model_type == "mixtral")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -244,7 +244,7 @@ def test_statistics_of_a_file_take_any_method_that_cuts(tokenizer: Any, tmp_path
 def test_every_method_reads_files_or_says_in_a_line_why_not(
     case: MethodCase, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Where the model fits, only what tries cuts on it is left for a loaded one."""
+    """Where the model fits, only what evaluates it is left for a loaded one."""
     dense, method = _dense(tmp_path / "dense", tokenizer), case.method(0.5)
     given: dict[str, Any] = {"method": method, "evaluate": None, "recover": "none", **TEXT}
     assert bool(method.tries) == (WINDOWS in method.needs)
@@ -284,7 +284,7 @@ def test_the_command_says_what_it_does_and_refuses_what_it_cannot(
         ("--metric", "loss"): "gradients of the loss",
         ("--method", "rap:paper"): "method rap needs the statistics fisher",
         ("--method", "palu"): "method palu needs the statistics fisher",
-        ("--budget", "search"): "tries cuts on the whole model (budget 'search'): remove --stream",
+        ("--budget", "search"): "evaluates the whole model (budget 'search'): remove --stream",
         ("--recover", "fast"): "--stream takes none or fit",
         ("--dtype", "float32"): "remove --dtype and --device-map",
         ("--statistics", tmp_path / "nowhere"): "nowhere",

@@ -8,6 +8,7 @@ import torch
 import rap
 from cases.models import random_tokens, tiny_model
 from rap.methods.dense import dense_layers
+from rap.methods.values import layer_errors
 from rap.model.layers import attention_layers
 from rap.planning.losses import (
     Orders,
@@ -16,6 +17,7 @@ from rap.planning.losses import (
     one_width,
     part_losses,
     value_moments,
+    value_subspace,
     width_errors,
 )
 
@@ -112,11 +114,31 @@ def test_keeping_more_never_costs_more(metric, seed):
     )
     values = tuple(torch.stack([one, one.flip(0)], 1) for one in values)
     orders = Orders(backwards(8), backwards(16), backwards(32))
-    parts = keys, values, free, shape, torch.ones(8).double(), CONTEXT, orders
-    curves = part_losses(*parts) if metric == "loss" else (width_errors(*parts),)
+    parts = keys, values, free, shape, torch.ones(8).double(), CONTEXT
+    if metric == "loss":
+        curves = part_losses(*parts, orders)
+    else:
+        curves = (width_errors(*parts, (0.3, 0.2), orders),)
     rise = max(float(torch.tensor(found).diff().max()) for found in curves)
     assert rise <= 0
     assert all(found[-1] == 0 for found in curves)
+
+
+def test_a_subspace_is_that_of_all_query_heads_of_a_group():
+    """What heads read adds up: any one of theirs alone would lose more."""
+    generator = torch.Generator().manual_seed(0)
+    moment, reader = (random_moments(generator, 8, complex_numbers=False) for _ in range(2))
+    values = tuple(torch.stack([one, one.flip(-2, -1), one.flip(0)], 1) for one in (moment, reader))
+    found = value_subspace(values, 3)
+    lost = torch.eye(8).double() - found.up @ found.down
+    whole = [part.sum(1) for part in values]
+    best = torch.linalg.svdvals(_root(whole[1]) @ _root(whole[0]))[:, 3:].square().sum()
+    assert float((whole[1] * (lost @ whole[0] @ lost.mT)).sum()) == pytest.approx(float(best))
+
+
+def _root(moment):
+    values, vectors = torch.linalg.eigh(moment)
+    return vectors * values.clamp_min(0).sqrt()[:, None] @ vectors.mT
 
 
 @pytest.mark.parametrize("orders", DROPPED)
@@ -136,6 +158,49 @@ def test_output_errors_are_relative(calibrated):
         value_moments(statistics.layers[0], w_o, layer.shape, "output"),
         free_moments(statistics.layers[0], "output"),
     ]
-    errors = width_errors(*moments, layer.shape, dense_layers(model).frequencies[0], CONTEXT)
+    dense = dense_layers(model)
+    about = (layer.shape, dense.frequencies[0], CONTEXT, dense.logit_scales[0])
+    errors = width_errors(*moments, *about)
     assert errors[0] == 1
     assert errors[-1] == 0
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 64}
+
+
+def yarn(attention_factor, rotates=1.0):
+    rope = YARN | {"attention_factor": attention_factor, "partial_rotary_factor": rotates}
+    return {"rope_parameters": rope, "max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    ("family", "one", "other", "factor"),
+    [
+        ("granite", {"attention_multiplier": 0.32}, {"attention_multiplier": 0.02}, 16.0),
+        ("llama", yarn(1.5), yarn(1.0), 1.5**2),
+        ("stablelm", yarn(1.5, 0.5), yarn(1.0, 0.5), 1.5**2),
+    ],
+)
+def test_output_errors_are_of_the_function_not_of_how_it_is_scaled(family, one, other, factor):
+    """What logits are multiplied by and the rotating rows of W_q that make up for it."""
+    sizes = {"dtype": torch.float64, "heads": 4, "kv_heads": 2, "hidden": 64}
+    ids, models = random_tokens(4, 48), []
+    for settings in (one, other):
+        torch.manual_seed(0)
+        models.append(tiny_model(family, **sizes, **settings))
+    models[1].load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        for layer in attention_layers(models[1]):
+            geometry = layer.shape.geometry
+            rotating = geometry.canonical_order()[: geometry.rotary_dim]
+            rows = layer.module.q_proj.weight.unflatten(0, (4, 16))
+            rows[:, rotating] *= factor
+    # Tables of cos and sin are float32, and so are statistics.
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(models[0](ids).logits, models[1](ids).logits, **close)
+    found = []
+    for model in models:
+        statistics, dense = rap.calibrate(model, ids, {"pairs", "values"}), dense_layers(model)
+        found.append([layer_errors(index, statistics, dense, CONTEXT) for index in range(2)])
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), **close)

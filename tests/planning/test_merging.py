@@ -321,8 +321,10 @@ def test_widths_of_a_group_go_beyond_a_head_and_fall_to_nothing(calibrated, merg
         merged_values(found, w_o, shape, merge, metric),
         merged_free(found, shape, merge, metric),
     )
-    price = part_losses if metric == "loss" else width_errors
-    priced = price(*moments, shape, frequencies, CONTEXT)
+    about = (*moments, shape, frequencies, CONTEXT)
+    priced = (
+        part_losses(*about) if metric == "loss" else width_errors(*about, dense.logit_scales[1])
+    )
     for curve in priced if metric == "loss" else [priced]:
         lost = torch.tensor(curve, dtype=torch.float64)
         assert len(lost) == merge * shape.head_dim // 2 + 1

@@ -66,7 +66,7 @@ def test_chunks_bound_what_exists_at_once(monkeypatch):
     assert sum(seen) == 2 * NUM
     # Left to itself it takes as many tokens as the bound on their logits allows.
     seen.clear()
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 5 * VOCABULARY + 3)
+    monkeypatch.setattr(module, "LOSS_LOGITS", 5 * VOCABULARY + 3)
     distillation_loss(hidden, teacher, targets, (head, head), RecoveryConfig())
     assert max(seen) == 5
 

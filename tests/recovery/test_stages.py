@@ -32,6 +32,7 @@ from rap.recovery.stages import RECOVERIES, recover_stage, work_folder
 
 VOCABULARY = 4096
 CONFIG = RecoveryConfig(
+    refit=True,
     window=32,
     num_windows=40,
     validation_windows=4,
@@ -265,6 +266,15 @@ def test_every_step_is_reported_and_the_best_is_returned(models, tokenizer):
     measured = rap.perplexity(found, validation.flatten(), window=32).value
     assert measured == pytest.approx(report["perplexity_after"], rel=1e-12)
     assert all(torch.equal(tensor, small.state_dict()[name]) for name, tensor in state.items())
+
+
+def test_the_paper_refits_nothing(models, tokenizer):
+    assert [name for name, config in PRESETS.items() if not config.refit] == ["paper"]
+    _, report = recover_stage(
+        *models[::-1], tokenizer, "paper", config=replace(CONFIG, refit=False)
+    )
+    assert "perplexity_refitted" not in report
+    assert report["distillation"]
 
 
 @pytest.mark.parametrize("better", [True, False])

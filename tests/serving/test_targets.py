@@ -98,6 +98,15 @@ def test_a_retain_that_cuts_nothing_is_refused(tmp_path) -> None:
     assert "rounds to 64, where nothing can be pruned" in result.err
 
 
+def test_heads_without_any_width_are_not_told_to_try_another(tmp_path) -> None:
+    dense = tmp_path / "dense"
+    tiny_model("llama", heads=4, kv_heads=2, head_dim=16).save_pretrained(dense)
+    call = ("compress", dense, "-o", tmp_path / "out", "--target", "plain", "--retain", "0.5")
+    result = run(*call)
+    assert error_violations(result) == []
+    assert "multiples of 32 below 32: there is none, so remove --target" in result.err
+
+
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(RapError, match="unknown target"):
         target_settings("tpu", 128, "uniform")

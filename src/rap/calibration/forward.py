@@ -213,7 +213,8 @@ def _rotated(states_BTGD: Tensor, layer: ObservedLayer) -> Tensor:
     frequencies = layer.frequencies[: geometry.num_pairs].to(states_BTGD.device)
     position = torch.arange(states_BTGD.shape[1], device=states_BTGD.device)
     angle_TP = position[:, None].double() * frequencies
-    turn = torch.polar(torch.ones_like(angle_TP), angle_TP).to(torch.complex64)
+    size_TP = torch.full_like(angle_TP, layer.rotary_factor)
+    turn = torch.polar(size_TP, angle_TP).to(torch.complex64)
     pairs = complex_pairs(states_BTGD.float(), layer.shape) * turn[:, None]
     free = states_BTGD[..., geometry.rotary_dim :].float()
     states = torch.cat([pairs.real, pairs.imag, free], dim=-1)

@@ -24,8 +24,9 @@ class ObservedLayer:
 
     `norm` is how it normalises queries and keys, if it does, and `norm_weights` the weights of the
     norms of q [H, D] and k [G, D]. `module` is its attention.
-    `frequencies` float64 [P] are those of its pairs, per position. `value_norm` is how it
-    normalises values, if it does.
+    `frequencies` float64 [P] are those of its pairs, per position, negative if they turn clockwise;
+    `rotary_factor` is what rotation multiplies pairs by. `value_norm` is how it normalises values,
+    if it does.
     """
 
     index: int
@@ -33,6 +34,7 @@ class ObservedLayer:
     linears: dict[str, Any]
     norm_weights: tuple[Tensor, ...] = ()
     frequencies: Tensor | None = None
+    rotary_factor: float = 1.0
     norm: QKNorm | None = None
     value_norm: QKNorm | None = None
     module: Any = None

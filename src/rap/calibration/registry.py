@@ -20,6 +20,8 @@ from ..model.layers import (
     layer_frequencies,
     norm_weights,
     projections,
+    rotary_factor,
+    rotary_module,
     split_heads,
 )
 from ..model.specs import QKNorm
@@ -269,6 +271,7 @@ def observed_layer(model: PreTrainedModel, layer: AttentionLayer) -> ObservedLay
     assert layer.shape is not None
     spec, frequencies = attention_spec(model.config), layer_frequencies(model, layer)
     linears, values = projections(layer, spec), None if spec.value_norm is None else QKNorm()
-    weights = norm_weights(layer)
-    about = (linears, weights, frequencies, layer.norm, values, layer.module)
+    factor = rotary_factor(rotary_module(model), layer.module)
+    turned = -frequencies if spec.clockwise else frequencies
+    about = (linears, norm_weights(layer), turned, factor, layer.norm, values, layer.module)
     return ObservedLayer(layer.index, layer.shape, *about)

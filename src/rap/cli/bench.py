@@ -10,7 +10,7 @@ import typer
 
 from ..checkpoint.device import AUTO, placement, say_device, working_device
 from ..checkpoint.files import check_output_file
-from ..checkpoint.load import check_dtype, load, load_config
+from ..checkpoint.load import check_dtype, is_pruned, load, load_config
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import resolve_source
 from ..evaluation.cost.latency import (
@@ -25,7 +25,6 @@ from ..evaluation.cost.random_models import dense_config, random_model, uniform_
 from ..methods import Rap, parse_method
 from ..methods.merged import Merge
 from ..model.errors import RapError
-from ..model.layers import PREFIX
 from ..runtime.progress import track
 from . import options
 from .options import console, print_json, print_table, write_result
@@ -187,7 +186,7 @@ def _models(
     """`dense` and `pruned`, loaded or standing in, on a `device` that loading knows as `placed`."""
     check_dtype(dtype)
     config = load_config(source)
-    if not str(config.model_type).startswith(PREFIX):
+    if not is_pruned(config):
         if dense is not None:
             raise RapError(f"{source} is not pruned: remove --dense, and give --retain")
         if retain is None:

@@ -405,6 +405,8 @@ def apply_command(
     _check_output(output, model, force)
     if stream and (dtype != "auto" or device_map is not None):
         raise RapError("--stream keeps the stored data types; remove --dtype and --device-map")
+    if stream and device != AUTO:
+        raise RapError("--stream copies weights without a device; remove --device")
     placed = placement(device, device_map)
     decision = Plan.load(plan)
     source = resolve_source(model)

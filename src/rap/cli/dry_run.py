@@ -17,6 +17,7 @@ from ..data.own import SAMPLES, reads_samples
 from ..data.protocol import EVALUATION_WINDOWS
 from ..evaluation.quality.perplexity import evaluation_window
 from ..model.layers import text_config
+from ..pipeline.defaults import num_parameters
 from ..recovery.config import PRESETS, RecoveryConfig
 from ..recovery.fit import estimate_fit
 from ..recovery.layer_fit import FitConfig
@@ -43,11 +44,6 @@ def unloaded(config: PreTrainedConfig, device: torch.device) -> Any:
     config.dtype = stored  # building writes the type it was built in
     model.to_empty(device="cpu").tie_weights()
     return model.eval()
-
-
-def parameters(model: Any) -> int:
-    """How many a model has, tied ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def sampling_steps(sources: Collection[str]) -> list[Step]:
@@ -85,10 +81,14 @@ def recovery_step(
         windows = torch.empty(fit.num_windows, fit.window, dtype=torch.long, device="meta")
         held = estimate_fit(small, dense, windows, fit)
         memory |= {f"fit {key}": value for key, value in held.items()}
-    if last in ("closed-form", *PRESETS) and first != "fit":
+    distilled = PRESETS.get(last)
+    if distilled is not None and isinstance(config, RecoveryConfig):
+        distilled = config
+    refits = last == "closed-form" or (distilled is not None and distilled.refit)
+    if refits and first != "fit":
         steps.append(_step("refit", "output projections", REFIT_TOKENS))
-    if last in PRESETS:
-        steps.append(_distillation(config if isinstance(config, RecoveryConfig) else PRESETS[last]))
+    if distilled is not None:
+        steps.append(_distillation(distilled))
     if last == "projections":
         steps.append(_step("recover", "trains the bases of a model of method matryoshka", None))
     return steps, memory
@@ -126,7 +126,7 @@ def weight_bytes(config: PreTrainedConfig, model: Any, dtype: str, device: torch
     chosen = stored if dtype == "auto" else getattr(torch, dtype)
     copied = device.type == "cpu" and chosen.itemsize < torch.float32.itemsize
     # A CPU works on a copy in float32.
-    return parameters(model) * (chosen.itemsize + (torch.float32.itemsize if copied else 0))
+    return num_parameters(model) * (chosen.itemsize + (torch.float32.itemsize if copied else 0))
 
 
 def described(

@@ -59,22 +59,23 @@ from .retrieval import retrieval_command
 evaluate_app = typer.Typer(no_args_is_help=True, help="Measure the quality of a checkpoint.")
 
 
-@evaluate_app.command("perplexity")
+Text = Annotated[
+    str,
+    typer.Option(
+        help="'bundled' test novels, 'wikitext2', 'c4', a .txt or .jsonl file, or a dataset ID."
+    ),
+]
+Window = Annotated[
+    int | None, typer.Option(help="Tokens per evaluation window [2048, or the model's maximum].")
+]
+MaxWindows = Annotated[int | None, typer.Option(help="Number of evaluation windows [all].")]
+
+
 def perplexity_command(
     model: options.Model,
-    text: Annotated[
-        str,
-        typer.Option(
-            help="'bundled' test novels, 'wikitext2', 'c4', a .txt or .jsonl file, or a dataset ID."
-        ),
-    ] = "bundled",
-    window: Annotated[
-        int | None,
-        typer.Option(help="Tokens per evaluation window [2048, or the model's maximum]."),
-    ] = None,
-    max_windows: Annotated[
-        int | None, typer.Option(help="Number of evaluation windows [all].")
-    ] = None,
+    text: Text = "bundled",
+    window: Window = None,
+    max_windows: MaxWindows = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 1,
     bos: options.Bos = "auto",
     quantize: Quantize = None,
@@ -112,18 +113,6 @@ def perplexity_command(
             for part in scored.positions
         ]
         print_table("By position in the window", ["tokens before", "perplexity"], rows)
-
-
-Text = Annotated[
-    str,
-    typer.Option(
-        help="'bundled' test novels, 'wikitext2' or 'c4', a .txt or .jsonl file, or a dataset ID."
-    ),
-]
-Window = Annotated[
-    int | None, typer.Option(help="Tokens per evaluation window [2048, or the model's maximum].")
-]
-MaxWindows = Annotated[int | None, typer.Option(help="Number of evaluation windows [all].")]
 
 
 def fidelity_command(
@@ -382,6 +371,7 @@ def _row(row: dict[str, Any], exact: dict[str, Any]) -> list[str]:
     ]
 
 
+evaluate_app.command("perplexity")(perplexity_command)
 evaluate_app.command("fidelity")(fidelity_command)
 evaluate_app.command("cache")(cache_command)
 evaluate_app.command("retrieval")(retrieval_command)

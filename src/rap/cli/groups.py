@@ -23,6 +23,7 @@ from ..planning.budgets import nearest_width
 from ..planning.shared import STOCK_TARGETS, target_settings
 from ..runtime.settings import read_value
 from ..serving.gguf.plain import check_plain
+from ..serving.layout import head_dim
 from ..serving.plain_forms import check_stock, check_widely_read
 from . import options
 
@@ -115,7 +116,7 @@ class PruningOptions:
         whole = load_config(source)
         check_target(whole, target)
         config = text_config(whole)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dim = head_dim(config)
         budget = given.get("budget") or ("uniform" if target in STOCK_TARGETS else "error")
         wanted = target_settings(target, dim, budget)
         name = read_method(self.method).name
@@ -140,10 +141,14 @@ class PruningOptions:
                 dim *= merged if isinstance(merged, int) else 1  # what is no number, Rap refuses
             width = nearest_width(self.retain * dim, dim, wanted["align"])
             if width in (0, dim):
+                align = wanted["align"]
+                remedy = "choose another ratio, or remove --target"
+                if dim <= align:
+                    remedy = "there is none, so remove --target"
                 raise RapError(
                     f"retain {self.retain} of heads of {dim} channels rounds to {width}, where "
-                    f"nothing can be pruned; --target {target} supports multiples of "
-                    f"{wanted['align']} below {dim}: choose another ratio, or remove --target"
+                    f"nothing can be pruned; --target {target} supports multiples of {align} below "
+                    f"{dim}: {remedy}"
                 )
         return {name: value for name, value in wanted.items() if name not in given}
 

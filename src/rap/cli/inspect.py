@@ -26,7 +26,7 @@ from ..model.layers import (
 from ..model.rope import AttentionShape
 from ..planning.budgets import kv_budgets
 from ..planning.plan import PairPlan, Plan, ranges
-from ..planning.scores import LayerScores
+from ..planning.scores import equal_scores
 from . import options
 from .options import print_json, print_table
 
@@ -142,16 +142,9 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
 
 def _projected_bytes(shapes: list[AttentionShape], retain: float, element: int) -> int:
     """KV bytes per token of equal budgets in every layer, in the default alignment."""
-    nothing = [
-        LayerScores(
-            pairs_GP=torch.zeros(shape.num_kv_heads, shape.geometry.num_pairs),
-            free_GF=torch.zeros(shape.num_kv_heads, shape.geometry.num_free),
-            channels_GD=torch.zeros(shape.num_kv_heads, shape.head_dim),
-        )
-        for shape in shapes
-    ]
+    scores = [equal_scores(shape) for shape in shapes]
     align = Rap(retain=retain).alignment(shapes)
-    budgets = kv_budgets(nothing, retain, budget="uniform", align=align)
+    budgets = kv_budgets(scores, retain, budget="uniform", align=align)
     widths = [2 * item.pairs + item.free + item.values for item in budgets if item is not None]
     heads = [shape.num_kv_heads for shape in shapes]
     return sum(count * width for count, width in zip(heads, widths, strict=True)) * element
@@ -250,7 +243,7 @@ def _merging(
     found = []
     for layer in layers:
         shape, limit = layer.shape, merge_limit(layer, layers, config, mapped=True)
-        if shape is None or hasattr(layer.module, "key_width"):
+        if shape is None or layer.pruned:
             found.append((1, ""))
             continue
         heads = shape.num_kv_heads
@@ -296,7 +289,7 @@ def _describe_layer(
         "merging": merging,
         "key_limit": keys and f"keys keep plain pairs and channels: {keys}",
         "value_limit": values and f"values keep plain channels: {values}",
-        "eligible": eligible if not hasattr(module, "key_width") else "pruned",
+        "eligible": "pruned" if layer.pruned else eligible,
         "kv_bytes_per_token": element
         * (cached[layer.index] if cached else shape.num_cached_heads * (key + value)),
         "dense_kv_bytes_per_token": 2 * shape.num_cached_heads * shape.head_dim * element,

@@ -255,8 +255,15 @@ def _read(pruned: Path, teacher: str, teacher_dtype: str) -> tuple[Plan, dict[st
     """
     check_dtype(teacher_dtype, KINDS)
     # Whole heads leave a plain checkpoint of the family, with the plan beside it.
-    if not (pruned.is_dir() and (is_pruned(load_config(pruned)) or (pruned / PLAN_FILE).is_file())):
-        raise RapError(f"{pruned} is not a pruned checkpoint: run `rap compress` first")
+    if not (pruned.is_dir() and (pruned / PLAN_FILE).is_file()):
+        if not (pruned.is_dir() and is_pruned(load_config(pruned))):
+            raise RapError(
+                f"{pruned} is not a pruned checkpoint: run `rap compress` first, or copy "
+                f"{PLAN_FILE} into it if it was trained from one"
+            )
+        raise RapError(
+            f"{pruned} has no {PLAN_FILE}: copy it from the checkpoint that it was trained from"
+        )
     report = pruned / REPORT_FILE
     stored = read_json(report, "remove it, or compress again") if report.is_file() else {}
     plan = Plan.load(pruned / PLAN_FILE)

@@ -66,7 +66,7 @@ def load_windows(
 
     Each source gives an equal share of the windows, the first ones what is left over, and they come
     in turns: what reads the first windows alone sees every source. A window begins with BOS as
-    `bos.bos_token` decides; give it the token for a family's own default. The source `own` needs
+    `bos.bos_token` decides, from the `model`'s config too if it is given. The source `own` needs
     the dense `model`, which draws the samples unless they are kept (`own.own_samples`).
 
     Raises CalibrationError as `check_sources` does, if a source cannot be read or is too short, or
@@ -81,6 +81,7 @@ def load_windows(
         )
     if model is None:
         refuse_samples(names)
+    first = bos_token(bos, tokenizer, None if model is None else model.config)
     found = {}
     # What the model writes comes last: minutes after a text that cannot be read has been refused.
     for index, name in sorted(enumerate(names), key=lambda item: reads_samples(item[1:])):
@@ -89,7 +90,7 @@ def load_windows(
         text = read_text(name, max_characters=share * window * _CHARACTERS_PER_TOKEN)
         sizes = {"num_windows": share, "window": window}
         with _named(name):
-            found[index] = windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos)
+            found[index] = windows_from_text(text, tokenizer, **sizes, seed=seed, bos=first)
     parts = [found[index] for index in range(len(names))]
     turns = [torch.arange(len(part)) * len(parts) + n for n, part in enumerate(parts)]
     return torch.cat(parts)[torch.cat(turns).argsort()]

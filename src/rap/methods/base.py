@@ -70,9 +70,9 @@ class Method(ABC):
 
     @property
     def tries(self) -> str:
-        """The setting that is found by trying cuts, such as "budget 'search'"; empty without one.
+        """The setting that the whole model is evaluated for, such as `budget 'search'`.
 
-        That takes the whole model in memory, and WINDOWS among its `needs`.
+        Empty if there is none. It takes the model in memory, and WINDOWS among the `needs`.
         """
         return ""
 

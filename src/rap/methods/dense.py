@@ -3,7 +3,7 @@
 And why the keys or values of a layer may only be selected, not mixed with each other.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..model.layers import (
     attention_layers,
     attention_spec,
     layer_frequencies,
+    logit_scales,
     norm_weights,
     projections,
     text_config,
@@ -41,11 +42,12 @@ class DenseLayers:
     [P], a layer's own: local and global layers may rotate differently.
     Layers that read the keys and values of another are part of that one (calibration.kv_sharing);
     `every_shape` has them by themselves.
+    `logit_scales` are what q.k counts in logits, of pairs and of channels that never rotate.
     `merge_limits` say why the KV heads of a layer cannot be merged ("": they can).
-    `mixes_keys` and `mixes_values` are false where single channels are worked on (planning.mixing),
-    `maps_keys` and `maps_values` true where maps of every head could mix them nevertheless, and
-    `mapped_limits` are what then limits merging (rap.model.factored). `spared` layers stay dense,
-    and are seen as if they had no attention but in `every_shape`.
+    `mixes_keys` and `mixes_values` are false where single channels are worked on
+    (`key_mixing_limit`), `maps_keys` and `maps_values` true where maps of every head could mix them
+    nevertheless, and `mapped_limits` are what then limits merging (rap.model.factored). `spared`
+    layers stay dense, and are seen as if they had no attention but in `every_shape`.
     """
 
     shapes: Sequence[AttentionShape | None]
@@ -54,6 +56,7 @@ class DenseLayers:
     mixes_keys: Sequence[bool]
     context: int
     mixes_values: Sequence[bool]
+    logit_scales: Sequence[tuple[float, float]] = ()
     every_shape: Sequence[AttentionShape | None] = ()
     merge_limits: Sequence[str] = ()
     maps_keys: Sequence[bool] = ()
@@ -66,12 +69,12 @@ class DenseLayers:
         return "key_sizes" in (self.weights[index] or {})
 
 
-class AttentionWeights(Sequence[Named | None]):
-    """The weights of every layer's attention by projection; those asked for last are kept."""
+class ReadLayers(Sequence[Any]):
+    """What `read` finds in every layer of a source (None: no attention); the last one is kept."""
 
-    def __init__(self, source: LayerSource):
-        self._source, self._layers = source, attention_layers(source.model)
-        self._kept: tuple[int, Named | None] | None = None
+    def __init__(self, source: LayerSource, read: Callable[[AttentionLayer, AttentionSpec], Any]):
+        self._source, self._layers, self._reader = source, attention_layers(source.model), read
+        self._kept: tuple[int, Any] | None = None
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -81,15 +84,15 @@ class AttentionWeights(Sequence[Named | None]):
             self._kept = index, self._read(index)
         return self._kept[1]
 
-    def __iter__(self) -> Iterator[Named | None]:
+    def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
-    def _read(self, index: int) -> Named | None:
+    def _read(self, index: int) -> Any:
         layer = self._layers[index]
         if layer.shape is None:
             return None
         live = replace(layer, module=self._source.attention(index))
-        return layer_weights(live, attention_spec(self._source.model.config))
+        return self._reader(live, attention_spec(self._source.model.config))
 
 
 def dense_layers(
@@ -104,7 +107,7 @@ def dense_layers(
     """
     layers = attention_layers(model)
     every_shape = [layer.shape for layer in layers]
-    shapes, weights = joined(every_shape, AttentionWeights(source or LoadedLayers(model)))
+    shapes, weights = joined(every_shape, ReadLayers(source or LoadedLayers(model), layer_weights))
     shapes = [None if index in spared else shape for index, shape in enumerate(shapes)]
     return DenseLayers(
         shapes=shapes,
@@ -116,6 +119,10 @@ def dense_layers(
         mixes_keys=[not key_mixing_limit(layer, model.config) for layer in layers],
         context=trained_length(model.config) or UNKNOWN_CONTEXT,
         mixes_values=[not value_mixing_limit(model.config) for _ in layers],
+        logit_scales=[
+            logit_scales(model, x) if shape is not None else (1.0, 1.0)
+            for x, shape in zip(layers, shapes, strict=True)
+        ],
         every_shape=every_shape,
         merge_limits=[merge_limit(layer, layers, model.config) for layer in layers],
         maps_keys=[maps_keys(layer, layers, model.config) for layer in layers],

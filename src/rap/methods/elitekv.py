@@ -20,6 +20,7 @@ from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.base import LayerPlan, WeightsPlan
 from ..model.kinds.elite import EliteEntry
 from ..model.rope import AttentionShape
+from ..planning.losses import as_complex
 from ..planning.subspace import whitened_factors
 from ..runtime.settings import Count
 from ..runtime.sources import LayerSource
@@ -168,7 +169,7 @@ def elite_pairs(layer: DenseLayer, count: int) -> Tensor:
     Starting from none, each round adds the pair that brings the sampled logits nearest to the dense
     ones, in the mean of |difference| over samples and the head's queries.
     """
-    products_HNP = torch.view_as_complex(layer.statistics["logit_products"].double().contiguous())
+    products_HNP = as_complex(layer.statistics["logit_products"])
     angle_NP = layer.statistics["logit_distances"].double()[:, None] * layer.frequencies
     turned = products_HNP * torch.polar(torch.ones_like(angle_NP), angle_NP)
     lost_HNP = products_HNP.real - turned.real

@@ -58,8 +58,9 @@ class _Channels(Replacing):
 
     @classmethod
     def paper(cls, **settings: Any) -> Any:
-        """The RAP paper's budgets: layers in proportion to their Fisher score."""
-        return cls(**{"budget": "adaptive"} | settings)
+        """The RAP paper's budgets: layers in proportion to their Fisher score, to single pairs."""
+        published: dict[str, Any] = {"budget": "adaptive", "align": 2}
+        return cls(**published | settings)
 
     def check_shapes(self, shapes: Sequence[AttentionShape | None]) -> None:
         """As of every method: what layers of equal scores could not keep, none can."""

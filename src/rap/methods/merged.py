@@ -74,7 +74,7 @@ class Merged:
         assert frequencies is not None
         about = (keys, values, free, shape, frequencies, self.context)
         if self.metric == "output":
-            losses = width_errors(*about)
+            losses = width_errors(*about, dense.logit_scales[index])
         else:
             losses = one_width(*part_losses(*about))
         return losses[: merged_steps(shape.head_dim, merge) + 1]

@@ -139,9 +139,9 @@ class Rap(PairPruning):
 
     @classmethod
     def paper(cls, **settings: Any) -> "Rap":
-        """The paper's recipe: root-Fisher scores, adaptive budgets, dense pairs and channels."""
+        """The paper's recipe: root-Fisher scores, adaptive budgets, single pairs and channels."""
         published: dict[str, Any] = {"budget": "adaptive", "keys": "pairs", "values": "channels"}
-        return cls(**published | {"merge": 1} | settings)
+        return cls(**published | {"merge": 1, "align": 2} | settings)
 
     @classmethod
     def general(cls, **settings: Any) -> "Rap":

@@ -15,22 +15,21 @@ from ..model.errors import RapError, UnsupportedModelError
 from ..model.kinds.base import LayerPlan, WeightsPlan
 from ..model.kinds.latent import LatentEntry
 from ..model.layers import (
-    AttentionLayer,
     attention_layers,
     attention_spec,
     base_model_type,
+    layer_frequencies,
     projections,
     rotary_factor,
     rotary_module,
 )
 from ..model.rope import AttentionShape
-from ..model.specs import AttentionSpec
 from ..planning.plan import Plan
 from ..planning.scores import Named
 from ..planning.subspace import WeightFactors
 from ..runtime.sources import LayerSource
 from .base import Method, Ships
-from .dense import dense_layers
+from .dense import ReadLayers
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,30 +214,19 @@ def _layers(
     source: LayerSource, statistics: Statistics, spared: frozenset[int]
 ) -> list[DenseLayer]:
     model: Any = source.model
-    dense, spec = dense_layers(model, source), attention_spec(model.config)
-    names, reader = spec.projection_names(), _Reader(source, spec)
-    rotary, layers = rotary_module(model), []
-    for layer, frequencies in zip(attention_layers(model), dense.frequencies, strict=True):
-        if layer.shape is None or layer.index in spared:
-            continue
-        assert frequencies is not None
-        statistic = statistics.layers[layer.index] or {}
-        read = partial(reader.linears, layer)
-        sizes = (layer.index, layer.shape, names)
-        factor, normed = rotary_factor(rotary, layer.module), layer.norm is not None
-        layers.append(DenseLayer(*sizes, read, statistic, frequencies, factor, normed))
-    return layers
-
-
-class _Reader:
-    """Hands out the linears of a layer's attention; those of the layer asked for last are kept."""
-
-    def __init__(self, source: LayerSource, spec: AttentionSpec):
-        self.source, self.spec = source, spec
-        self.kept: tuple[int, dict[str, Any]] | None = None
-
-    def linears(self, layer: AttentionLayer) -> dict[str, Any]:
-        if self.kept is None or self.kept[0] != layer.index:
-            live = replace(layer, module=self.source.attention(layer.index))
-            self.kept = layer.index, projections(live, self.spec)
-        return self.kept[1]
+    names = attention_spec(model.config).projection_names()
+    linears, rotary = ReadLayers(source, projections), rotary_module(model)
+    return [
+        DenseLayer(
+            index=layer.index,
+            shape=layer.shape,
+            names=names,
+            read=partial(linears.__getitem__, layer.index),
+            statistics=statistics.layers[layer.index] or {},
+            frequencies=layer_frequencies(model, layer),
+            rotary_factor=rotary_factor(rotary, layer.module),
+            normed=layer.norm is not None,
+        )
+        for layer in attention_layers(model)
+        if layer.shape is not None and layer.index not in spared
+    ]

@@ -8,7 +8,7 @@ V2, https://arxiv.org/abs/2503.12340, has ranks that follow what each truncation
 at the same cache as all methods here. No code of the original was released, so the allocation is
 our reading of its description: among weights of one type, the share that a matrix loses goes with
 1 / log(its least loss at `retain`). Its second part, whitening by an eigendecomposition, is how
-every method whitens here (`model.kinds.latent`).
+every method whitens here (`planning.subspace`).
 """
 
 import math

@@ -56,6 +56,7 @@ from ..planning.plan import Plan
 from ..runtime.logits import Head, chunk_tokens, decoder_of
 from ..runtime.progress import Progress
 from ..runtime.state import restored
+from .base import PairPruning
 from .dense import DenseLayers
 
 Cuts = Mapping[int, LayerPlan]
@@ -284,12 +285,12 @@ class Positions:
 
 
 class Search:
-    """A search for the widths of `method`, a Rap, for a dense model.
+    """A search for the widths of `method` for a dense model.
 
     What it measures is kept under `rap.checkpoint.files`, by all that decides it.
     """
 
-    def __init__(self, method: Any, model: PreTrainedModel, statistics: Statistics):
+    def __init__(self, method: PairPruning, model: PreTrainedModel, statistics: Statistics):
         assert statistics.windows is not None
         tried = statistics.windows[:TRIED_WINDOWS]
         self.model = model
@@ -322,9 +323,9 @@ class Search:
 
 
 class Retrieval:
-    """The layers of a dense `model` that copy, and widths of `method`, a Rap, that favour them."""
+    """The layers of a dense `model` that copy, and widths of `method` that favour them."""
 
-    def __init__(self, method: Any, model: PreTrainedModel, statistics: Statistics):
+    def __init__(self, method: PairPruning, model: PreTrainedModel, statistics: Statistics):
         assert statistics.windows is not None
         tried = replace(statistics, windows=statistics.windows[:COPIED_WINDOWS])
         self.retain, self.trials = method.retain, Trials(model, tried, method.qk_norm)

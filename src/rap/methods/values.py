@@ -66,6 +66,7 @@ def layer_errors(
         shape,
         frequencies,
         context,
+        dense.logit_scales[index],
         orders,
     )
 

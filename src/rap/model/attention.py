@@ -7,7 +7,8 @@ width, P dense pairs.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +81,7 @@ class RapAttention(nn.Module):
         self.scaling *= vars(self).pop("key_multiplier", 1.0)
         self.dense_shape, self.spec, self.norm = dense_shape, spec, norm
         self.sliding_window = sliding_window(spec, dense)
-        self.eager_attention = sys.modules[type(dense).__module__].eager_attention_forward
+        self.eager_attention = _eager_attention(type(dense))
         dropout = getattr(dense, "attention_dropout", 0.0)
         self.attention_dropout = dropout.p if isinstance(dropout, nn.Dropout) else dropout
         self.num_slots, self.key_width = entry.pairs, entry.key_width
@@ -320,6 +321,30 @@ def pruned_attention(layer: AttentionLayer) -> RapAttention | None:
 
 def _num_rows(attention: RapAttention, projection: str) -> int:
     return attention.projection_heads[projection] * attention.projection_widths[projection]
+
+
+def _eager_attention(dense: type) -> Callable[..., Any]:
+    """A family's attention by single products, for as many KV heads as divide its query heads.
+
+    A family without grouped queries repeats no heads in it, but merged ones are fewer.
+    """
+    module = sys.modules[dense.__module__]
+    own: Callable[..., Any] = module.eager_attention_forward
+    return own if hasattr(module, "repeat_kv") else partial(_with_repeated_heads, own)
+
+
+def _with_repeated_heads(
+    attend: Callable[..., Any],
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *args: Any,
+    **more: Any,
+) -> Any:
+    groups = module.num_key_value_groups
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    return attend(module, q, k, v, *args, **more)
 
 
 def _narrowed(attention: RapAttention, old: nn.Linear, projections: tuple[str, ...]) -> nn.Linear:

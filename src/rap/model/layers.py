@@ -231,7 +231,7 @@ def layer_rotary(rotary: nn.Module, attention: nn.Module) -> Callable[[Tensor, T
 
 def rotary_factor(rotary: nn.Module, attention: nn.Module | None) -> float:
     """What the cos and sin of a layer are multiplied by (YaRN's attention factor)."""
-    return float(_of_its_type(rotary, attention, "attention_scaling"))
+    return float(_of_its_type(rotary, attention, "attention_scaling") or 1.0)
 
 
 def _of_its_type(rotary: nn.Module, attention: nn.Module | None, name: str) -> Any:
@@ -252,8 +252,21 @@ def _layer_type(rotary: nn.Module, attention: Any) -> str | None:
 def layer_frequencies(model: PreTrainedModel, layer: AttentionLayer) -> Tensor:
     """Angular frequency per position of every pair of a layer, float64 [P]; P is 0 without RoPE."""
     assert layer.shape is not None
+    num_pairs = layer.shape.geometry.num_pairs
+    if not num_pairs:  # a rotary module may have none for such layers
+        return torch.zeros(0, dtype=torch.float64)
     frequencies = frequency_buffer(rotary_module(model), layer.module)
-    return frequencies[: layer.shape.geometry.num_pairs].detach().double().cpu()
+    return frequencies[:num_pairs].detach().double().cpu()
+
+
+def logit_scales(model: PreTrainedModel, layer: AttentionLayer) -> tuple[float, float]:
+    """What a layer's attention multiplies q.k by: of pairs, and of channels that never rotate.
+
+    Families differ: 1/sqrt(D), a constant, or 1 where queries are normalised.
+    """
+    attention: Any = layer.module
+    scale = float(attention.scaling) * getattr(attention, "key_multiplier", 1.0)
+    return scale * rotary_factor(rotary_module(model), attention) ** 2, scale
 
 
 def rotates(spec: AttentionSpec, attention: nn.Module) -> bool:

@@ -111,6 +111,12 @@ class RapModelMixin(_Model):
         """False: custom code may not fill in what checkpoints do not store, as families do."""
         return False
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As the family's class: the base class looks into the source of the class's own module."""
+        family: Any = cls.__mro__[cls.__mro__.index(RapModelMixin) + 1]
+        return bool(family._can_set_experts_implementation())
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As the base class; the config records the fingerprint of exactly these weights."""
         weights = kwargs.get("state_dict", args[1] if len(args) > 1 else None)

@@ -50,7 +50,7 @@ class Defaults:
         What is no model is left to whoever opens it, who says why.
         """
         model = _described(source)
-        pretrained = model is not None and _parameters(model) >= PRETRAINED
+        pretrained = model is not None and num_parameters(model) >= PRETRAINED
         writes = pretrained and in_memory and _begins(source, tokenizer)
         return cls(pretrained, writes, model is None or _alone(model))
 
@@ -89,7 +89,8 @@ def _described(source: Any) -> Any:
         return None
 
 
-def _parameters(model: Any) -> int:
+def num_parameters(model: Any) -> int:
+    """How many a model has, tied ones once."""
     return sum(weight.numel() for weight in model.parameters())
 
 

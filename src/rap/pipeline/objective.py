@@ -75,15 +75,15 @@ def choose(asked: Method, instead: Method | None, context: DenseContext) -> Obje
     """The method `asked` where its statistics are given, need no gradients, or fit in memory.
 
     `instead` is taken where they do not, and without one CalibrationError says what there is to do.
-    A run that goes on keeps to the statistics it has. Raises RapError for a method that tries
-    cuts on the whole model.
+    A run that goes on keeps to the statistics it has. Raises RapError for a method that
+    evaluates the whole model.
     """
     asked.check_model(context.model)
     if context.stored is None:
         return Objective(asked)
     if asked.tries:
         raise RapError(
-            f"method {asked.name} tries cuts on the whole model ({asked.tries}): remove --stream, "
+            f"method {asked.name} evaluates the whole model ({asked.tries}): remove --stream, "
             "or change that setting"
         )
     needs = asked.needs_for(context.model)

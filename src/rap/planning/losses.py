@@ -68,7 +68,7 @@ DIRECTIONS = Orders()
 
 def key_moments(statistics: Mapping[str, Tensor], metric: Metric) -> Moments:
     """Of a layer's key pairs, complex [G, P, P], and of what reads them in units of `metric`."""
-    return _complex(statistics["key_moment"]), _complex(statistics[_KEY_READER[metric]])
+    return as_complex(statistics["key_moment"]), as_complex(statistics[_KEY_READER[metric]])
 
 
 def free_moments(statistics: Mapping[str, Tensor], metric: Metric) -> Moments:
@@ -144,18 +144,22 @@ def width_errors(
     shape: AttentionShape,
     frequencies: Tensor,
     context: int,
+    scales: tuple[float, float],
     orders: Orders = DIRECTIONS,
 ) -> list[float]:
     """Relative squared error of a layer's output at every width, 0 ... D/2 steps of two channels.
 
-    Moments must be of the metric "output". Values: what their cut loses. Keys: what the logits
-    lose, times the values' energy, for a logit error d moves the output by about d times the spread
-    of the values it mixes. Relative to the layer's own output: in absolute terms the first layers
-    look cheap, and cutting them is what hurts most (docs/log.md). `orders` as in `part_losses`.
+    Moments must be of the metric "output"; `scales` are `rap.model.layers.logit_scales`. Values:
+    what their cut loses. Keys: what the logits lose, times the values' energy, for a logit error d
+    moves the output by about d times the spread of the values it mixes. Relative to the layer's own
+    output: in absolute terms the first layers look cheap, and cutting them is what hurts most
+    (docs/log.md). `orders` as in `part_losses`.
     """
     lost_values = _value_losses(values, orders)[::2]
-    lost_logits = _key_losses(keys, free, shape, frequencies, context, orders)
-    lost = lost_values + lost_logits / (shape.head_dim * shape.num_heads) * lost_values[0]
+    (key, of_pairs), (channel, of_free) = keys, free
+    pairs, still = (key, of_pairs * scales[0] ** 2), (channel, of_free * scales[1] ** 2)
+    lost_logits = _key_losses(pairs, still, shape, frequencies, context, orders)
+    lost = lost_values + lost_logits / shape.num_heads * lost_values[0]
     whole = float(lost[0]) or 1.0  # a layer that gives nothing loses nothing
     return [float(error) / whole for error in lost]
 
@@ -246,5 +250,6 @@ def _tails(descending: Tensor) -> Tensor:
     return torch.cat([descending.flip(0).cumsum(0).flip(0), descending.new_zeros(1)])
 
 
-def _complex(moment: Tensor) -> Tensor:
+def as_complex(moment: Tensor) -> Tensor:
+    """A moment of pairs, complex128 [...], of its real and imaginary parts [..., 2]."""
     return torch.view_as_complex(moment.double().contiguous())

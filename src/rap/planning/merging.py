@@ -38,7 +38,15 @@ from torch import Tensor
 from ..model.errors import RapError
 from ..model.rope import AttentionShape
 from .folding import FoldedHead, logit_error, spaced
-from .losses import Metric, Moments, free_moments, key_moments, value_moments, value_subspace
+from .losses import (
+    Metric,
+    Moments,
+    as_complex,
+    free_moments,
+    key_moments,
+    value_moments,
+    value_subspace,
+)
 from .subspace import Factors, hermitian_root, shrunk, weighted_subspace
 
 ROUNDS = 5
@@ -234,7 +242,7 @@ def merged_keys(
     """As `losses.key_moments`, of groups of `merge` heads: complex [N, S, S]."""
     if merge == 1:
         return key_moments(statistics, metric)
-    moment = _complex(statistics["joint_key_moment"])
+    moment = as_complex(statistics["joint_key_moment"])
     reader = _side_by_side(key_moments(statistics, metric)[1], merge)
     return _groups(moment, shape.num_kv_heads // merge), reader
 
@@ -364,7 +372,3 @@ def _averaged(moment_HVV: Tensor | None, shape: AttentionShape, merge: int) -> T
 def _side_by_side(heads_GXX: Tensor, merge: int) -> Tensor:
     """[G, X, X] to [N, g X, g X] that know nothing of each other's heads."""
     return torch.stack([torch.block_diag(*heads) for heads in heads_GXX.split(merge)])
-
-
-def _complex(moment: Tensor) -> Tensor:
-    return torch.view_as_complex(moment.double().contiguous())

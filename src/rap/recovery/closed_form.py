@@ -32,7 +32,7 @@ from ..runtime.state import removed
 from .streams import is_cut
 
 RIDGE = 1e-3
-HELD_OUT = 0.25
+HELD_OUT_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def refit_outputs(
     windows: Tensor,
     *,
     ridge: float = RIDGE,
-    held_out: float = HELD_OUT,
+    held_out: float = HELD_OUT_SHARE,
     batch_size: int = 8,
     progress: bool = False,
 ) -> list[LayerRefit]:

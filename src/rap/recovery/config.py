@@ -25,7 +25,8 @@ class RecoveryConfig:
     `steps` optimizer steps if given, of which the first `match_steps` match attention outputs layer
     by layer instead of logits; each over `global_batch` windows in micro batches of
     `micro_batch` windows per device. Every `evaluate_every` steps (None: every epoch) the held-out
-    perplexity is measured and a checkpoint is written.
+    perplexity is measured and a checkpoint is written. With `refit` output projections are refitted
+    in closed form first, unless layers were fitted.
 
     Loss: `ce_weight` * CE + `kl_weight` * T^2 * KL at temperature T; `divergence` "reverse" is
     KL(student || teacher), "forward" the other one; `top_k` keeps the teacher's k likeliest tokens
@@ -40,6 +41,7 @@ class RecoveryConfig:
     validation_windows: Count = 64
     epochs: Count = 20
     steps: Count | None = None
+    refit: bool = False
     match_steps: Steps = 0
     global_batch: Count = 128
     micro_batch: Count = 8
@@ -73,13 +75,14 @@ class RecoveryConfig:
             raise RapError("recovery kl_weight cannot be 0: ce_weight is 0 as well")
 
 
-# `paper` is the schedule of the paper's appendix. `fast` was tuned on the bundled model: a short
-# run needs a larger rate and fewer windows per step than a long one. `long` trains on sequences
-# long enough to use far keys, which windows of 256 tokens never ask for.
+# `paper` is the recipe of the paper's appendix, which refits nothing. `fast` was tuned on the
+# bundled model: a short run needs a larger rate and fewer windows per step than a long one. `long`
+# trains on sequences long enough to use far keys, which windows of 256 tokens never ask for.
 PRESETS: dict[str, RecoveryConfig] = {
     "paper": RecoveryConfig(),
     "fast": RecoveryConfig(
         num_windows=640,
+        refit=True,
         steps=40,
         global_batch=16,
         learning_rate=5e-3,
@@ -92,6 +95,7 @@ PRESETS: dict[str, RecoveryConfig] = {
         window=512,
         num_windows=512,
         validation_windows=16,
+        refit=True,
         steps=120,
         global_batch=4,
         micro_batch=2,
@@ -108,6 +112,7 @@ PRESETS: dict[str, RecoveryConfig] = {
         window=4096,
         num_windows=16384,
         validation_windows=32,
+        refit=True,
         steps=1000,
         global_batch=16,
         micro_batch=1,

@@ -24,7 +24,7 @@ from ..model.layers import attention_layers
 from ..runtime.state import removed
 from .config import RecoveryConfig
 
-CHUNK_LOGITS = 2**24  # logits of a chunk, tokens x vocabulary: 64 MiB of float32
+LOSS_LOGITS = 2**24  # logits of a chunk, tokens x vocabulary: 64 MiB of float32
 
 Head = Callable[[Tensor], Tensor]
 
@@ -128,7 +128,7 @@ class _Chunked(torch.autograd.Function):
 
 @torch.no_grad()
 def _chunk(head: Head, hidden_1E: Tensor) -> int:
-    return max(1, CHUNK_LOGITS // head(hidden_1E).shape[-1])
+    return max(1, LOSS_LOGITS // head(hidden_1E).shape[-1])
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

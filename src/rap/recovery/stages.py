@@ -121,11 +121,11 @@ def recover_stage(
 
     `name` is one of RECOVERIES: `none` does nothing, `closed-form` refits outputs, `fit` fits
     layers (see `fit.fit_layers`), `projections` trains the bases of a model of method
-    matryoshka, which alone has some; a preset refits and distils by it, and after `fit+` fits and
-    distils. `config` replaces the settings of the last of these, `fit` those of a fit; RapError for
-    settings of a stage that `name` has not. With the
-    report `fitted` of the `fit` on these texts that `small` came out of, only what follows it is
-    done, and nothing is refitted. Better means a lower perplexity on held-out windows of `texts`,
+    matryoshka, which alone has some; a preset distils by it, after a refit if it says so, and after
+    `fit+` fits and distils. `config` replaces the settings of the last of these, `fit` those of a
+    fit; RapError for settings of a stage that `name` has not. With the report `fitted` of the `fit`
+    on these texts that `small` came out of, only what follows it is done, and nothing is refitted.
+    Better means a lower perplexity on held-out windows of `texts`,
     which begin with `bos`, see `data.recovery_windows`; no stage trains on them. `small` and
     `dense` are left untouched, and may be LayerSources: then the best is one, and of weights in
     files `name` is one of FROM_FILES. The report has the perplexity after each step and what
@@ -281,11 +281,14 @@ class _Run:
         self.offer(LoadedLayers(trained), "trained")
 
     def distil(self, config: RecoveryConfig) -> None:
-        """Distil, after a refit where nothing was fitted and layers can be worked on one by one."""
+        """Distil, after a refit if it is asked for, where nothing was fitted.
+
+        Layers that hand values on cannot be worked on one by one, and are not refitted.
+        """
         # Imported here: the trainer and peft take seconds, and only distillation needs them.
         from .distillation import distill
 
-        if "fit" not in self.report and stand_alone(self.dense.model.config):
+        if config.refit and "fit" not in self.report and stand_alone(self.dense.model.config):
             self.refit(config)
         distilled = distill(
             self.small.model,

@@ -23,7 +23,7 @@ def is_cut(layer: AttentionLayer, original: AttentionLayer) -> bool:
 
     Whole heads can be cut into a stock model, whose attention is the family's own.
     """
-    return hasattr(layer.module, "dense_shape") or layer.shape != original.shape
+    return layer.pruned or layer.shape != original.shape
 
 
 class _Reached(Exception):

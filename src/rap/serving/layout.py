@@ -21,8 +21,8 @@ from ..model.rope import AttentionShape, HeadGeometry
 LARGEST_HEAD = 512
 
 
-def dense_head_dim(config: PreTrainedConfig) -> int:
-    """D, which a pruned config keeps unchanged, of a config whose layers have one size of head."""
+def head_dim(config: PreTrainedConfig) -> int:
+    """D of a config with one size of head; a pruned config has that of its dense model."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -38,7 +38,7 @@ def is_grouped(config: PreTrainedConfig) -> bool:
 
 def dense_head_dims(config: PreTrainedConfig) -> list[int]:
     """D of every layer, which differs in families with wider heads in layers without a window."""
-    return [dense_head_dim(layer) for layer in _by_layer(config)]
+    return [head_dim(layer) for layer in _by_layer(config)]
 
 
 def cached_heads(config: PreTrainedConfig) -> list[int]:

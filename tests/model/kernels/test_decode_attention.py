@@ -214,6 +214,20 @@ def test_a_cache_that_the_model_made_grows_on_with_what_it_holds():
     assert grow(other) is other
 
 
+def test_gradients_flow_through_a_growing_cache():
+    small, tokens, found = _pruned(), random_tokens(1, 12), []
+    for make in (DynamicCache, GrowingCache):
+        small.zero_grad()
+        cache = make(config=small.config)
+        logits = [small(part, past_key_values=cache).logits for part in tokens.split(6, dim=1)]
+        torch.cat(logits, 1).square().sum().backward()
+        found.append(small.model.layers[0].self_attn.k_proj.weight.grad.clone())
+    assert torch.equal(*found)
+    with torch.no_grad():  # and goes on without
+        small(random_tokens(1, 3), past_key_values=cache)
+    assert cache.layers[0]._stores
+
+
 @torch.no_grad()
 def test_what_is_evicted_stays_evicted():
     """Eviction keeps a view that begins where the store does, and skips through it."""

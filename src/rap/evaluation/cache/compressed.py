@@ -26,6 +26,7 @@ from ...model.errors import RapError
 from ...runtime.logits import decoder_of
 from ...runtime.memory import in_precision
 from ...runtime.state import evaluating
+from ..quality.intervals import exponential
 from ..quality.perplexity import whole_windows
 from ..retrieval.documents import ANSWER, NAMES, Document, FactWriter, check_grid
 from ..retrieval.recall import RecallCell, recall_documents
@@ -126,9 +127,8 @@ def compressed_perplexity(
     nats = float(total / num_tokens)
     if not math.isfinite(nats):
         raise RapError(f"the loss is {nats}: the weights or the compressed cache hold NaN or inf")
-    value = math.exp(nats) if nats < 700 else math.inf
     sizes = (len(windows_NT), num_tokens, window, prefix, piece)
-    return CompressedQuality(value, nats, *sizes, at_prefix, at_end, bos)
+    return CompressedQuality(exponential(nats), nats, *sizes, at_prefix, at_end, bos)
 
 
 def check_pieces(window: int, prefix: int, piece: int) -> None:

@@ -56,7 +56,7 @@ def if_it_fits(measure: Callable[..., Found], *given: Any, **named: Any) -> Foun
     """What `measure` returns, or None if memory did not suffice."""
     try:
         return measure(*given, **named)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except RuntimeError as error:
         if not (isinstance(error, torch.OutOfMemoryError) or out_of_memory(error)):
             raise
         # The error holds on to what was built, so the next attempt must wait until it is gone.

@@ -27,10 +27,13 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append [B, G, T, W] and [B, G, T, C] in place; returns all, as views."""
+        """Append [B, G, T, W] and [B, G, T, C]; returns all, as views unless gradients flow."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
+        if torch.is_grad_enabled() and (key_states.requires_grad or self.keys.requires_grad):
+            self._stores = []  # what was written in place has no gradients
+            return super().update(key_states, value_states, *args, **kwargs)
         held = self.get_seq_length()
         total = held + key_states.shape[-2]
         if not self._has_room(total, (self.keys, self.values)):

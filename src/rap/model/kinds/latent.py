@@ -35,6 +35,12 @@ class ReconstructingAttention(RapAttention):
         """The cache receives what `project` and `position` give for k and v, and expands it."""
         return tables, _ExpandedCache(self, cache)
 
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries [B, H, T, W], and what `k_proj` and `v_proj` give as one head each; no gate."""
+        query, key, value, _ = (getattr(self, name) for name in self.spec.projections)
+        q = query(hidden_states).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
+        return q, key(hidden_states)[:, None], value(hidden_states)[:, None], None
+
     def expand(
         self, k: Tensor, v: Tensor, start: int, tables: Tables | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -149,12 +155,6 @@ class LatentAttention(ReconstructingAttention):
         cached = self.num_cached(cache)
         expanded = _ExpandedCache(self, cache)
         return self._table(hidden_states, cached, hidden_states.shape[1]), expanded
-
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries [B, H, T, D] and latents [B, 1, T, N r] of keys and values; no gate."""
-        query, key, value, _ = (getattr(self, name) for name in self.spec.projections)
-        q = query(hidden_states).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
-        return q, key(hidden_states)[:, None], value(hidden_states)[:, None], None
 
     def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """Normalized and rotated queries; latents cannot rotate."""

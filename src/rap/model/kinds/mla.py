@@ -56,12 +56,6 @@ class MlaAttention(ReconstructingAttention):
         self.v_up = self.linear(entry.latent, heads * dim, bias=value.bias is not None)
         self.factors, self.reconstruction = {"k": ("k_up",), "v": ("v_up",)}, ("k_up", "v_up")
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries [B, H, T, 2M + D], the shared key [B, 1, T, 2M], latent [B, 1, T, c]; no gate."""
-        query, key, value, _ = (getattr(self, name) for name in self.spec.projections)
-        q = query(hidden_states).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
-        return q, key(hidden_states)[:, None], value(hidden_states)[:, None], None
-
     def position(self, q: Tensor, k: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """Slots rotated, by one table for all heads."""
         slots = self.slot_tables(tables, self.frequency_index[:1])

@@ -31,7 +31,8 @@ from ...model.fingerprint import tied_names
 from ...model.layers import rotary_module, text_config
 from ...model.rope import read_frequencies
 from ...runtime.progress import Progress
-from .plain import check_form, frequency_factors, head_width, plain_model, width_warnings
+from ..layout import head_dim
+from .plain import check_form, frequency_factors, plain_model, width_warnings
 from .tokenizer import add_tokenizer, copy_tokenizer
 
 # Name, how matrices are stored, and the number by which GGUF calls such a file.
@@ -81,7 +82,7 @@ def stored_tensors(model: Any, kind: str) -> Iterator[Stored]:
     factors = frequency_factors(model)
     if factors is not None:
         listed = torch.tensor(factors)
-        assert len(listed) == head_width(config) // 2
+        assert len(listed) == head_dim(config) // 2
         yield Stored(FREQUENCY_FACTORS, tuple(listed.shape), TYPES["f32"][0], listed)
     tied = tied_names(model)
     for name, weight in model.state_dict().items():
@@ -125,7 +126,7 @@ def add_settings(writer: gguf.GGUFWriter, model: Any, kind: str, name: str) -> N
     No rope scaling is named on purpose: all of it is in the frequency factors, and a named scaling
     would be applied on top.
     """
-    config, width = model.config, head_width(model.config)
+    config, width = model.config, head_dim(model.config)
     writer.add_name(name)
     writer.add_string("rap.version", __version__)
     writer.add_file_type(int(TYPES[kind][1]))
@@ -268,7 +269,7 @@ def export_gguf(
         num_bytes = partial.stat().st_size
     with whole_file(modelfile, force=force) as partial:
         partial.write_text(_modelfile(Path(output).name, model.config), encoding="utf-8")
-    width = head_width(model.config)
+    width = head_dim(model.config)
     return GgufExport(
         output=str(output),
         modelfile=str(modelfile),

@@ -9,6 +9,7 @@ from ...checkpoint.load import is_pruned, load, load_config
 from ...model.errors import UnsupportedModelError
 from ...model.layers import rotary_module
 from ...model.rope import read_frequencies
+from ..layout import head_dim
 from ..plain_forms import check_stock, check_widely_read, is_variable
 from ..stock import longrope_factors, stock_model
 
@@ -41,11 +42,6 @@ def check_form(config: Any) -> None:
         return
     check_stock(config)
     check_widely_read(config, "llama.cpp")
-
-
-def head_width(config: Any) -> int:
-    """Channels of a head: GGUF's key length and value length."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def frequency_factors(model: Any) -> list[float] | None:
@@ -107,7 +103,7 @@ def _check_rope(model: Any) -> None:
             f"the rotary embedding scales attention by {scaling:g} ({rope['rope_type']}), which "
             "llama.cpp's Llama does not read: only models without such a factor can be exported"
         )
-    width, rotated = head_width(model.config), 2 * len(read_frequencies(rotary))
+    width, rotated = head_dim(model.config), 2 * len(read_frequencies(rotary))
     if width != rotated:
         raise UnsupportedModelError(
             f"only {rotated} of {width} channels of a head rotate: llama.cpp's Llama rotates all"
