@@ -45,6 +45,7 @@ ANSWERS = {
 }  # by column, the key of the result and its format
 TODAY = "**`rap`**"
 SECOND = "`rap`, a second run"
+SEPARATE = "`rap:merge=1`"
 NEAR = "`rap:reach=90`"  # the default before foldings were compared up to 1,024 tokens
 
 
@@ -162,6 +163,11 @@ MODELS = (
                 SECOND,
                 SECOND_70,
             ),
+            Kept(
+                "smollm2-default-far-0.7-per-head/compress.json",
+                "smollm2-default-far-0.7-per-head-kept",
+                SEPARATE,
+            ),
             Kept("", f"{FORMS}/smollm2-plain-0.7.json", NEAR),
             Kept(
                 "smollm2-default-far-0.5-plain/compress.json",
@@ -178,6 +184,11 @@ MODELS = (
                 "smollm2-default-far-0.5-merged/compress.json",
                 "smollm2-default-far-0.5-merged-kept",
                 "`rap`, without `--target`",
+            ),
+            Kept(
+                "smollm2-default-far-0.5-per-head/compress.json",
+                "smollm2-default-far-0.5-per-head-kept",
+                SEPARATE,
             ),
             Kept("smollm2-default-articles-plain/compress.json", "smollm2-default-articles", NEAR),
         ),
@@ -202,10 +213,11 @@ MODELS = (
                 alone=GEMMA_50,
             ),
             Kept("gemma3-default-recovered/recover.json", "gemma3-default", "repeated samples"),
+            Kept("gemma3-default-palu-0.7-model/compress.json", "gemma3-default-palu-0.7", "PaLU"),
             Kept("gemma3-default-palu-0.5-model/compress.json", "gemma3-default-palu-0.5", "PaLU"),
         ),
         "gemma3-zero-shot/dense.json",
-        ("gemma3-needles/dense-1024.json", "gemma3-needles/dense-4096.json"),
+        tuple(f"gemma3-needles/dense-{length}.json" for length in LENGTHS),
     ),
 )
 

@@ -158,7 +158,7 @@ def _in_new_process(folder: Path) -> dict:
 
 def test_checkpoint_generates_the_same_tokens_in_a_new_process(compressed):
     folder, report = compressed
-    method = rap.Rap.paper(retain=0.7, budget="uniform")
+    method = rap.Rap.paper(retain=0.7, budget="uniform", align=None)
     in_memory = rap.compress(
         "bundled", method=method, num_windows=2, window=128, evaluate=None
     ).model
