@@ -17,7 +17,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 CASES_WITH_NORMS = [
     case
     for case in CASES
-    if case.norms and not case.around and any(dense_layers(case.model()).maps_keys)
+    if case.norms
+    and not case.around
+    and any(layer.maps_keys for layer in dense_layers(case.model()).present)
 ]
 
 

@@ -30,8 +30,11 @@ ALIKE = {"rtol": 0, "atol": 1e-9}  # sums of a few hundred float64 products of s
 
 def _mergeable(case: Case) -> tuple[bool, bool]:
     """Whether some layer can be merged, and whether one can with maps of every head."""
-    dense = dense_layers(case.model())
-    return not all(dense.merge_limits), not all(dense.mapped_limits)
+    layers = dense_layers(case.model()).present
+    return (
+        any(not layer.merge_limit for layer in layers),
+        any(not layer.mapped_limit for layer in layers),
+    )
 
 
 # Every model is built once for both lists: they are collected by every worker.
@@ -47,12 +50,11 @@ def merged_plan(model: Any, case: Case, *, seed: int = 0, mapped: bool = False) 
     """
     generator = torch.Generator().manual_seed(seed)
     layers: list[PairPlan | None] = []
-    dense_model = dense_layers(model)
-    limits = dense_model.mapped_limits if mapped else dense_model.merge_limits
-    for index, layer in enumerate(attention_layers(model)):
-        dense = limits[index] or (index == 0 and not case.absent)
-        heads = layer.shape.num_kv_heads if layer.shape is not None else 0
-        plan = None if dense else merged_layer(heads, *case.sizes(index), generator)
+    for index, layer in enumerate(dense_layers(model).layers):
+        plan = None
+        dense = layer is None or (index == 0 and not case.absent)
+        if not (dense or (layer.mapped_limit if mapped else layer.merge_limit)):
+            plan = merged_layer(layer.shape.num_kv_heads, *case.sizes(index), generator)
         if plan is not None and mapped:
             plan = FactoredPlan.of(plan, queries=True, outputs=True)
         layers.append(plan)

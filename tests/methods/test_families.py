@@ -1,5 +1,6 @@
 """The default method, from calibration to a pruned model, on families with their own attention."""
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -94,7 +95,8 @@ def test_layers_are_weighed_at_their_own_frequencies(settings: dict, reads: tupl
     model, expected = _local_and_global()
     statistics = calibrate(model, random_tokens(4, 16), {"pairs", "values", "energy", "gradients"})
     dense = base.dense_layers(model)
-    object.__setattr__(dense, "mixes_keys", [True] * 3)
+    layers = [dataclasses.replace(layer, mixes_keys=True) for layer in dense.layers]
+    dense = dataclasses.replace(dense, layers=layers)
     seen: list[Tensor] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:

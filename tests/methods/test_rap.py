@@ -163,7 +163,7 @@ def test_error_budget_meets_the_ratio(calibrated: tuple, metric: str) -> None:
 def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> None:
     """As much cache as with one width for both, at a smaller expected loss."""
     model, statistics = calibrated
-    dense = dense_layers(model)
+    dense = dense_layers(model).with_statistics(statistics)
     for retain in (0.3, 0.5, 0.7):
         lost = {}
         for share in (0.5, "pooled"):
@@ -172,7 +172,7 @@ def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> Non
             assert plan.kept_fraction == pytest.approx(retain, abs=1 / 96)
             lost[share] = 0.0
             for index, layer in enumerate(plan.layers):
-                keys, values = layer_losses(index, statistics, dense, dense.context)
+                keys, values = layer_losses(dense.layers[index], dense.context)
                 lost[share] += keys[layer.key_width // 2] + values[layer.value_width // 2]
         assert lost["pooled"] < lost[0.5]
         assert any(layer.key_width != layer.value_width for layer in plan.layers)

@@ -7,7 +7,7 @@ from torch import Tensor
 import rap
 from cases.models import random_tokens, tiny_model
 from rap.calibration.statistics import Statistics
-from rap.methods.dense import DenseLayers, dense_layers
+from rap.methods.dense import PrunableLayer, dense_layers
 from rap.methods.values import layer_losses
 from rap.model.rope import AttentionShape, HeadGeometry
 
@@ -17,7 +17,8 @@ HEADS, DIM, SAMPLES = 2, 12, 40
 
 def losses(model, statistics: Statistics, index: int) -> tuple[Tensor, Tensor]:
     """Expected loss of keys and of values at every width, float64."""
-    found = layer_losses(index, statistics, dense_layers(model), CONTEXT)
+    layer = dense_layers(model).with_statistics(statistics).layers[index]
+    found = layer_losses(layer, CONTEXT)
     keys, values = (torch.tensor(part, dtype=torch.float64) for part in found)
     return keys, values
 
@@ -67,8 +68,8 @@ def second_moment(samples_GNP: Tensor) -> Tensor:
     return samples_GNP.mT @ samples_GNP.conj() / samples_GNP.shape[1]
 
 
-def layer_of(keys: Tensor, gradients: Tensor, *, rotary: int, mixes: bool = True) -> tuple:
-    """Statistics of a layer with these keys and gradients, of which the first channels rotate.
+def layer_of(keys: Tensor, gradients: Tensor, *, rotary: int, mixes: bool = True) -> PrunableLayer:
+    """A layer with these keys and gradients, of which the first channels rotate.
 
     Frequencies are 0: turning or not, it is the same layer.
     """
@@ -81,11 +82,8 @@ def layer_of(keys: Tensor, gradients: Tensor, *, rotary: int, mixes: bool = True
         found[f"key_{name}"] = torch.view_as_real(paired.contiguous())
         found["free_gradient" if name == "gradient" else "key_free_moment"] = free
         found[f"value_{name}"] = torch.zeros(HEADS, DIM, DIM, dtype=torch.float64)
-    needs = frozenset({"pairs", "values", "gradients"})
-    statistics = Statistics((found,), SAMPLES, 1, needs)
-    still = torch.zeros(pairs, dtype=torch.float64)
-    dense = DenseLayers([shape], [{"o": torch.empty(0)}], [still], [mixes], CONTEXT, [True])
-    return statistics, dense
+    weights, still = {"o": torch.empty(0)}, torch.zeros(pairs, dtype=torch.float64)
+    return PrunableLayer(0, shape, lambda: weights, still, mixes_keys=mixes, statistics=found)
 
 
 @pytest.mark.parametrize("mixes", [True, False])
@@ -93,14 +91,14 @@ def layer_of(keys: Tensor, gradients: Tensor, *, rotary: int, mixes: bool = True
 def test_keys_cost_half_the_mean_square_of_what_they_move(rotary: int, mixes: bool) -> None:
     """1/2 E[(g^T k)^2] over all gradients and keys, by real arithmetic, for channels that turn."""
     keys, gradients = circular(1), circular(2)
-    statistics, dense = layer_of(keys, gradients, rotary=rotary, mixes=mixes)
+    layer = layer_of(keys, gradients, rotary=rotary, mixes=mixes)
     # The rotating and the other channels move the loss independently of each other.
     moved = [
         torch.einsum("gnd,gmd->gnm", channels(gradients[..., part]), channels(keys[..., part]))
         for part in (slice(None, rotary // 2), slice(rotary // 2, None))
     ]
     explicit = sum(0.5 * part.square().mean((1, 2)).sum() for part in moved)
-    found = layer_losses(0, statistics, dense, CONTEXT)[0]
+    found = layer_losses(layer, CONTEXT)[0]
     assert found[0] == pytest.approx(float(explicit), rel=1e-9)
 
 
@@ -108,8 +106,7 @@ def test_channels_that_never_rotate_cost_what_they_would_as_pairs() -> None:
     """Circular moments leave a real subspace nothing to gain on a complex one, at any width."""
     keys, gradients = circular(3), circular(4)
     rotating, still = (
-        layer_losses(0, *layer_of(keys, gradients, rotary=rotary), CONTEXT)[0]
-        for rotary in (DIM, 0)
+        layer_losses(layer_of(keys, gradients, rotary=rotary), CONTEXT)[0] for rotary in (DIM, 0)
     )
     assert rotating == pytest.approx(still, rel=1e-6)
     assert still[0] > still[-1] == 0

@@ -158,9 +158,8 @@ def test_output_errors_are_relative(calibrated):
         value_moments(statistics.layers[0], w_o, layer.shape, "output"),
         free_moments(statistics.layers[0], "output"),
     ]
-    dense = dense_layers(model)
-    about = (layer.shape, dense.frequencies[0], CONTEXT, dense.logit_scales[0])
-    errors = width_errors(*moments, *about)
+    dense = dense_layers(model).layers[0]
+    errors = width_errors(*moments, layer.shape, dense.frequencies, CONTEXT, dense.logit_scales)
     assert errors[0] == 1
     assert errors[-1] == 0
 
@@ -201,6 +200,6 @@ def test_output_errors_are_of_the_function_not_of_how_it_is_scaled(family, one, 
     torch.testing.assert_close(models[0](ids).logits, models[1](ids).logits, **close)
     found = []
     for model in models:
-        statistics, dense = rap.calibrate(model, ids, {"pairs", "values"}), dense_layers(model)
-        found.append([layer_errors(index, statistics, dense, CONTEXT) for index in range(2)])
+        dense = dense_layers(model).with_statistics(rap.calibrate(model, ids, {"pairs", "values"}))
+        found.append([layer_errors(layer, CONTEXT) for layer in dense.layers])
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), **close)

@@ -231,8 +231,9 @@ def calibrated():
 @pytest.mark.parametrize("metric", ["loss", "output"])
 def test_a_group_of_one_is_todays_head_to_the_bit(calibrated, metric):
     model, statistics = calibrated
-    dense, found = dense_layers(model), statistics.layers[1]
-    shape, frequencies, w_o = dense.shapes[1], dense.frequencies[1], dense.weights[1]["o"]
+    layer = dense_layers(model).with_statistics(statistics).layers[1]
+    found, shape, frequencies = layer.statistics, layer.shape, layer.frequencies
+    w_o = layer.weights["o"]
     keys, free = merged_keys(found, shape, 1, metric), merged_free(found, shape, 1, metric)
     width = shape.geometry.num_pairs - 1
     turned = metric == "loss"
@@ -241,8 +242,9 @@ def test_a_group_of_one_is_todays_head_to_the_bit(calibrated, metric):
         for key, read in zip(*keys, strict=True)
     ]
     slots = merged_slots(heads, 1)
-    moments = [None, key_moments(found, metric)]
-    [_, expected] = folded_apart(moments, [0, width], dense, CONTEXT, metric)
+    rows = [[*range(width)]] * 4
+    plain = PairPlan.of_indices(rows, rows, [[]] * 4)
+    expected = folded_apart(plain, layer, CONTEXT, metric)
     assert torch.equal(slots.pop("frequency_NM"), expected.pop("frequency_GM"))
     assert slots.keys() == expected.keys()
     assert all(torch.equal(slots[name], expected[name]) for name in slots)
@@ -265,8 +267,8 @@ def test_a_group_of_one_is_todays_head_to_the_bit(calibrated, metric):
 @pytest.mark.parametrize("merge", [2, 4])
 def test_a_group_reads_the_moments_of_its_own_heads(calibrated, merge):
     model, statistics = calibrated
-    found, shape = statistics.layers[1], dense_layers(model).shapes[1]
-    w_o = dense_layers(model).weights[1]["o"]
+    found, layer = statistics.layers[1], dense_layers(model).layers[1]
+    shape, w_o = layer.shape, layer.weights["o"]
     parts = {
         "key": (merged_keys(found, shape, merge, "loss"), key_moments(found, "loss")),
         "free": (merged_free(found, shape, merge, "loss"), free_moments(found, "loss")),
@@ -300,8 +302,8 @@ def test_a_group_reads_the_moments_of_its_own_heads(calibrated, merge):
 
 def test_values_count_as_they_are_where_their_averages_are_of_other_groups(calibrated):
     model, statistics = calibrated
-    found, dense = dict(statistics.layers[1]), dense_layers(model)
-    shape, w_o = dense.shapes[1], dense.weights[1]["o"]
+    found, layer = dict(statistics.layers[1]), dense_layers(model).layers[1]
+    shape, w_o = layer.shape, layer.weights["o"]
     raw = found["joint_value_moment"].double()
     for averaged in (found["averaged_moment"][:, :24, :24], found["averaged_moment"][:4], None):
         found["averaged_moment"] = averaged
@@ -314,17 +316,15 @@ def test_values_count_as_they_are_where_their_averages_are_of_other_groups(calib
 @pytest.mark.parametrize("merge", [2, 4])
 def test_widths_of_a_group_go_beyond_a_head_and_fall_to_nothing(calibrated, merge, metric):
     model, statistics = calibrated
-    dense, found = dense_layers(model), statistics.layers[1]
-    shape, frequencies, w_o = dense.shapes[1], dense.frequencies[1], dense.weights[1]["o"]
+    layer, found = dense_layers(model).layers[1], statistics.layers[1]
+    shape, frequencies, w_o = layer.shape, layer.frequencies, layer.weights["o"]
     moments = (
         merged_keys(found, shape, merge, metric),
         merged_values(found, w_o, shape, merge, metric),
         merged_free(found, shape, merge, metric),
     )
     about = (*moments, shape, frequencies, CONTEXT)
-    priced = (
-        part_losses(*about) if metric == "loss" else width_errors(*about, dense.logit_scales[1])
-    )
+    priced = part_losses(*about) if metric == "loss" else width_errors(*about, layer.logit_scales)
     for curve in priced if metric == "loss" else [priced]:
         lost = torch.tensor(curve, dtype=torch.float64)
         assert len(lost) == merge * shape.head_dim // 2 + 1
@@ -337,8 +337,8 @@ def test_widths_of_a_group_go_beyond_a_head_and_fall_to_nothing(calibrated, merg
 def test_values_of_a_group_lose_what_their_latent_takes_away(calibrated):
     """1/2 tr(O (1 - B A) C (1 - B A)^T) with the plan's own matrices is the curve's part."""
     model, statistics = calibrated
-    dense, found = dense_layers(model), statistics.layers[1]
-    shape, frequencies, w_o = dense.shapes[1], dense.frequencies[1], dense.weights[1]["o"]
+    layer, found = dense_layers(model).layers[1], statistics.layers[1]
+    shape, frequencies, w_o = layer.shape, layer.frequencies, layer.weights["o"]
     values = merged_values(found, w_o, shape, 2, "loss")
     keys = merged_keys(found, shape, 2, "loss")
     free = merged_free(found, shape, 2, "loss")

@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(3600)]
 
 def can_map(case: Case) -> bool:
     """Whether a family's heads can be merged with maps of every head."""
-    return any(not limit for limit in dense_layers(case.model()).mapped_limits)
+    return any(not layer.mapped_limit for layer in dense_layers(case.model()).present)
 
 
 def divides(case: Case) -> bool:

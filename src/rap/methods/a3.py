@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..calibration.statistics import Statistics
 from ..model.rope import AttentionShape
 from ..planning.budgets import Budget, LayerBudget
 from ..planning.plan import PairPlan
@@ -46,13 +45,11 @@ class A3(PairPruning):
         self,
         scores: Sequence[LayerScores | None],
         budgets: Sequence[LayerBudget | None],
-        statistics: Statistics,
         dense: DenseLayers,
     ) -> list[PairPlan | None]:
         """Plain pairs, and values in a subspace unless a gate works on single channels."""
-        return [
-            in_subspace(layer, layer_values(index, statistics, dense, "output"))
-            if layer is not None and dense.mixes_values[index]
-            else layer
-            for index, layer in enumerate(super().cut_layers(scores, budgets, statistics, dense))
-        ]
+        cut = super().cut_layers(scores, budgets, dense)
+        for layer in dense.present:
+            if layer.mixes_values and (kept := cut[layer.index]) is not None:
+                cut[layer.index] = in_subspace(kept, layer_values(layer, "output"))
+        return cut

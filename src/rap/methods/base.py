@@ -199,19 +199,23 @@ class PairPruning(Method):
     def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
         """Score, budget, select (the paper's Budget-Alloc)."""
         fingerprint, dense = self.check(source, statistics), self.dense(source.model, source)
-        dense, statistics = self.seen(dense, statistics)
-        scores = self.importance(statistics.layers, dense.weights, dense.shapes)
-        budgets = self.budgets(scores, statistics, dense)
-        layers = self.divided(scores, budgets, statistics, dense)
+        dense = dense.with_statistics(self.seen(dense, statistics))
+        scores = self.scores(dense)
+        layers = self.divided(scores, self.budgets(scores, dense), dense)
         return self.plan_of(layers, dense, base_model_type(source.model.config), fingerprint)
 
     def dense(self, model: PreTrainedModel, source: LayerSource | None = None) -> DenseLayers:
         """The dense layers, without those that are `spared`."""
         return dense_layers(model, source, self.spared(model.config))
 
-    def seen(self, dense: DenseLayers, statistics: Statistics) -> tuple[DenseLayers, Statistics]:
-        """The dense layers and their statistics as the method plans on them."""
-        return dense, statistics
+    def seen(self, dense: DenseLayers, statistics: Statistics) -> Statistics:
+        """The statistics of these layers as the method plans on them."""
+        return statistics
+
+    def scores(self, dense: DenseLayers) -> list[LayerScores | None]:
+        """The `importance` of layers with statistics."""
+        statistics = [None if x is None else x.statistics for x in dense.layers]
+        return self.importance(statistics, dense.weights, dense.shapes)
 
     def plan_of(
         self,
@@ -236,26 +240,18 @@ class PairPruning(Method):
         self,
         scores: Sequence[LayerScores | None],
         budgets: Sequence[LayerBudget | None],
-        statistics: Statistics,
         dense: DenseLayers,
     ) -> tuple[PairPlan | None, ...]:
         """The plan of every decoder layer at given budgets (None: left dense), as `Plan` has it."""
         rows = self.norm_rows if self.qk_norm == "rows" else 0
-        cut = [
-            with_denominators(layer, shape, layer_statistics, rows)
-            if layer is not None and shape is not None
-            else None
-            for layer, shape, layer_statistics in zip(
-                self.cut_layers(scores, budgets, statistics, dense),
-                dense.shapes,
-                statistics.layers,
-                strict=True,
-            )
-        ]
+        cut = self.cut_layers(scores, budgets, dense)
+        for layer in dense.present:
+            if (kept := cut[layer.index]) is not None:
+                cut[layer.index] = with_denominators(kept, layer.shape, layer.statistics, rows)
         return divide(cut, dense.every_shape)
 
     def budgets(
-        self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
+        self, scores: Sequence[LayerScores | None], dense: DenseLayers
     ) -> list[LayerBudget | None]:
         """How much every layer keeps of K and of V."""
         return self._spend(scores, dense.shapes)
@@ -275,7 +271,6 @@ class PairPruning(Method):
         self,
         scores: Sequence[LayerScores | None],
         budgets: Sequence[LayerBudget | None],
-        statistics: Statistics,
         dense: DenseLayers,
     ) -> list[PairPlan | None]:
         """The plan of every layer: the best pairs and channels within its budget."""

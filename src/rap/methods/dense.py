@@ -3,13 +3,15 @@
 And why the keys or values of a layer may only be selected, not mixed with each other.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..calibration.statistics import Statistics
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -24,7 +26,6 @@ from ..model.layers import (
 from ..model.norms import mapped_limit
 from ..model.rope import AttentionShape
 from ..model.specs import AttentionSpec
-from ..planning.budgets import LayerBudget, layer_budget
 from ..planning.kv_sharing import joined
 from ..planning.norms import row_sizes
 from ..planning.scores import Named
@@ -34,39 +35,80 @@ UNKNOWN_CONTEXT = 8192
 
 
 @dataclass(frozen=True, eq=False)
-class DenseLayers:
-    """Data for a method in addition to statistics, per layer (None: no attention).
+class PrunableLayer:
+    """A layer with separate keys and values, for a method that prunes them.
 
-    `weights` maps the projections q, k, v, o to matrices as in nn.Linear, and where keys are
-    normalised `key_sizes` to the size [G, D] of every normalised channel. `frequencies` are float64
-    [P], a layer's own: local and global layers may rotate differently.
-    Layers that read the keys and values of another are part of that one (calibration.kv_sharing);
-    `every_shape` has them by themselves.
+    The query heads of layers that read them are part of it (calibration.kv_sharing).
+    `frequencies` are float64 [P], a layer's own: local and global layers may rotate differently.
     `logit_scales` are what q.k counts in logits, of pairs and of channels that never rotate.
-    `merge_limits` say why the KV heads of a layer cannot be merged ("": they can).
+    `normalised` says that something divides keys by their size.
     `mixes_keys` and `mixes_values` are false where single channels are worked on
     (`key_mixing_limit`), `maps_keys` and `maps_values` true where maps of every head could mix them
-    nevertheless, and `mapped_limits` are what then limits merging (rap.model.factored). `spared`
-    layers stay dense, and are seen as if they had no attention but in `every_shape`.
+    nevertheless. `merge_limit` says why KV heads cannot be merged ("": they can), `mapped_limit`
+    what then limits merging (rap.model.factored). `merge` of them become one cached head.
     """
 
-    shapes: Sequence[AttentionShape | None]
+    index: int
+    shape: AttentionShape
+    read: Callable[[], Named]
+    frequencies: Tensor
+    mixes_keys: bool = True
+    mixes_values: bool = True
+    maps_keys: bool = False
+    maps_values: bool = False
+    merge_limit: str = ""
+    mapped_limit: str = ""
+    logit_scales: tuple[float, float] = (1.0, 1.0)
+    normalised: bool = False
+    merge: int = 1
+    statistics: Named = field(default_factory=dict)
+
+    @property
+    def weights(self) -> Named:
+        """What `DenseLayers.weights` has of the layer, read when it is asked for."""
+        return self.read()
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLayers:
+    """What a method plans on, per layer (None: nothing to prune, or `spared`).
+
+    `weights` maps the projections q, k, v, o to matrices as in nn.Linear, and where keys are
+    normalised `key_sizes` to the size [G, D] of every normalised channel. `every_shape` has all
+    layers by themselves.
+    """
+
+    layers: Sequence[PrunableLayer | None]
     weights: Sequence[Named | None]
-    frequencies: Sequence[Tensor | None]
-    mixes_keys: Sequence[bool]
     context: int
-    mixes_values: Sequence[bool]
-    logit_scales: Sequence[tuple[float, float]] = ()
-    every_shape: Sequence[AttentionShape | None] = ()
-    merge_limits: Sequence[str] = ()
-    maps_keys: Sequence[bool] = ()
-    maps_values: Sequence[bool] = ()
-    mapped_limits: Sequence[str] = ()
+    every_shape: Sequence[AttentionShape | None]
     spared: tuple[int, ...] = ()
 
-    def normalises_keys(self, index: int) -> bool:
-        """Whether something divides a layer's keys by their size."""
-        return "key_sizes" in (self.weights[index] or {})
+    @property
+    def present(self) -> list[PrunableLayer]:
+        """The layers to prune."""
+        return [layer for layer in self.layers if layer is not None]
+
+    @property
+    def shapes(self) -> list[AttentionShape | None]:
+        """The shape of every layer."""
+        return [None if layer is None else layer.shape for layer in self.layers]
+
+    @property
+    def frequencies(self) -> list[Tensor | None]:
+        """The frequencies of every layer."""
+        return [None if layer is None else layer.frequencies for layer in self.layers]
+
+    @property
+    def merges(self) -> list[int]:
+        """KV heads of a cached head of every layer, 1 where its heads stay apart."""
+        return [1 if layer is None else layer.merge for layer in self.layers]
+
+    def with_statistics(self, statistics: Statistics) -> "DenseLayers":
+        """The same, every layer with its statistics."""
+        found = statistics.layers
+        layers = [x and replace(x, statistics=found[x.index] or {}) for x in self.layers]
+        return replace(self, layers=layers)
 
 
 class ReadLayers(Sequence[Any]):
@@ -108,26 +150,32 @@ def dense_layers(
     layers = attention_layers(model)
     every_shape = [layer.shape for layer in layers]
     shapes, weights = joined(every_shape, ReadLayers(source or LoadedLayers(model), layer_weights))
-    shapes = [None if index in spared else shape for index, shape in enumerate(shapes)]
+
+    def prunable(layer: AttentionLayer, shape: AttentionShape) -> PrunableLayer:
+        about = (layer, layers, model.config)
+        return PrunableLayer(
+            index=layer.index,
+            shape=shape,
+            read=partial(weights.__getitem__, layer.index),
+            frequencies=layer_frequencies(model, layer),
+            mixes_keys=not key_mixing_limit(layer, model.config),
+            mixes_values=not value_mixing_limit(model.config),
+            maps_keys=maps_keys(*about),
+            maps_values=maps_values(*about),
+            merge_limit=merge_limit(*about),
+            mapped_limit=merge_limit(*about, mapped=True),
+            logit_scales=logit_scales(model, layer),
+            normalised=layer.norm is not None,
+        )
+
     return DenseLayers(
-        shapes=shapes,
-        weights=weights,
-        frequencies=[
-            layer_frequencies(model, layer) if shape is not None else None
+        layers=[
+            None if shape is None or layer.index in spared else prunable(layer, shape)
             for layer, shape in zip(layers, shapes, strict=True)
         ],
-        mixes_keys=[not key_mixing_limit(layer, model.config) for layer in layers],
+        weights=weights,
         context=trained_length(model.config) or UNKNOWN_CONTEXT,
-        mixes_values=[not value_mixing_limit(model.config) for _ in layers],
-        logit_scales=[
-            logit_scales(model, x) if shape is not None else (1.0, 1.0)
-            for x, shape in zip(layers, shapes, strict=True)
-        ],
         every_shape=every_shape,
-        merge_limits=[merge_limit(layer, layers, model.config) for layer in layers],
-        maps_keys=[maps_keys(layer, layers, model.config) for layer in layers],
-        maps_values=[maps_values(layer, layers, model.config) for layer in layers],
-        mapped_limits=[merge_limit(x, layers, model.config, mapped=True) for x in layers],
         spared=tuple(sorted(spared)),
     )
 
@@ -140,18 +188,6 @@ def layer_weights(layer: AttentionLayer, spec: AttentionSpec) -> dict[str, Tenso
         weight = norm_weights(layer)[1].to(weights["k"].device)
         weights["key_sizes"] = row_sizes(weights["k"], layer.shape, layer.norm, weight)
     return weights
-
-
-def kept_budgets(
-    kept: Mapping[int, tuple[int, ...]], dense: DenseLayers
-) -> list[LayerBudget | None]:
-    """Of layers that keep these steps of K and of V, or one number of both; None of all others."""
-    return [
-        layer_budget(shape.geometry.num_pairs, shape.head_dim // 2, kept[index][0], kept[index][-1])
-        if shape is not None and index in kept
-        else None
-        for index, shape in enumerate(dense.shapes)
-    ]
 
 
 _CLIPPED = "clip_qkv clamps single channels"

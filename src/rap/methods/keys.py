@@ -19,64 +19,35 @@ from ..model.rope import AttentionShape
 from ..planning.folding import FoldedHead, fold_head
 from ..planning.losses import Metric, Moments, free_moments, key_moments
 from ..planning.plan import PairPlan
-from ..planning.scores import LayerScores, Named
+from ..planning.scores import LayerScores
 from ..planning.shared import shared_frequencies, shared_pairs, shared_slots
 from ..planning.subspace import weighted_subspace
-from .dense import DenseLayers
-
-
-def folded_keys(
-    plain: Sequence[PairPlan | None],
-    statistics: Sequence[Named],
-    dense: DenseLayers,
-    context: int,
-    metric: Metric,
-    reach: float | None = None,
-    *,
-    alike: bool = False,
-) -> list[dict[str, Tensor]]:
-    """What replaces the plainly chosen pairs of layers that may be folded, as PairPlan fields.
-
-    The slots are every head's own, with the best subspace of channels that never rotate, or
-    `alike` for all heads and layers.
-    """
-    mixed = [x is not None and m for x, m in zip(plain, dense.mixes_keys, strict=True)]
-    pairs = [layer.num_pairs if layer is not None else 0 for layer in plain]
-    moments = [
-        key_moments(found, metric) if mixes and width else None
-        for found, mixes, width in zip(statistics, mixed, pairs, strict=True)
-    ]
-    if alike:
-        return folded_alike(moments, pairs, dense, context, metric, reach)
-    folded = folded_apart(moments, pairs, dense, context, metric, reach)
-    for index, layer in enumerate(plain):
-        if layer is not None and layer.num_free and mixed[index]:
-            free = free_moments(statistics[index], metric)
-            folded[index] |= free_subspace(free, layer.num_free)
-    return folded
+from .dense import DenseLayers, PrunableLayer
 
 
 def folded_apart(
-    moments: Sequence[Moments | None],
-    widths: Sequence[int],
-    dense: DenseLayers,
+    plain: PairPlan,
+    layer: PrunableLayer,
     context: int,
     metric: Metric,
     reach: float | None = None,
-) -> list[dict[str, Tensor]]:
-    """Every head's own slots, as fields of a PairPlan; none of a layer without moments."""
-    turned = metric == "loss"  # gradients of keys
-    folded: list[dict[str, Tensor]] = []
-    for layer, width, own in zip(moments, widths, dense.frequencies, strict=True):
-        if layer is None or own is None:
-            folded.append({})
-            continue
+) -> dict[str, Tensor]:
+    """What replaces the plainly chosen pairs of a layer, as PairPlan fields.
+
+    The slots are every head's own, with the best subspace of channels that never rotate.
+    """
+    fields: dict[str, Tensor] = {}
+    if plain.num_pairs:
+        turned = metric == "loss"  # gradients of keys
+        own, width = layer.frequencies, plain.num_pairs
         heads = [
             fold_head(read, key, own, width, context, reach=reach, turned=turned)
-            for key, read in zip(*layer, strict=True)
+            for key, read in zip(*key_moments(layer.statistics, metric), strict=True)
         ]
-        folded.append(_folded(heads))
-    return folded
+        fields |= _folded(heads)
+    if plain.num_free:
+        fields |= free_subspace(free_moments(layer.statistics, metric), plain.num_free)
+    return fields
 
 
 def free_subspace(moments: Moments, width: int) -> dict[str, Tensor]:
@@ -96,23 +67,27 @@ def free_subspace(moments: Moments, width: int) -> dict[str, Tensor]:
 
 
 def folded_alike(
-    moments: Sequence[Moments | None],
-    widths: Sequence[int],
+    plain: Sequence[PairPlan | None],
     dense: DenseLayers,
     context: int,
     metric: Metric,
     reach: float | None = None,
 ) -> list[dict[str, Tensor]]:
     """One list of slots: heads' losses compare as they are, their errors only as shares."""
-    present = [(read, key) for key, read in (layer for layer in moments if layer is not None)]
+    widths = [0 if layer is None else layer.num_pairs for layer in plain]
+    folded = [layer for layer in dense.present if layer.mixes_keys and widths[layer.index]]
+    moments = [key_moments(layer.statistics, metric) for layer in folded]
+    present = [(read, key) for key, read in moments]
     frequencies = shared_frequencies(dense.frequencies)
     loss = metric == "loss"  # gradients of keys
     width = max(widths)
     slots = shared_slots(
         present, frequencies, width, context, reach=reach, relative=not loss, turned=loss
     )
-    heads = iter(slots)
-    return [_folded(next(heads)) if layer is not None else {} for layer in moments]
+    fields: list[dict[str, Tensor]] = [{} for _ in plain]
+    for layer, heads in zip(folded, slots, strict=True):
+        fields[layer.index] = _folded(heads)
+    return fields
 
 
 def shared_dense(
@@ -146,27 +121,27 @@ def _folded(heads: Sequence[FoldedHead]) -> dict[str, Tensor]:
 Queries = Literal["auto", "absorbed", "factored"]
 
 
-def opened(dense: DenseLayers, wanted: Sequence[bool]) -> DenseLayers:
-    """The same, with `wanted` layers free to be mixed and merged wherever maps make that exact."""
-    keys = [may and want for may, want in zip(dense.maps_keys, wanted, strict=True)]
-    values = [may and want for may, want in zip(dense.maps_values, wanted, strict=True)]
-    limits = zip(dense.merge_limits, dense.mapped_limits, wanted, strict=True)
+def opened(layer: PrunableLayer, *, always: bool) -> PrunableLayer:
+    """The same, free to be mixed and merged where maps make that exact.
+
+    Unless `always`, only if its heads can then be merged.
+    """
+    if layer.mapped_limit and not always:
+        return replace(layer, maps_keys=False, maps_values=False)
     return replace(
-        dense,
-        mixes_keys=[a or b for a, b in zip(dense.mixes_keys, keys, strict=True)],
-        mixes_values=[a or b for a, b in zip(dense.mixes_values, values, strict=True)],
-        merge_limits=[mapped if want else plain for plain, mapped, want in limits],
-        maps_keys=keys,
-        maps_values=values,
+        layer,
+        mixes_keys=layer.mixes_keys or layer.maps_keys,
+        mixes_values=layer.mixes_values or layer.maps_values,
+        merge_limit=layer.mapped_limit,
     )
 
 
 def behind_norms(statistics: Statistics, dense: DenseLayers) -> Statistics:
     """Statistics of queries and keys behind their norm, of layers that combine them there."""
-    layers = [
-        behind_norm(found) if found is not None and own else found
-        for found, own in zip(statistics.layers, dense.maps_keys, strict=True)
-    ]
+    layers = list(statistics.layers)
+    for layer in dense.present:
+        if layer.maps_keys and (found := layers[layer.index]) is not None:
+            layers[layer.index] = behind_norm(found)
     return replace(statistics, layers=tuple(layers))
 
 
@@ -178,20 +153,18 @@ def maps_are_smaller(shape: AttentionShape, width: int) -> bool:
     return width * size > dim * (size + width)
 
 
-def factored(plan: PairPlan, index: int, dense: DenseLayers, queries: Queries) -> PairPlan:
+def factored(plan: PairPlan, layer: PrunableLayer, queries: Queries) -> PairPlan:
     """The plan of a layer with maps where it needs them, or `queries` requires them."""
-    shape = dense.shapes[index]
-    assert shape is not None
 
     def mapped(needed: bool, width: int) -> bool:
-        smaller = plan.merge > 1 and maps_are_smaller(shape, width)
+        smaller = plan.merge > 1 and maps_are_smaller(layer.shape, width)
         return needed or queries == "factored" or (queries == "auto" and smaller)
 
-    of_queries = plan.mixes_keys and mapped(dense.maps_keys[index], plan.key_width)
-    if dense.normalises_keys(index) and not of_queries:
+    of_queries = plan.mixes_keys and mapped(layer.maps_keys, plan.key_width)
+    if layer.normalised and not of_queries:
         return plan  # whole pairs and a norm that is cut
     turned = plan.value_up_GDC is not None
-    of_outputs = turned and mapped(dense.maps_values[index], plan.value_width)
+    of_outputs = turned and mapped(layer.maps_values, plan.value_width)
     if not (of_queries or of_outputs):
         return plan
     return FactoredPlan.of(plan, queries=of_queries, outputs=of_outputs)

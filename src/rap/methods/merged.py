@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..calibration.statistics import Statistics
+from ..calibration.kv_sharing import readers_of
 from ..model.errors import RapError
 from ..model.rope import AttentionShape
 from ..planning.budgets import LayerBudget, layer_budget, nearest_width
@@ -31,7 +31,7 @@ from ..planning.merging import (
 from ..planning.plan import PairPlan, Plan
 from ..planning.shared import shared_frequencies, shared_slots
 from ..runtime.settings import Count
-from .dense import DenseLayers
+from .dense import DenseLayers, PrunableLayer
 
 # auto: W_q and W_o grow by merge * retain. Three heads at 0.7 are worth it, and leave the attention
 # with 98 % of its parameters where maps stand beside them (docs/log.md, 2026-11-25).
@@ -52,60 +52,48 @@ class Merged:
     reach: float | None
     shrinkage: float
 
-    def moments(
-        self, index: int, merge: int, statistics: Statistics, dense: DenseLayers
-    ) -> tuple[Moments, Moments, Moments]:
+    def moments(self, layer: PrunableLayer) -> tuple[Moments, Moments, Moments]:
         """Of a layer's groups: keys, values, and key channels that never rotate."""
-        found, shape, weights = _layer(index, statistics, dense)
-        how = (merge, self.metric)
+        found, shape, how = layer.statistics, layer.shape, (layer.merge, self.metric)
         return (
             merged_keys(found, shape, *how),
-            merged_values(found, weights["o"], shape, *how),
+            merged_values(found, layer.weights["o"], shape, *how),
             merged_free(found, shape, *how),
         )
 
-    def curve(
-        self, index: int, merge: int, statistics: Statistics, dense: DenseLayers
-    ) -> list[float]:
+    def curve(self, layer: PrunableLayer) -> list[float]:
         """What a layer loses at every width that a cached head may have, in units of the metric."""
-        keys, values, free = self.moments(index, merge, statistics, dense)
-        shape, frequencies = dense.shapes[index], dense.frequencies[index]
-        assert shape is not None
-        assert frequencies is not None
-        about = (keys, values, free, shape, frequencies, self.context)
+        about = (*self.moments(layer), layer.shape, layer.frequencies, self.context)
         if self.metric == "output":
-            losses = width_errors(*about, dense.logit_scales[index])
+            losses = width_errors(*about, layer.logit_scales)
         else:
             losses = one_width(*part_losses(*about))
-        return losses[: merged_steps(shape.head_dim, merge) + 1]
+        return losses[: merged_steps(layer.shape.head_dim, layer.merge) + 1]
 
     def layer(
         self,
-        index: int,
-        merge: int,
+        layer: PrunableLayer,
         budget: LayerBudget,
-        statistics: Statistics,
-        dense: DenseLayers,
         slots: Sequence[FoldedHead] | None = None,
     ) -> PairPlan:
         """The plan of a layer whose heads are merged; `slots` are those of all layers alike."""
-        keys, values, free = self.moments(index, merge, statistics, dense)
+        keys, values, free = self.moments(layer)
         if slots is None:
-            slots = self._slots(keys, dense.frequencies[index], budget.pairs)
-        fields: dict[str, Any] = merged_channels(free, budget.free, merge)
-        fields |= merged_latent(values, budget.values, merge, self.shrinkage)
+            slots = self._slots(keys, layer.frequencies, budget.pairs)
+        fields: dict[str, Any] = merged_channels(free, budget.free, layer.merge)
+        fields |= merged_latent(values, budget.values, layer.merge, self.shrinkage)
         groups = len(values[0])
         empty = torch.zeros(groups, 0, dtype=torch.int32)
         if slots:
-            fields |= merged_slots(slots, merge)
+            fields |= merged_slots(slots, layer.merge)
         return PairPlan(
             frequency_GM=fields.pop("frequency_NM", empty),
             free_GN=fields.pop("free_NN", empty),
             **fields,
         )
 
-    def _slots(self, keys: Moments, frequencies: Tensor | None, num_slots: int) -> list[FoldedHead]:
-        if not num_slots or frequencies is None:
+    def _slots(self, keys: Moments, frequencies: Tensor, num_slots: int) -> list[FoldedHead]:
+        if not num_slots:
             return []
         turned = self.metric == "loss"  # gradients of keys
         folded = [
@@ -128,69 +116,34 @@ class Merged:
             for head, key, read in groups
         ]
 
-    def shared(
-        self,
-        merges: Sequence[int],
-        widths: Sequence[int],
-        statistics: Statistics,
-        dense: DenseLayers,
-    ) -> list[list[FoldedHead] | None]:
+    def shared(self, dense: DenseLayers, width: int) -> dict[int, list[FoldedHead]]:
         """One list of slots for all groups of all layers, as the plain layout needs it."""
-        present = [index for index, shape in enumerate(dense.shapes) if shape is not None]
         frequencies = shared_frequencies(dense.frequencies)
-        moments = []
-        for index in present:
-            key, read = self.moments(index, merges[index], statistics, dense)[0]
-            moments.append((read, key))
+        keys = [self.moments(layer)[0] for layer in dense.present]
         loss = self.metric == "loss"
-        found = iter(
-            shared_slots(
-                moments,
-                frequencies,
-                max(widths),
-                self.context,
-                reach=self.reach,
-                relative=not loss,
-                turned=loss,
-            )
+        found = shared_slots(
+            [(read, key) for key, read in keys],
+            frequencies,
+            width,
+            self.context,
+            reach=self.reach,
+            relative=not loss,
+            turned=loss,
         )
-        refined = iter(
-            [
-                self._refined(slots, (key, read), frequencies)
-                for slots, (read, key) in zip(found, moments, strict=True)
-            ]
-        )
-        return [None if shape is None else next(refined) for shape in dense.shapes]
-
-
-def _layer(index: int, statistics: Statistics, dense: DenseLayers) -> tuple[Any, Any, Any]:
-    shape, weights = dense.shapes[index], dense.weights[index]
-    assert shape is not None
-    assert weights is not None
-    return statistics.layers[index] or {}, shape, weights
-
-
-def layer_merges(
-    merge: Merge, retain: float, dense: DenseLayers, *, absorbed: bool = False
-) -> list[int]:
-    """KV heads of a cached head of every layer, 1 where its heads stay apart.
-
-    `absorbed` are maps that must be multiplied into W_q and W_o, as in `most_merged`.
-    Raises RapError for a number that does not divide the heads of a layer that can be merged.
-    """
-    merges = []
-    for shape, limit in zip(dense.shapes, dense.merge_limits, strict=True):
-        if shape is None or limit:
-            merges.append(1)
-            continue
-        merges.append(shape_merge(merge, shape, retain, absorbed=absorbed))
-    return merges
+        return {
+            layer.index: self._refined(slots, own, frequencies)
+            for layer, slots, own in zip(dense.present, found, keys, strict=True)
+        }
 
 
 def shape_merge(
     merge: Merge, shape: AttentionShape, retain: float, *, absorbed: bool = False
 ) -> int:
-    """As `layer_merges`, of one layer that can be merged."""
+    """KV heads of a cached head of a layer that can be merged.
+
+    `absorbed` are maps that must be multiplied into W_q and W_o, as in `most_merged`.
+    Raises RapError for a number that does not divide the heads.
+    """
     if isinstance(merge, int):
         check_merge(merge, shape.num_kv_heads)
         return merge
@@ -282,10 +235,11 @@ def noted(plan: PairPlan, note: str) -> PairPlan:
     return replace(plan, note=f"heads not merged: {note}") if note else plan
 
 
-def with_record(plan: Plan, method: dict[str, Any], limits: Sequence[str]) -> Plan:
-    """A plan as of the method with that record, and why heads stayed apart, by layer if given."""
-    layers = tuple(
-        noted(layer, limit) if isinstance(layer, PairPlan) else layer
-        for layer, limit in zip(plan.layers, limits or [""] * len(plan.layers), strict=True)
-    )
-    return replace(plan, layers=layers, method=method)
+def with_record(plan: Plan, method: dict[str, Any], dense: DenseLayers | None) -> Plan:
+    """A plan as of the method with that record, and with what `dense` (if any) cannot merge."""
+    layers, readers = list(plan.layers), readers_of(plan.shapes)
+    for layer in dense.present if dense is not None else ():
+        for index in (layer.index, *readers[layer.index]):
+            if isinstance(kept := layers[index], PairPlan):
+                layers[index] = noted(kept, layer.merge_limit)
+    return replace(plan, layers=tuple(layers), method=method)

@@ -15,7 +15,8 @@ from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.layers import attention_layers, base_model_type
 from ..model.rope import AttentionShape
-from ..planning.budgets import Budget, LayerBudget
+from ..planning.budgets import Budget, LayerBudget, layer_budget
+from ..planning.folding import FoldedHead
 from ..planning.knapsack import above_floor
 from ..planning.losses import DIRECTIONS, Metric, Orders, one_width
 from ..planning.plan import PairPlan, Plan
@@ -24,16 +25,24 @@ from ..planning.shared import shared_frequencies
 from ..runtime.settings import Count, NotNegative
 from ..runtime.sources import LayerSource
 from .base import PairPruning
-from .dense import DenseLayers, kept_budgets
-from .keys import Queries, behind_norms, factored, folded_keys, opened, shared_dense
+from .dense import DenseLayers, PrunableLayer
+from .keys import (
+    Queries,
+    behind_norms,
+    factored,
+    folded_alike,
+    folded_apart,
+    opened,
+    shared_dense,
+)
 from .merged import (
     Merge,
     Merged,
     check_merging,
     default_merge,
-    layer_merges,
     merged_budget,
     noted,
+    shape_merge,
     with_record,
 )
 from .trials import Positions, Retrieval, Search, Widths
@@ -165,7 +174,7 @@ class Rap(PairPruning):
         """
         if self.merge != "auto":
             return self
-        if max(self._merges(self._opened(self.dense(model)))) == 1:
+        if max(self.dense(model).merges) == 1:
             return replace(self, merge=1)
         return replace(self, budget="uniform") if self.budget == "auto" else self
 
@@ -223,27 +232,30 @@ class Rap(PairPruning):
             return frozenset()
         return frozenset({"normed"} | ({"normed_gradients"} if self.metric == "loss" else set()))
 
-    def seen(self, dense: DenseLayers, statistics: Statistics) -> tuple[DenseLayers, Statistics]:
+    def dense(self, model: PreTrainedModel, source: LayerSource | None = None) -> DenseLayers:
         """As of every method; QK-norm and gates limit nothing where maps are to be had."""
-        dense = self._opened(dense)
-        if not self._maps or not any(dense.maps_keys):
-            return dense, statistics
-        statistics.require(self._normed, self.name)
-        return dense, behind_norms(statistics, dense)
+        dense = super().dense(model, source)
+        return replace(dense, layers=[layer and self._opened(layer) for layer in dense.layers])
 
-    def _opened(self, dense: DenseLayers) -> DenseLayers:
-        if not self._maps:
-            return dense
-        wanted = [self.queries == "factored" or not limit for limit in dense.mapped_limits]
-        return opened(dense, wanted)
+    def _opened(self, layer: PrunableLayer) -> PrunableLayer:
+        if self._maps:
+            layer = opened(layer, always=self.queries == "factored")
+        if layer.merge_limit:
+            return layer
+        absorbed = self.profile == "stock" or self.queries == "absorbed"
+        merge = shape_merge(self.merge, layer.shape, self.retain, absorbed=absorbed)
+        return replace(layer, merge=merge)
+
+    def seen(self, dense: DenseLayers, statistics: Statistics) -> Statistics:
+        """As of every method; those behind QK-norm where maps are to be had."""
+        if not self._maps or not any(layer.maps_keys for layer in dense.present):
+            return statistics
+        statistics.require(self._normed, self.name)
+        return behind_norms(statistics, dense)
 
     def _merged(self, dense: DenseLayers) -> Merged:
         context = self.context or dense.context
         return Merged(self.metric, context, self._reach, self.shrinkage)
-
-    def _merges(self, dense: DenseLayers) -> list[int]:
-        absorbed = self.profile == "stock" or self.queries == "absorbed"
-        return layer_merges(self.merge, self.retain, dense, absorbed=absorbed)
 
     @property
     def _ranking(self) -> str:
@@ -293,40 +305,38 @@ class Rap(PairPruning):
             decided.check_model(model)
             return
         super().check_model(model)
-        dense = self._opened(self.dense(model))
+        dense = self.dense(model)
         self._folds(dense)
-        self._check_widths(dense.shapes, self._merges(dense))
+        self._check_widths(dense.shapes, dense.merges)
         if self.profile == "stock":
             shared_frequencies(dense.frequencies)
 
     def budgets(
-        self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
+        self, scores: Sequence[LayerScores | None], dense: DenseLayers
     ) -> list[LayerBudget | None]:
         """By score or alike (base), or by the error of every width."""
         if self.budget == "error":
-            kept = self.widths(scores, statistics, dense).by_layer()
-            return self._budgets_of(kept, dense)
-        merges, unit = self._merges(dense), max(1, self.alignment(dense.shapes) // 2)
-        alone = [x if merge == 1 else None for x, merge in zip(scores, merges, strict=True)]
-        budgets = super().budgets(alone, statistics, dense)
-        return [
-            merged_budget(self.retain, merge, shape, unit) if merge > 1 else budget
-            for budget, merge, shape in zip(budgets, merges, dense.shapes, strict=True)
-        ]
+            return self._budgets_of(self.widths(scores, dense).by_layer(), dense)
+        alone = [x if merge == 1 else None for x, merge in zip(scores, dense.merges, strict=True)]
+        budgets, unit = super().budgets(alone, dense), max(1, self.alignment(dense.shapes) // 2)
+        for layer in dense.present:
+            if layer.merge > 1:
+                budgets[layer.index] = merged_budget(self.retain, layer.merge, layer.shape, unit)
+        return budgets
 
     def _budgets_of(
         self, kept: Mapping[int, tuple[int, ...]], dense: DenseLayers
     ) -> list[LayerBudget | None]:
-        """What layers keep at these numbers of steps; None of all others."""
-        plain = kept_budgets(kept, dense)
-        return [
-            merged_budget(self.retain, merge, shape, 1, kept[index][0])
-            if merge > 1 and index in kept
-            else plain[index]
-            for index, (merge, shape) in enumerate(
-                zip(self._merges(dense), dense.shapes, strict=True)
-            )
-        ]
+        """What layers keep at these numbers of steps, of K and of V or one; None of all others."""
+        budgets: list[LayerBudget | None] = [None] * len(dense.layers)
+        for layer in dense.present:
+            merge, shape, steps = layer.merge, layer.shape, kept.get(layer.index)
+            if steps is not None and merge > 1:
+                budgets[layer.index] = merged_budget(self.retain, merge, shape, 1, steps[0])
+            elif steps is not None:
+                pairs, size = shape.geometry.num_pairs, shape.head_dim // 2
+                budgets[layer.index] = layer_budget(pairs, size, steps[0], steps[-1])
+        return budgets
 
     def plan_from(self, source: LayerSource, statistics: Statistics) -> Plan:
         """As of every pair method; `search` and `retrieval` try widths on the model."""
@@ -334,84 +344,76 @@ class Rap(PairPruning):
         if decided is not self:
             plan = decided.plan_from(source, statistics)
             record = self.describe() | {"budget": decided.budget}
-            limits = self._opened(self.dense(source.model)).merge_limits
-            return with_record(plan, record, limits if decided.merge == 1 else ())
+            apart = self.dense(source.model) if decided.merge == 1 else None
+            return with_record(plan, record, apart)
         if not self.tries:
             return super().plan_from(source, statistics)
         model = source.whole(self.tries)
         fingerprint, family = self.check(source, statistics), base_model_type(model.config)
-        dense, statistics = self.seen(self.dense(source.model, source), statistics)
-        scores = self.importance(statistics.layers, dense.weights, dense.shapes)
+        dense = self.dense(source.model, source)
+        statistics = self.seen(dense, statistics)
+        dense = dense.with_statistics(statistics)
+        scores = self.scores(dense)
 
         def planned(kept: dict[int, tuple[int, ...]]) -> Plan:
-            layers = self.divided(scores, self._budgets_of(kept, dense), statistics, dense)
+            layers = self.divided(scores, self._budgets_of(kept, dense), dense)
             return self.plan_of(layers, dense, family, fingerprint)
 
         if self.budget == "retrieval":
-            places = [index for index, shape in enumerate(dense.shapes) if shape is not None]
-            positions = self._positions(places, dense)
+            positions = Positions.of(dense.present, self.alignment(dense.shapes))
             return planned(Retrieval(self, model, statistics).widths(positions, planned))
-        start = self.widths(scores, statistics, dense)
+        start = self.widths(scores, dense)
         return planned(Search(self, model, statistics).widths(start, planned))
 
-    def widths(
-        self, scores: Sequence[LayerScores | None], statistics: Statistics, dense: DenseLayers
-    ) -> Widths:
+    def widths(self, scores: Sequence[LayerScores | None], dense: DenseLayers) -> Widths:
         """What budget `error` gives every layer, and what it could have."""
-        present = [index for index, shape in enumerate(dense.shapes) if shape is not None]
-        orders = self.orders(scores, dense)
-        curves = [self._curves(index, statistics, dense, orders[index]) for index in present]
-        flat = [curve for both in curves for curve in both]
-        places = [index for index, both in zip(present, curves, strict=True) for _ in both]
-        return self._positions(places, dense).by_errors(self.retain, flat)
-
-    def _positions(self, places: Sequence[int], dense: DenseLayers) -> Positions:
-        return Positions.of(places, self._merges(dense), dense, self.alignment(dense.shapes))
-
-    def orders(self, scores: Sequence[LayerScores | None], dense: DenseLayers) -> list[Orders]:
-        """What every layer keeps as it is, for it is not mixed, in the order of its scores."""
-        folds, turns = self.keys == "fold", self.values == "subspace"
-        mixed = zip(scores, dense.mixes_keys, dense.mixes_values, strict=True)
-        return [
-            DIRECTIONS if layer is None else Orders.of(layer, keys and folds, values and turns)
-            for layer, keys, values in mixed
+        curves = [
+            (layer, curve)
+            for layer in dense.present
+            for curve in self._curves(layer, scores[layer.index], dense)
         ]
+        layers, errors = [layer for layer, _ in curves], [curve for _, curve in curves]
+        positions = Positions.of(layers, self.alignment(dense.shapes))
+        return positions.by_errors(self.retain, errors)
+
+    def orders(self, layer: PrunableLayer, scores: LayerScores | None) -> Orders:
+        """What a layer keeps as it is, for it is not mixed, in the order of its scores."""
+        if scores is None:
+            return DIRECTIONS
+        folds, turns = self.keys == "fold", self.values == "subspace"
+        return Orders.of(scores, layer.mixes_keys and folds, layer.mixes_values and turns)
 
     def _curves(
-        self, index: int, statistics: Statistics, dense: DenseLayers, orders: Orders
+        self, layer: PrunableLayer, scores: LayerScores | None, dense: DenseLayers
     ) -> list[list[float]]:
         """What every width of a layer costs, in units of `metric`: one curve, or of K and of V."""
-        context, merge = self.context or dense.context, self._merges(dense)[index]
-        if merge > 1:
-            return [self._merged(dense).curve(index, merge, statistics, dense)]
+        if layer.merge > 1:
+            return [self._merged(dense).curve(layer)]
+        context, orders = self.context or dense.context, self.orders(layer, scores)
         if self.metric == "output":
-            return [layer_errors(index, statistics, dense, context, orders)]
-        parts = layer_losses(index, statistics, dense, context, orders)
+            return [layer_errors(layer, context, orders)]
+        parts = layer_losses(layer, context, orders)
         return list(parts) if self.key_share == "pooled" else [one_width(*parts)]
 
     def cut_layers(
         self,
         scores: Sequence[LayerScores | None],
         budgets: Sequence[LayerBudget | None],
-        statistics: Statistics,
         dense: DenseLayers,
     ) -> list[PairPlan | None]:
         """Plain selection, with keys folded, values in a subspace and heads merged where asked."""
         if self.merge != 1:
-            return self._merged_layers(scores, budgets, statistics, dense)
-        plain = super().cut_layers(scores, budgets, statistics, dense)
-        keys = self._keys(plain, scores, statistics, dense)
-        cut: list[PairPlan | None] = []
-        for index, layer in enumerate(plain):
-            if layer is None:
-                cut.append(None)
+            return self._merged_layers(scores, budgets, dense)
+        cut = super().cut_layers(scores, budgets, dense)
+        keys = self._keys(cut, scores, dense)
+        for layer in dense.present:
+            if (plain := cut[layer.index]) is None:
                 continue
-            fields: dict[str, Any] = {**layer.tensors(), **keys[index]}
+            fields: dict[str, Any] = {**plain.tensors(), **keys[layer.index]}
             made = PairPlan(**fields)
-            if self.values == "subspace" and dense.mixes_values[index]:
-                values = layer_values(index, statistics, dense, self.metric)
-                made = in_subspace(made, values, self.shrinkage)
-            cut.append(factored(made, index, dense, self._queries))
+            if self.values == "subspace" and layer.mixes_values:
+                made = in_subspace(made, layer_values(layer, self.metric), self.shrinkage)
+            cut[layer.index] = factored(made, layer, self._queries)
         return cut
 
     @property
@@ -423,49 +425,48 @@ class Rap(PairPruning):
         self,
         scores: Sequence[LayerScores | None],
         budgets: Sequence[LayerBudget | None],
-        statistics: Statistics,
         dense: DenseLayers,
     ) -> list[PairPlan | None]:
         """Layers whose heads are merged, and the others as they are without, with the reason."""
-        merges = self._merges(dense)
-        apart = [b if merge == 1 else None for b, merge in zip(budgets, merges, strict=True)]
-        alone = replace(self, merge=1, budget=self.budget)
-        made = [
-            layer and noted(layer, dense.merge_limits[index])
-            for index, layer in enumerate(alone.cut_layers(scores, apart, statistics, dense))
-        ]
-        how, slots = self._merged(dense), None
-        if self.profile == "stock" and max(merges) > 1:
-            widths = [0 if budget is None else budget.pairs for budget in budgets]
-            slots = how.shared(merges, widths, statistics, dense)
-        for index, (budget, merge) in enumerate(zip(budgets, merges, strict=True)):
-            if budget is not None and merge > 1:
-                given = None if slots is None else slots[index]
-                whole = how.layer(index, merge, budget, statistics, dense, given)
-                made[index] = factored(whole, index, dense, self._queries)
+        apart = [b if n == 1 else None for b, n in zip(budgets, dense.merges, strict=True)]
+        made = replace(self, merge=1, budget=self.budget).cut_layers(scores, apart, dense)
+        how, slots = self._merged(dense), dict[int, list[FoldedHead]]()
+        if self.profile == "stock" and max(dense.merges) > 1:
+            slots = how.shared(dense, max(budget.pairs if budget else 0 for budget in budgets))
+        for layer in dense.present:
+            index, budget = layer.index, budgets[layer.index]
+            if layer.merge == 1:
+                made[index] = (plain := made[index]) and noted(plain, layer.merge_limit)
+            elif budget is not None:
+                whole = how.layer(layer, budget, slots.get(index))
+                made[index] = factored(whole, layer, self._queries)
         return made
 
     def _keys(
         self,
         plain: Sequence[PairPlan | None],
         scores: Sequence[LayerScores | None],
-        statistics: Statistics,
         dense: DenseLayers,
     ) -> list[dict[str, Tensor]]:
         """What replaces the plainly chosen pairs of every layer, as fields of its PairPlan."""
-        if self.profile == "stock":
+        alike = self.profile == "stock"
+        if alike:
             shared_frequencies(dense.frequencies)
-        if self._folds(dense):
-            found = [layer or {} for layer in statistics.layers]
-            how = self.context or dense.context, self.metric, self._reach
-            return folded_keys(plain, found, dense, *how, alike=self.profile == "stock")
-        return shared_dense(plain, scores) if self.profile == "stock" else [{} for _ in plain]
+        if not self._folds(dense):
+            return shared_dense(plain, scores) if alike else [{} for _ in plain]
+        how = self.context or dense.context, self.metric, self._reach
+        if alike:
+            return folded_alike(plain, dense, *how)
+        return [
+            folded_apart(kept, layer, *how) if kept and layer and layer.mixes_keys else {}
+            for kept, layer in zip(plain, dense.layers, strict=True)
+        ]
 
     def _folds(self, dense: DenseLayers) -> bool:
         """Whether keys of this model are folded; RapError where a setting asks for what is not."""
         if self.keys != "fold":
             return False
-        mixed = {m for s, m in zip(dense.shapes, dense.mixes_keys, strict=True) if s is not None}
+        mixed = {layer.mixes_keys for layer in dense.present}
         if mixed == {True, False} and self.profile == "stock":
             only = "needs one way for all layers, and only some of this model's may be folded"
             raise RapError(f"profile 'stock' {only}: use keys 'pairs'")

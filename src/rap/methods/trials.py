@@ -57,7 +57,7 @@ from ..runtime.logits import Head, chunk_tokens, decoder_of
 from ..runtime.progress import Progress
 from ..runtime.state import restored
 from .base import PairPruning
-from .dense import DenseLayers
+from .dense import PrunableLayer
 
 Cuts = Mapping[int, LayerPlan]
 
@@ -241,16 +241,13 @@ class Positions:
     unit: int
 
     @classmethod
-    def of(
-        cls, places: Sequence[int], merges: Sequence[int], dense: DenseLayers, align: int
-    ) -> "Positions":
-        """Those of layers with so many merged heads; with K and V apart a layer is there twice."""
-        shapes = [(merges[index], dense.shapes[index]) for index in places]
+    def of(cls, layers: Sequence[PrunableLayer], align: int) -> "Positions":
+        """Those of these layers; with K and V apart a layer is there twice."""
         return cls(
-            places,
-            [merged_steps(shape.head_dim, merge) for merge, shape in shapes if shape],
-            [merge * shape.head_dim // 2 for merge, shape in shapes if shape],
-            [shape.num_kv_heads // merge for merge, shape in shapes if shape],
+            [layer.index for layer in layers],
+            [merged_steps(layer.shape.head_dim, layer.merge) for layer in layers],
+            [layer.merge * layer.shape.head_dim // 2 for layer in layers],
+            [layer.shape.num_kv_heads // layer.merge for layer in layers],
             max(1, align // 2),
         )
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from ..calibration.statistics import Statistics
 from ..planning.losses import (
     DIRECTIONS,
     Metric,
@@ -17,56 +16,35 @@ from ..planning.losses import (
     width_errors,
 )
 from ..planning.plan import PairPlan
-from .dense import DenseLayers
+from .dense import PrunableLayer
 
 
-def layer_values(index: int, statistics: Statistics, dense: DenseLayers, metric: Metric) -> Moments:
+def layer_values(layer: PrunableLayer, metric: Metric) -> Moments:
     """Second moments [G, R, D, D] of what o_proj of a layer reads, and of what that adds to."""
-    shape, weights = dense.shapes[index], dense.weights[index]
-    assert shape is not None
-    assert weights is not None
-    return value_moments(statistics.layers[index] or {}, weights["o"], shape, metric)
+    return value_moments(layer.statistics, layer.weights["o"], layer.shape, metric)
 
 
 def layer_losses(
-    index: int,
-    statistics: Statistics,
-    dense: DenseLayers,
-    context: int,
-    orders: Orders = DIRECTIONS,
+    layer: PrunableLayer, context: int, orders: Orders = DIRECTIONS
 ) -> tuple[list[float], list[float]]:
     """Estimated loss increase of a layer's keys and values at every width: `part_losses`."""
-    shape, frequencies = dense.shapes[index], dense.frequencies[index]
-    assert shape is not None
-    assert frequencies is not None
-    layer_statistics = statistics.layers[index] or {}
-    keys, free = key_moments(layer_statistics, "loss"), free_moments(layer_statistics, "loss")
-    if dense.normalises_keys(index) and not dense.mixes_keys[index]:
+    keys, free = key_moments(layer.statistics, "loss"), free_moments(layer.statistics, "loss")
+    if layer.normalised and not layer.mixes_keys:
         keys, free = apart(keys), apart(free)
-    values = layer_values(index, statistics, dense, "loss")
-    return part_losses(keys, values, free, shape, frequencies, context, orders)
+    values = layer_values(layer, "loss")
+    return part_losses(keys, values, free, layer.shape, layer.frequencies, context, orders)
 
 
-def layer_errors(
-    index: int,
-    statistics: Statistics,
-    dense: DenseLayers,
-    context: int,
-    orders: Orders = DIRECTIONS,
-) -> list[float]:
+def layer_errors(layer: PrunableLayer, context: int, orders: Orders = DIRECTIONS) -> list[float]:
     """Relative squared error of a layer's output at every width: `width_errors`."""
-    shape, frequencies = dense.shapes[index], dense.frequencies[index]
-    assert shape is not None
-    assert frequencies is not None
-    layer_statistics = statistics.layers[index] or {}
     return width_errors(
-        key_moments(layer_statistics, "output"),
-        layer_values(index, statistics, dense, "output"),
-        free_moments(layer_statistics, "output"),
-        shape,
-        frequencies,
+        key_moments(layer.statistics, "output"),
+        layer_values(layer, "output"),
+        free_moments(layer.statistics, "output"),
+        layer.shape,
+        layer.frequencies,
         context,
-        dense.logit_scales[index],
+        layer.logit_scales,
         orders,
     )
 

@@ -43,13 +43,12 @@ def curves(study: Study) -> list[list[float]]:
     Of separate heads, so layers that cannot be mixed drop what is dropped of those.
     """
     method = Rap(budget="error", merge=1, layers="all")
-    dense, statistics = dense_layers(study.model), study.statistics(method.needs)
-    orders = method.orders(method.importance(statistics.layers, dense.weights, dense.shapes), dense)
+    dense = dense_layers(study.model).with_statistics(study.statistics(method.needs))
     return [
-        one_width(*layer_losses(index, statistics, dense, dense.context, orders[index]))
-        if shape is not None
+        one_width(*layer_losses(layer, dense.context, method.orders(layer, scores)))
+        if layer is not None
         else []
-        for index, shape in enumerate(dense.shapes)
+        for layer, scores in zip(dense.layers, method.scores(dense), strict=True)
     ]
 
 
