@@ -29,10 +29,10 @@ def steps(retain: float, sizes: Sequence[int], wide: Sequence[int], share: float
 def budgets_with(first: int, last: int, share: float) -> Any:
     """What takes the place of `Rap.budgets`, for merged heads."""
 
-    def budgets(self: Rap, scores: Any, statistics: Any, dense: DenseLayers) -> Any:
+    def budgets(self: Rap, scores: Any, dense: DenseLayers) -> Any:
         sizes = [
             merge * shape.head_dim // 2
-            for merge, shape in zip(self._merges(dense), dense.shapes, strict=True)
+            for merge, shape in zip(dense.merges, dense.shapes, strict=True)
             if shape is not None
         ]
         found = steps(self.retain, sizes, range(first, last + 1), share)
