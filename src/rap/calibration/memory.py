@@ -75,7 +75,7 @@ def estimate_layers(
         "outside": FLOAT * (max(below, head) + CHUNK_LOGITS),
         "streams": kept * FLOAT * windows.numel() * config.hidden_size,
         "statistics": sum(
-            one.num_bytes(i, len(windows)) for i in watched for one in statistics_of(needs)
+            one.num_bytes(i, len(windows)) for one in statistics_of(needs) for i in watched
         ),
         "activations": FLOAT * min(FORWARD_BATCH, len(windows)) * windows.shape[1] * inner,
     }

@@ -1,7 +1,7 @@
 """What every method is: a dataclass of hyper-parameters that plans, and applies its plan."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -38,8 +38,9 @@ class Method(ABC):
     A method says of itself, as class variables: its `name`; its `family`, a word for what it takes
     away, which comparisons group by; in one line what it keeps (`summary`); what its model
     reconstructs from the cache at every step (`reconstructs`: keys, keys and values, or nothing);
-    and what loading its checkpoint takes (`ships`): the `code` that is beside it, this `package`,
-    or, of a plain one of the family (`stock`), neither.
+    what loading its checkpoint takes (`ships`): the `code` that is beside it, this `package`, or,
+    of a plain one of the family (`stock`), neither; and the values of settings, by name, that the
+    whole model is evaluated for (`tried`).
 
     layers: `full` leaves layers with a sliding window dense where other layers have full attention,
         whose cache `retain` is then a fraction of: it alone grows with the context. `all` prunes
@@ -51,6 +52,7 @@ class Method(ABC):
     summary: ClassVar[str]
     reconstructs: ClassVar[str] = ""
     ships: ClassVar[Ships] = "code"
+    tried: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     retain: Share = 0.7
     seed: int = 0
@@ -74,7 +76,8 @@ class Method(ABC):
 
         Empty if there is none. It takes the model in memory, and WINDOWS among the `needs`.
         """
-        return ""
+        found = ((name, getattr(self, name)) for name in self.tried)
+        return next((f"{name} {x!r}" for name, x in found if x in self.tried[name]), "")
 
     def needs_for(self, model: PreTrainedModel) -> frozenset[str]:
         """`needs`, and the energies that replace the dense head where queries are normalized."""

@@ -7,7 +7,7 @@ was made for training afterwards. Reconstruction stays online here; the original
 W_q and W_o, which changes no output.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -42,6 +42,7 @@ class EliteKv(Replacing):
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "a few rotated pairs, and a joint latent of other keys and values"
     reconstructs: ClassVar[str] = "keys and values"
+    tried: ClassVar[Mapping[str, tuple[str, ...]]] = {"pairs": ("sweep",)}
 
     pairs: Count | Literal["sweep"] | None = None
     whiten: bool = False
@@ -66,11 +67,6 @@ class EliteKv(Replacing):
                 )
             if shape is not None:
                 self._room(index, shape, 1 if isinstance(self.pairs, str) else self.pairs)
-
-    @property
-    def tries(self) -> str:
-        """As of every method."""
-        return "pairs 'sweep'" if self.pairs == "sweep" else ""
 
     @property
     def needs(self) -> frozenset[str]:

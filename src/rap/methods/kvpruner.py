@@ -5,7 +5,7 @@ the channel as the unit instead of the pair, so that the difference is the unit 
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -45,6 +45,7 @@ class _Channels(Replacing):
     """
 
     family: ClassVar[str] = "channel pruning"
+    tried: ClassVar[Mapping[str, tuple[str, ...]]] = {"budget": ("sensitivity",)}
 
     budget: Literal["uniform", "adaptive", "sensitivity"] = "uniform"
     key_share: KeyShare = 0.5
@@ -71,11 +72,6 @@ class _Channels(Replacing):
 
     def _shares(self, shapes: Sequence[AttentionShape | None]) -> dict[str, Any]:
         return {"key_share": self.key_share, "align": aligned(self.align, shapes)}
-
-    @property
-    def tries(self) -> str:
-        """As of every method."""
-        return "budget 'sensitivity'" if self.budget == "sensitivity" else ""
 
     @property
     def needs(self) -> frozenset[str]:

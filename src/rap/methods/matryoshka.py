@@ -6,7 +6,7 @@ every token is multiplied with the bases. Its own training, of the bases alone, 
 `projections`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -40,15 +40,11 @@ class Matryoshka(Replacing):
     name: ClassVar[str] = "matryoshka"
     family: ClassVar[str] = "activation side"
     summary: ClassVar[str] = "rotated keys and values in the leading directions of every head's PCA"
+    tried: ClassVar[Mapping[str, tuple[str, ...]]] = {"widths": ("adaptive",)}
 
     whole_keys: ClassVar[bool] = True
 
     widths: Literal["uniform", "adaptive"] = "uniform"
-
-    @property
-    def tries(self) -> str:
-        """As of every method."""
-        return "widths 'adaptive'" if self.widths == "adaptive" else ""
 
     @property
     def needs(self) -> frozenset[str]:

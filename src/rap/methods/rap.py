@@ -92,6 +92,7 @@ class Rap(PairPruning):
     """
 
     name: ClassVar[str] = "rap"
+    tried: ClassVar[Mapping[str, tuple[str, ...]]] = {"budget": ("search", "retrieval")}
     summary: ClassVar[str] = (
         "whole RoPE pairs of keys and queries (RoPE-Aligned Pruning) or folded slots, and channels "
         "or directions of values, of merged or separate KV heads"
@@ -190,11 +191,6 @@ class Rap(PairPruning):
     @property
     def _reach(self) -> int | None:
         return FAR if self.reach == "far" else self.reach
-
-    @property
-    def tries(self) -> str:
-        """As of every method."""
-        return f"budget {self.budget!r}" if self.budget in ("search", "retrieval") else ""
 
     @property
     def needs(self) -> frozenset[str]:

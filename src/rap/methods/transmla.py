@@ -9,7 +9,7 @@ W_q and W_o, which changes no output.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -44,6 +44,7 @@ class TransMla(Replacing):
     family: ClassVar[str] = "low rank"
     summary: ClassVar[str] = "one rotated key for all heads, a joint latent of the rest and values"
     reconstructs: ClassVar[str] = "keys and values"
+    tried: ClassVar[Mapping[str, tuple[str, ...]]] = {"freqfold": ("auto",)}
 
     rotated: int | None = None
     freqfold: Count | Literal["auto"] = "auto"
@@ -71,11 +72,6 @@ class TransMla(Replacing):
                     f"folds of {fold}: set `rotated` and `freqfold`, or use another method"
                 )
             self._rank(index, shape, whole=False)
-
-    @property
-    def tries(self) -> str:
-        """As of every method."""
-        return "freqfold 'auto'" if self.freqfold == "auto" else ""
 
     @property
     def needs(self) -> frozenset[str]:
