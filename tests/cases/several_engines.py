@@ -88,6 +88,20 @@ def transcripts(result: Mapping[str, Any]) -> list[Transcript]:
     return [Transcript(**each) for each in result["rounds"][0]]
 
 
+def _name_shared_memory(prefix: str) -> None:
+    """Name what the ranks share after their port.
+
+    vLLM names it after the address that ranks meet at, `env://` for all engines of an external
+    launcher: another test's engines would meet it, and so would those behind a killed run.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared = cpu_communicator._CPUSHMDistributed
+    named = shared.__dict__.get("named", shared.make_group_name)
+    shared.named = staticmethod(named)
+    shared.make_group_name = staticmethod(lambda group: prefix + named(group).lstrip("/"))
+
+
 def main(jobs: Path, out: Path) -> None:
     """Run the jobs; what has been done is written down after each, for one may end the process."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -98,6 +112,7 @@ def main(jobs: Path, out: Path) -> None:
     for name, job in json.loads(jobs.read_text(encoding="utf-8")).items():
         if "port" in job:
             os.environ["MASTER_PORT"] = str(job["port"])
+            _name_shared_memory(f"port-{job['port']}-")
         try:
             results[name] = run(job)
         except Exception:
