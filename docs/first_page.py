@@ -2,7 +2,7 @@
 
     python docs/first_page.py
 
-A table entry is empty, and a row or a column left out, where no result file has it yet.
+A row is left out where no result file has it.
 """
 
 import json
@@ -50,9 +50,7 @@ HEADER = (
     "KV cache, bytes/token",
     "decode-time reconstruction",
     "perplexity",
-    "perplexity, full test set",
     "KL, nats/token",
-    "zero-shot mean",
 )
 # Earlier results call it `rap`: heads were not merged unless that was asked for.
 SEPARATE = "rap:merge=1"
@@ -95,12 +93,6 @@ class Measured:
         rows = [row | {"name": shown_today(row["name"])} for row in rows]
         rows += [row for one in merged for row in one.get("rows", []) if "mean_stderr" in row]
         self.scores = {row["name"]: (row["mean"], row["mean_stderr"]) for row in rows}
-        self.whole = {
-            stem_today(file.stem) if folder == WHOLE else file.stem: found["value"]
-            for folder in (WHOLE, *MERGED)
-            for file in sorted((experiments / folder).glob("*.json"))
-            if "value" in (found := _read(file))
-        }
 
     def rows(self) -> list[Row]:
         """The rows of every ratio: those of ROWS, and merged heads where there are results."""
@@ -113,13 +105,6 @@ class Measured:
         name = method if method == "dense" else f"{method} {retain:g}"
         found = self.scores.get(name if recover == "none" else f"{name} {recover}")
         return "" if found is None else with_error(*found)
-
-    def full(self, method: str, retain: float, recover: str) -> str:
-        """The perplexity of a model over the whole test set."""
-        name = re.sub(r"[:=]", "-", method)
-        name = name if method == "dense" else f"{name}-{retain:g}"
-        name = name if recover == "none" else f"{name}-{recover}"
-        return f"{self.whole[name]:.2f}" if name in self.whole else ""
 
     def curve(self, method: str, recover: str) -> Iterator[tuple[float, float]]:
         """Share of the cache, and perplexity over the dense model's less one, by share."""
@@ -135,8 +120,8 @@ class Measured:
         found += [f"Merged heads: {one}" for one in sorted(heads - {self.protocol})]
         found += [
             "Recovery is layer-wise distillation (`--recover fit`) on samples of 512 tokens. Dense "
-            "weights are dequantized from 4 bits. KV cache: bfloat16. Zero-shot: six tasks, 500 "
-            "questions each.",
+            "weights are dequantized from 4 bits. KV cache: bfloat16. Other data and tasks: "
+            "[beyond perplexity](beyond-perplexity.md).",
         ]
         return found
 
@@ -170,9 +155,7 @@ def _line(name: str, measured: Measured, key: tuple[str, float, str]) -> list[st
         f"{served:,} ({cell['kv_bytes_per_token'] / dense['kv_bytes_per_token']:.0%})",
         "keys" if cell["reconstructs"] else "none",
         f"{cell['perplexity']:.2f}" + (f" ({loss:+.0%})" if loss else ""),
-        measured.full(*key),
         f"{cell['kl']['value']:.2f}" if loss else "0",
-        measured.score(*key),
     ]
 
 
@@ -184,16 +167,9 @@ def table(measured: Measured) -> str:
             key = row.method, retain, SHOWN
             if key in measured.cells:
                 rows.append(_line(row.name, measured, key))
-    columns = [
-        number
-        for number in range(len(HEADER))
-        if sum(bool(row[number]) for row in rows) > len(rows) / 2
-    ]
-    header = [HEADER[number] for number in columns]
-    shown = markdown_table(
-        {"header": header, "rows": [[row[number] for number in columns] for row in rows]}
-    )
-    items = (textwrap.fill(f"* {one}", 100, subsequent_indent="  ") for one in measured.captions())
+    shown = markdown_table({"header": list(HEADER), "rows": rows})
+    wrapped = {"width": 100, "subsequent_indent": "  ", "break_on_hyphens": False}
+    items = (textwrap.fill(f"* {one}", **wrapped) for one in measured.captions())
     return f"{shown}\n\n" + "\n".join(items)
 
 
