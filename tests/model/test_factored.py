@@ -14,6 +14,7 @@ import rap
 from cases.family_cases import CASES, Case
 from cases.merged_plans import ALIKE, MAPPED, check_projected, merged_plan
 from cases.models import random_tokens, tiny_model
+from rap.calibration import moments
 from rap.checkpoint.load import load
 from rap.model.cache_layout import FactoredEntry
 from rap.model.errors import PlanError
@@ -128,6 +129,19 @@ def test_heads_behind_a_norm_are_merged_better_than_their_pairs_are_pruned(
         whole = _planned(model, metric=metric, merge=2, retain=1.0)
         small = whole[0].apply(model, whole[1])
         torch.testing.assert_close(small(ids).logits, wanted, rtol=0, atol=1e-4)
+
+
+def test_maps_are_chosen_by_what_is_behind_the_norm() -> None:
+    model = tiny_model("qwen3", heads=8, kv_heads=4)
+    method = rap.Rap(merge=2)
+    statistics = rap.calibrate(model, random_tokens(4, 32), method.needs_for(model))
+    seen = method.seen(method.dense(model), statistics)
+    for before, after in zip(statistics.layers, seen.layers, strict=True):
+        normed = {name: x for name, x in before.items() if name.startswith(moments.NORMED)}
+        assert len(normed) > 3
+        for name, moment in normed.items():
+            assert torch.equal(after[name.removeprefix(moments.NORMED)], moment)
+    assert not torch.allclose(statistics.layers[0]["key_moment"], seen.layers[0]["key_moment"])
 
 
 def test_one_kv_head_behind_a_norm_says_so_and_is_folded_on_demand() -> None:
