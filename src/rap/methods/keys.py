@@ -146,7 +146,10 @@ def behind_norms(statistics: Statistics, dense: DenseLayers) -> Statistics:
 
 
 def maps_are_smaller(shape: AttentionShape, width: int) -> bool:
-    """Whether a merged head of `width` channels takes fewer products with maps than absorbed."""
+    """Whether a head of `width` channels takes fewer products with maps than absorbed.
+
+    Only a merged one may: it is then wider than a dense head.
+    """
     # Products of one query head: W E absorbed, D E and D W factored. Parameters follow, for the
     # query heads of a KV head share its map.
     size, dim = shape.hidden_size, shape.head_dim
@@ -157,8 +160,8 @@ def factored(plan: PairPlan, layer: PrunableLayer, queries: Queries) -> PairPlan
     """The plan of a layer with maps where it needs them, or `queries` requires them."""
 
     def mapped(needed: bool, width: int) -> bool:
-        smaller = plan.merge > 1 and maps_are_smaller(layer.shape, width)
-        return needed or queries == "factored" or (queries == "auto" and smaller)
+        smaller = queries == "auto" and maps_are_smaller(layer.shape, width)
+        return needed or queries == "factored" or smaller
 
     of_queries = plan.mixes_keys and mapped(layer.maps_keys, plan.key_width)
     if layer.normalised and not of_queries:
