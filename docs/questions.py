@@ -30,6 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("smollm2-fit-block", "smollm2-fit-sweep", "smollm2-fit-methods", "smollm2-fit-svdllm"),
         *("smollm2-fit-others", "smollm2-distil*", "smollm2-refit", "ladder"),
         *("recovery-ablations", "smollm2-*-h200", "smollm2-others-short-fits", "smollm2-fits-*"),
+        "gemma3-fit-methods",
     ),
     "What do the defaults keep?": (
         *("smollm2-default", "smollm2-default-*", "recovered-forms"),

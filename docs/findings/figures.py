@@ -128,6 +128,13 @@ def probe_dense(results: Results) -> float:
     return float(results.analysis("probe")["dense"])
 
 
+def thirds(results: Results) -> dict[str, float]:
+    """Mean perplexity of the probe over the first four layers, the last four, and those between."""
+    found = probe(results)
+    parts = {"first": found[:4], "between": found[4:-4], "last": found[-4:]}
+    return {name: sum(part) / len(part) for name, part in parts.items()}
+
+
 def by_budget(results: Results, budget: str, retain: float) -> float:
     """Perplexity of `rap:merge=1` with widths by this budget, on the windows of analyses."""
     rows = results.analysis("loss")["rows"]

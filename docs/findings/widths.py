@@ -1,7 +1,7 @@
 """Findings on who gets which width: scores, layers, keys and values; see page.py."""
 
-from figures import bars, dense_window, probe, probe_dense, shares, slashed, starved
-from findings import CONFIRMED, PARTLY, Answer, Finding, Results
+from figures import bars, dense_window, probe, probe_dense, shares, slashed, starved, thirds
+from findings import CONFIRMED, CONTRADICTED, PARTLY, Answer, Finding, Results
 
 BARS = {
     "FA": "Fisher adaptive",
@@ -106,7 +106,23 @@ WIDTHS = (
         title="Early and late layers are more fragile than the middle",
         paper="one layer pruned to 0.5: 10.8 on average for the first four, 9.0 for the last four, "
         "8.6 between (dense 8.28); layer 2 alone 13.4 (`fig:layer_probe`).",
-        real="not measured.",
+        real=Answer(
+            verdict=CONTRADICTED,
+            figures=lambda r: (
+                f"one layer pruned to 0.5: {thirds(r)['first']:.2f} on average for the first four, "
+                f"{thirds(r)['last']:.2f} for the last four, {thirds(r)['between']:.2f} between "
+                f"(dense {probe_dense(r):.2f} on these two windows); layer 24 alone "
+                f"{probe(r)[24]:.2f}; layers 18 to 20 have {slashed(probe(r)[18:21])}."
+            ),
+            holds=lambda r: (
+                thirds(r)["last"] < thirds(r)["between"]
+                and thirds(r)["first"] < 1.01 * thirds(r)["between"]
+                and probe(r).index(max(probe(r))) == 24
+            ),
+            why="The last layers are the least fragile, and the first hardly differ from the "
+            "middle. Single layers there lose more, such as 24, and the three that "
+            "[copy](budget.md#layers-that-copy) from the context.",
+        ),
         bundled=Answer(
             verdict=PARTLY,
             figures=lambda r: (
