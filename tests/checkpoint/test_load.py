@@ -116,6 +116,17 @@ def test_a_tokenizer_of_another_kind_is_refused(checkpoint, content):
         load_tokenizer(checkpoint)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma"])
+def test_weights_alone_have_no_tokenizer(family, tmp_path):
+    """transformers makes one of special tokens for some families, and raises for others."""
+    tiny_model(family).save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer .* copy the tokenizer's files there"
+    ) as e:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(e.value)
+
+
 def test_a_config_that_makes_no_model_is_refused(checkpoint):
     config = load_config(checkpoint)
     assert without_tensors(config).device.type == "meta"

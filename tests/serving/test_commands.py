@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -316,13 +318,7 @@ def test_an_engine_that_takes_too_long_is_ended_in_a_line(tmp_path):
     )
     with pytest.raises(EngineError, match="vLLM did not answer in 3 seconds"):
         run_engine([sys.executable, "-c", code], "vLLM", 3)
-    gone = Path(f"/proc/{child.read_text()}")
-    for _ in range(100):  # a busy machine takes a while to end it
-        if not gone.exists() or "(zombie)" in (gone / "status").read_text():
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the engine's own process went on")
+    _wait_for(lambda: _gone(child.read_text()))
     assert run_engine([sys.executable, "-c", "print('done')"], "vLLM", 60) == "done\n"
 
 
@@ -371,3 +367,34 @@ def test_a_check_has_an_address_of_its_own(pruned, monkeypatch, name):
 
 def test_an_address_of_version_six_is_in_brackets():
     assert Server("OUT", "fe80::1", 8001).url == "http://[fe80::1]:8001"
+
+
+def test_a_terminated_command_ends_its_engine(tmp_path):
+    """SIGTERM, as of `timeout` or a cluster: without a handler the engine would go on alone."""
+    engine = f"import os, time; open('{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    command = (
+        "import sys; from unittest import mock; from rap import cli\n"
+        "from rap.serving.engine import run_engine\n"
+        f"call = lambda *_, **__: run_engine([sys.executable, '-c', {engine!r}], 'vLLM', 60)\n"
+        "with mock.patch.object(cli, 'app', call): cli.main()"
+    )
+    with subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE) as process:
+        file = tmp_path / "pid"
+        _wait_for(lambda: file.is_file() and file.read_text() != "")
+        process.terminate()
+        process.wait(20)
+    _wait_for(lambda: _gone(file.read_text()))
+
+
+def _gone(pid: str) -> bool:
+    """Whether a process has ended; its parent may have to ask for that yet."""
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "(zombie)" in status.read_text()
+
+
+def _wait_for(there: Callable[[], bool], seconds: float = 60) -> None:
+    """Until it is so: a busy machine takes a while."""
+    until = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
+from rap.assets import reference_path
 from rap.checkpoint.files import PLAN_FILE, REPORT_FILE
-from rap.checkpoint.load import load
-from rap.checkpoint.shards import INDEX_FILE
+from rap.checkpoint.load import load, load_tokenizer
+from rap.checkpoint.shards import INDEX_FILE, write_index
 from rap.model import modeling
 from rap.model.errors import CheckpointError, PlanError, UnsupportedModelError
 from rap.planning.plan import Plan
@@ -202,6 +204,34 @@ def test_other_files_travel_and_other_weights_do_not(dense, tmp_path):
         "additional_chat_templates",
         "assets",
     }
+
+
+def test_a_lone_shard_that_is_called_a_part_is_found(dense, tmp_path):
+    """Some repositories have one file under the name of a part, and an index."""
+    source, plan = dense
+    part = "model-00001-of-00001.safetensors"
+    (source / "model.safetensors").rename(source / part)
+    write_index(source, dict.fromkeys(_tensors(source), part), 1)
+    apply_streamed(source, plan, tmp_path / "small")
+    assert [path.name for path in (tmp_path / "small").glob("model*.safetensors*")] == [
+        "model.safetensors"
+    ]
+    load(tmp_path / "small")
+
+
+def test_a_tokenizer_is_of_the_class_that_the_dense_model_has(dense, tmp_path):
+    """For qwen2 and others, transformers takes another one than the files name, by model type."""
+    model = tiny_model("qwen2", vocab_size=4096, **FIELDS)
+    source, small = tmp_path / "qwen2", tmp_path / "small"
+    model.save_pretrained(source)
+    shutil.copyfile(Path(reference_path()) / "tokenizer.json", source / "tokenizer.json")
+    named = json.dumps({"tokenizer_class": "LlamaTokenizerFast", "eos_token": "<|endoftext|>"})
+    (source / "tokenizer_config.json").write_text(named)
+    apply_streamed(source, random_plan(model, WIDTHS), small)
+    text = "Once upon a time,  in 1998"
+    expected, found = (load_tokenizer(folder)(text).input_ids for folder in (source, small))
+    assert len(expected) > 5
+    assert found == expected
 
 
 def test_tensors_the_model_does_not_have_are_left_out(dense, tmp_path):

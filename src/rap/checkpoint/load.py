@@ -106,8 +106,13 @@ def is_pruned(model: PreTrainedModel | PreTrainedConfig) -> bool:
 def load_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a `source` that `load` takes; CheckpointError if there is none."""
     source = resolve_source(source)
-    with reading(f"load a tokenizer from {source}"):
-        return AutoTokenizer.from_pretrained(source)
+    remedy = "copy the tokenizer's files there, or download them again"
+    with reading(f"load a tokenizer from {source}", remedy):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        # Without any file, transformers makes one of special tokens alone for some families.
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise CheckpointError(f"there is no tokenizer in {source}: {remedy}")
+    return tokenizer
 
 
 def check_generation_config(folder: Path) -> None:

@@ -5,6 +5,7 @@ example that runs: what `rap --help` and the site show.
 """
 
 import importlib
+import signal
 import sys
 from collections.abc import Iterator, MutableMapping
 from itertools import pairwise
@@ -86,7 +87,7 @@ EXIT_CODES = {
     0: "done",
     1: "`verify`: the engine differs from the reference; `compare`: a run failed",
     2: "invalid input; the message is on standard error",
-    STOPPED: "stopped with Ctrl-C",
+    STOPPED: "stopped with Ctrl-C or SIGTERM",
 }
 # Finished parts are kept: the same command resumes.
 RESUMES = ("recover", "compare", "sample")
@@ -240,8 +241,10 @@ def _console() -> Any:
 def main() -> None:
     """Entry point: bad input ends in one line and exit code 2, never in a traceback.
 
-    Exit codes are those of `EXIT_CODES`; Ctrl-C says how to go on, and is 130.
+    Exit codes are those of `EXIT_CODES`; Ctrl-C says how to go on, and is 130. So does SIGTERM,
+    which would leave engines running.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:

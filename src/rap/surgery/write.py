@@ -5,6 +5,7 @@ written first and every tensor follows as soon as it is made. Experts that the m
 copied one by one, and joined once more for the fingerprint alone.
 """
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
-from ..checkpoint.load import load_config
-from ..checkpoint.shards import DTYPE_NAMES, DTYPES, write_header, write_index
+from ..checkpoint.load import load_config, load_tokenizer
+from ..checkpoint.shards import DTYPE_NAMES, DTYPES, WEIGHTS_FILE, write_header, write_index
 from ..checkpoint.stored import StoredModel
 from ..model.errors import CheckpointError, PlanError
 from ..model.fingerprint import Fingerprint
@@ -181,7 +182,7 @@ def apply_streamed(
     with whole_directory(output, force=force) as partial:
         weight_map, total_bytes = {}, 0
         for shard, entries in _each_shard(shards, rewriter, partial, progress=progress):
-            weight_map.update({entry.name: shard.name for entry in entries})
+            weight_map.update({entry.name: shard for entry in entries})
             total_bytes += sum(entry.num_bytes for entry in entries)
         rewriter.finish()
         _check_complete(rewriter)
@@ -194,6 +195,7 @@ def apply_streamed(
         if len(shards) > 1:
             write_index(partial, weight_map, total_bytes)
         _carry(stored.folder, partial)
+        _name_tokenizer(stored.folder, partial)
         small = _write_config(partial, stored.model, rewriter)
         if report is not None:
             report["pruned"]["fingerprint"] = rewriter.small.value()
@@ -211,19 +213,24 @@ def _opened(source: str | Path, plan: Plan) -> StoredModel:
 
 def _each_shard(
     shards: list[Path], rewriter: _Rewriter, output: Path, *, progress: bool
-) -> Iterator[tuple[Path, list[_Entry]]]:
+) -> Iterator[tuple[str, list[_Entry]]]:
+    """The name of every shard that was written, with what is in it.
+
+    A lone one may be called a part of one, which is found through an index alone.
+    """
     sizes = {path: path.stat().st_size / 1e6 for path in shards}
     with Progress("rewriting", sum(sizes.values()), "MB", shown=progress) as bar:
         for path, size in sizes.items():
             entries = rewriter.entries(path)
             written = sum(entry.num_bytes for entry in entries)
-            with (output / path.name).open("wb") as file:
+            name = path.name if len(shards) > 1 else WEIGHTS_FILE
+            with (output / name).open("wb") as file:
                 write_header(file, ((x.name, x.dtype, x.shape) for x in entries))
                 for entry in entries:
                     tensor = rewriter.rewrite(entry).contiguous()
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
                     bar.advance(size * entry.num_bytes / written)
-            yield path, entries
+            yield name, entries
 
 
 def _check_complete(rewriter: _Rewriter) -> None:
@@ -248,6 +255,16 @@ def _carry(source: Path, output: Path) -> None:
                 shutil.copytree(path, target, copy_function=shutil.copyfile)
         elif not path.name.endswith(_WEIGHTS) and path.name not in _WRITTEN:
             shutil.copyfile(path, target)
+
+
+def _name_tokenizer(source: Path, output: Path) -> None:
+    """Write the tokenizer that transformers makes of the dense checkpoint over its copy.
+
+    For some families it takes another class than the one that the files name, and does so by the
+    model type, which the pruned model has no longer.
+    """
+    with contextlib.suppress(CheckpointError):  # there is none, or it is made by remote code
+        load_tokenizer(source).save_pretrained(output)
 
 
 def _write_config(output: Path, model: PreTrainedModel, rewriter: _Rewriter) -> Any:
