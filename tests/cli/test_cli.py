@@ -302,6 +302,15 @@ def test_config_file_stands_between_defaults_and_flags(tmp_path):
     assert (method["retain"], method["score"]) == (0.9, "random")
 
 
+def test_one_value_in_a_file_is_enough_for_a_repeatable_option(tmp_path):
+    config = tmp_path / "run.yaml"
+    for task in ("needle", "[needle]"):
+        config.write_text(f"length: 128\ntask: {task}\ndocuments: 1\njson: true\n")
+        result = run("evaluate", "retrieval", "bundled", "--config", config)
+        assert result.code == 0, result.err
+        assert {one["length"] for one in result.json["needle"]} == {128}
+
+
 def test_evaluate_measures_a_checkpoint(compressed, text, tmp_path):
     folder, report = compressed
     output = tmp_path / "new" / "result.json"

@@ -137,6 +137,7 @@ CASES = [
         for how in (("--calibration", "nowhere.txt"), ("--evaluate", "nowhere.txt"))
     ],
     ((*BUNDLED, "--windows", 0), "cannot take 0 windows"),
+    ((*BUNDLED, "--windows", -1, "--dry-run"), "cannot take -1 windows"),
     ((*BUNDLED, "--method", "no"), "unknown method 'no': use one of rap"),
     ((*BUNDLED, "--score", "no"), "unknown score 'no': use one of energy, fisher, gate"),
     (
@@ -185,6 +186,8 @@ CASES = [
     (("plan", "bundled", "-o", "file"), "file exists: pass --force to replace it"),
     (("plan", "bundled", "-o", "empty", "--force"), "empty is a directory: name a file"),
     ((*BUNDLED, "-o", ".", "--force"), ". is the directory you work in, or one above it"),
+    ((*BUNDLED, "-o", "/", "--force", "--target", "plain"), "/ is the directory you work in"),
+    (("analyze", "probe", "bundled", "--evaluate", "none"), "an analysis evaluates: name a"),
     ((*BUNDLED, "-o", "..", "--force", "--dry-run"), ".. is the directory you work in"),
     ((*BUNDLED, "-o", "notes", "--force"), "notes has files in the way (keep.txt) and is no check"),
     (("apply", "bundled", "empty", "-o", "x"), "cannot read a plan from empty/plan.rap: there is"),

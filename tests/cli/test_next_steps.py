@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +14,14 @@ from rap import assets
 from rap.checkpoint.files import read_json
 from rap.checkpoint.load import load_config
 from rap.cli import compress as compress_command
+from rap.cli import recover
 from rap.cli.compress import CompressionRun, say_report
 from rap.cli.groups import PruningOptions, ReadingOptions
 from rap.data.held_out import dataset_name, split
 from rap.planning.shared import TARGETS
 from rap.recovery import stages
+from rap.recovery.config import recovery_config
+from rap.recovery.layer_fit import FitConfig
 from rap.serving.capacity import EngineCapacity
 
 SERVED = [EngineCapacity("vLLM on a CPU", "as they are", 1.4, "")]
@@ -118,6 +122,25 @@ def test_what_is_no_default_is_repeated_and_nothing_else():
     none = CompressionRun(**about, evaluate="none").next_steps(PRUNED, SERVED)
     assert "--text wikitext2 " in none[0]
     assert "--evaluate none " in none[1]
+
+
+def test_what_was_fitted_is_not_refitted_on_another_text():
+    """The report of a fit on the same text says so to the stage itself."""
+    chosen = recovery_config("full")
+    assert chosen.refit
+    fitted = {"recovery": {"fit": {}, "texts": ["mine.txt"]}}
+    assert recover._unless_fitted(chosen, fitted) == replace(chosen, refit=False)
+    assert recover._unless_fitted(chosen, {}) == chosen
+    assert recover._unless_fitted(FitConfig(), fitted) == FitConfig()
+
+
+def test_data_without_a_held_out_part_is_evaluated_on_other():
+    """The work is done by then, and nothing was evaluated that could have said so before."""
+    read = ReadingOptions(calibration="own")
+    made = CompressionRun(model="m", output=Path("o"), read=read, evaluate="none")
+    evaluate, recover, _ = made.next_steps(PRUNED, SERVED)
+    assert "--text bundled " in evaluate
+    assert "--text own --evaluate none " in recover
 
 
 def test_a_checkpoint_that_no_engine_or_every_engine_loads():

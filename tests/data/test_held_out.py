@@ -65,6 +65,17 @@ def test_a_split_is_by_the_source(mine):
             f"bundled,{tail}",
         ),
         (f"{mine},bundled", f"repeated:{tail}"): (f"{rest},bundled", f"repeated:{tail}"),
+        # What completes it is not evaluated, and keeps its tail, whether it is evaluated or not.
+        ("encyclopedia,own,repeated:encyclopedia,python", HELD_OUT): (
+            "train:encyclopedia,own,repeated:train:encyclopedia,python",
+            "held-out:encyclopedia",
+        ),
+        ("bundled,own,repeated:encyclopedia,python", HELD_OUT): (None, "bundled"),
+        ("bundled,own,repeated:encyclopedia,python", None): (None, None),
+        ("encyclopedia,python", HELD_OUT): (
+            "train:encyclopedia,python",
+            "held-out:encyclopedia,python-test",
+        ),
     }
     for (data, asked), (calibration, evaluate) in expected.items():
         assert split(data, asked) == (calibration or data, evaluate), (data, asked)
@@ -73,7 +84,7 @@ def test_a_split_is_by_the_source(mine):
     general = f"{rest},repeated:{rest},own,python"
     assert split(f"general:{mine}", HELD_OUT) == (general, tail)
     for none in ("allenai/c4:de:train", tail, "own", "wikitext2-test"):
-        with pytest.raises(CalibrationError, match="has no held-out split; name an evaluation"):
+        with pytest.raises(CalibrationError, match="has no held-out split; name another dataset"):
             split(none, HELD_OUT)
 
 
@@ -197,7 +208,7 @@ def test_data_that_only_the_tail_would_complete_says_so(mine, tmp_path):
     words = ("compress", "bundled", "--calibration", mine, "-o", tmp_path / "out")
     refused = run(*words, "--windows", 12, "--window", 1024)
     assert refused.code == 2
-    assert "mine.txt without its held-out tail; naming another --evaluate dataset" in refused.err
+    assert "mine.txt without its held-out tail, which is for evaluation" in refused.err
 
 
 WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1"

@@ -156,15 +156,18 @@ def test_compress_and_recover_share_samples_and_report_them(
     sources = f"train:{mine},repeated:train:{mine},own,python"
     assert report["provenance"]["settings"]["calibration"] == sources
     assert report["own_samples"]["documents"] == 6
-    recovered = run(
-        *("recover", out, "-o", tmp_path / "better", "--teacher", "bundled", "--preset", "fit"),
-        *("--text", f"general:{mine}", "--set", "steps=1", "--set", "num_windows=8"),
-        *("--set", "window=32", "--set", "validation_windows=3", "--evaluate", "none", "--json"),
-    )
-    recovery = json.loads(recovered.out)["recovery"]
-    assert recovery["texts"] == [sources]
-    assert recovery["own_samples"] == report["own_samples"]
-    assert len(drawn) == 1
+    # A teacher whose weights are rounded would write other samples.
+    for dtype in ("auto", "rtn4-tensor", "bfloat16"):
+        recovered = run(
+            *("recover", out, "-o", tmp_path / dtype, "--teacher", "bundled", "--preset", "fit"),
+            *("--text", f"general:{mine}", "--set", "steps=1", "--set", "num_windows=8"),
+            *("--set", "window=32", "--set", "validation_windows=3", "--evaluate", "none"),
+            *("--teacher-dtype", dtype, "--json"),
+        )
+        recovery = json.loads(recovered.out)["recovery"]
+        assert recovery["texts"] == [sources]
+        assert recovery["own_samples"] == report["own_samples"]
+        assert len(drawn) == 1
 
 
 def test_plan_and_compare_take_the_name_too(drawn: list[Any], tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ class Topics(core.TyperGroup):
 
 
 NO_MEMORY = (
-    "out of memory: give fewer or shorter windows (--windows, --window, --set fit.num_windows=24), "
+    "out of memory: give fewer or shorter windows (--windows, --window, num_windows of --set), "
     "a smaller --batch-size or --set micro_batch=1, or compress with --stream; "
     "`--dry-run` says what compress and recover hold"
 )

@@ -58,8 +58,9 @@ def analyze_command(
         raise RapError(f"cannot draw a {figure!r} figure: use {' or '.join(FORMATS)}")
     check_folder(output)
     scored = {"num_windows": max_windows, "window": evaluate_window}
-    data, dataset = split(text.calibration, evaluate)
-    assert dataset is not None
+    data, dataset = split(text.calibration, None if evaluate == "none" else evaluate)
+    if dataset is None:
+        raise RapError("an analysis evaluates: name a dataset with --evaluate, or leave it out")
     text, evaluate = replace(text, calibration=data), dataset
     study = _study(model, ReadingOptions(**vars(text), **vars(load)), evaluate, scored, output)
     # What decides the numbers, and so belongs into a result.

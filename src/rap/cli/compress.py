@@ -20,9 +20,9 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import BUNDLED, check_apart, resolve_source
 from ..data.held_out import HELD_OUT, split
 from ..data.protocol import EVALUATION_WINDOW, EVALUATION_WINDOWS
-from ..data.text import check_sources, named_sources
+from ..data.text import check_sources, check_windows, named_sources
 from ..methods import Method, traits_of
-from ..model.errors import RapError
+from ..model.errors import CalibrationError, RapError
 from ..model.layers import attention_spec, check_dense, text_config
 from ..pipeline import AUTO as DEFAULT
 from ..pipeline import PRETRAINED, Defaults, check_placing, compress, forward_only, save
@@ -74,7 +74,10 @@ class CompressionRun:
         """The measurement of the report again."""
         data = "bundled" if self.read.calibration == DEFAULT else self.read.calibration
         asked = HELD_OUT if self.evaluate == "none" else self.evaluate
-        dataset = self.text or split(data, asked)[1]
+        try:
+            dataset = self.text or split(data, asked)[1]
+        except CalibrationError:  # nothing of it is held out
+            dataset = "bundled"
         command = ["rap", "evaluate", "fidelity", str(self.output), "--dense", self.model]
         command += ["--text", str(dataset), "--max-windows", str(EVALUATION_WINDOWS)]
         command += [] if self.window is None else ["--window", str(self.window)]
@@ -178,9 +181,9 @@ def compress_command(
     recovers = defaults.recovery(recover)
     fit = _changed(recovers, changes or [], read.seed)
     plain = cut.target == "plain"
-    written = output.with_name(f".{output.name}.pruned") if plain else output
     if dry_run or plain:
         _check_output(output, model, force)
+    written = output.with_name(f".{output.name}.pruned") if plain else output
     if dry_run:
         check_recovery(recovers, method.name)
         read = replace(read, calibration=defaults.calibration(read.calibration, read.windows))
@@ -309,6 +312,7 @@ def _tell(
     """What compressing would do; the model's shapes are those of its config."""
     data, text = split(read.calibration, None if evaluate == "none" else evaluate)
     check_sources(data, text)
+    check_windows(read.windows, read.window)
     config = load_config(model)
     check_dense(config)
     attention_spec(config)

@@ -3,7 +3,7 @@
 One YAML file serves several commands: sections are named after them, beside data that is no option.
 
     compress: {recover: paper}     options of `rap compress` alone
-    evaluate: {bos: none, retrieval: {length: 4096}}
+    evaluate: {bos: never, retrieval: {length: 4096}}
                                    of all `rap evaluate` commands, and of `rap evaluate retrieval`
     shared: &shared {model: m}     for sections to include, as `<<: *shared`
     paper: [{method: rap, ...}]    published figures, which `rap compare` shows beside its own
@@ -59,7 +59,11 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             f"--config {path} sets unknown options: {', '.join(unknown)}; this command has: "
             f"{', '.join(sorted(names))}"
         )
+    several = {one.name for one in context.command.params if getattr(one, "multiple", False)}
     defaults = {names[key]: value for key, value in given.items()}
+    for name in several & defaults.keys():
+        value = defaults[name]
+        defaults[name] = value if isinstance(value, list) else [value]
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
 

@@ -1,6 +1,6 @@
 """`rap recover`: quality back into a pruned checkpoint, by refitting and distillation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,8 @@ from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart
 from ..data.bos import Bos, bos_token
 from ..data.held_out import HELD_OUT, check_enough, evaluation_tokens, split
-from ..data.text import check_sources
+from ..data.own import reads_samples
+from ..data.text import check_sources, named_sources
 from ..evaluation.quality.perplexity import evaluation_window
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
@@ -27,7 +28,7 @@ from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, recovery_config
 from ..recovery.layer_fit import FitConfig, fit_config
 from ..recovery.runs import clear_work, processes
-from ..recovery.stages import RECOVERIES, recover_stage, work_folder
+from ..recovery.stages import RECOVERIES, read_texts, recover_stage, work_folder
 from ..runtime.settings import read_settings
 from ..surgery.weights import check_teacher
 from . import dry_run as dry
@@ -129,7 +130,7 @@ def recover_command(
     plan, old_report = _read(pruned, teacher, loaded.teacher_dtype)
     tokenizer = load_tokenizer(pruned)
     small = load(pruned, dtype=loaded.dtype, **_placement(loaded.device, None))
-    dense = _teacher(teacher, loaded)
+    dense, samples = _teacher(teacher, loaded, texts, tokenizer)
     say_device(small)
     held_out = _held_out(shown, tokenizer, small, bos)
     recovered, recovery = recover_stage(
@@ -138,8 +139,9 @@ def recover_command(
         tokenizer,
         train.preset,
         texts=texts,
-        config=chosen,
+        config=_unless_fitted(chosen, old_report),
         fitted=_fitted(old_report, train.preset, texts),
+        samples=samples,
         seed=seed,
         output=output,
         bos=bos,
@@ -228,12 +230,20 @@ def _figures(
     return {"dense": measure(dense, tokenizer, text, **judged), **figures}
 
 
-def _teacher(source: str, loaded: Loaded) -> Any:
-    """The dense model in a dtype, or with quantized weights: it is only read."""
-    dtype = loaded.teacher_dtype
-    kept = "auto" if dtype in KINDS else dtype
-    dense = load_dense(source, dtype=kept, **_placement(loaded.device, loaded.device_map))
-    return quantize_weights(dense, dtype) if dtype in KINDS else dense
+def _teacher(
+    source: str, loaded: Loaded, texts: list[str], tokenizer: Any
+) -> tuple[Any, tuple[list[str], dict[str, Any]] | None]:
+    """The dense model in a dtype, or with quantized weights: it is only read.
+
+    And `stages.read_texts` of the model as it is stored, where that is another: its own samples are
+    those that calibration read.
+    """
+    dtype, placed = loaded.teacher_dtype, _placement(loaded.device, loaded.device_map)
+    samples = None
+    if dtype != "auto" and reads_samples(name for text in texts for name in named_sources(text)):
+        samples = read_texts(texts, load_dense(source, **placed), tokenizer, progress=True)
+    dense = load_dense(source, dtype="auto" if dtype in KINDS else dtype, **placed)
+    return quantize_weights(dense, dtype) if dtype in KINDS else dense, samples
 
 
 def _placement(device: str, device_map: str | None) -> dict[str, Any]:
@@ -276,6 +286,15 @@ def _fitted(report: dict[str, Any], preset: str, texts: list[str]) -> dict[str, 
     recovery = report.get("recovery") or {}
     last = "fit" in recovery and "distillation" not in recovery
     return recovery if last and recovery["texts"] == texts and preset in PRESETS else None
+
+
+def _unless_fitted(
+    config: RecoveryConfig | FitConfig | None, report: dict[str, Any]
+) -> RecoveryConfig | FitConfig | None:
+    """The settings without a refit, if layers were distilled: it would undo some of that."""
+    if isinstance(config, RecoveryConfig) and "fit" in (report.get("recovery") or {}):
+        return replace(config, refit=False)
+    return config
 
 
 def _described(plan: Plan, teacher: str) -> dict[str, Any]:

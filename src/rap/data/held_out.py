@@ -3,6 +3,7 @@
 Shapes: N tokens of a text.
 """
 
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -41,25 +42,36 @@ def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, st
     calibration, evaluate = str(calibration), None if evaluate is None else str(evaluate)
     names = named_sources(calibration)
     held = [_held_out_of(name) for name in names]
+    evaluated = _asked_for(dict(zip(names, held, strict=True)))
     if evaluate == HELD_OUT:
-        found = dict(zip(names, held, strict=True))
-        asked = {n: other for n, other in found.items() if without_prefixes(n) not in COMPLETING}
-        some = {n: other for n, other in found.items() if other is not None}
-        evaluated = asked or some or found
         for name, other in evaluated.items():
             if other is None:
                 raise CalibrationError(
-                    f"{name} has no held-out split; name an evaluation dataset with --evaluate"
+                    f"{name} has no held-out split; name another dataset to evaluate on (--evaluate"
+                    ", or --measure text= of `rap compare`)"
                 )
         evaluate = ",".join(dict.fromkeys(other for other in evaluated.values() if other))
-    if evaluate is not None:
+    if evaluate is None:
+        kept = list(evaluated.values())
+    else:
         check_apart(calibration, evaluate)
-    kept = held if evaluate is None else [_once(name) for name in named_sources(evaluate)]
+        kept = [_once(name) for name in named_sources(evaluate)]
     training = [
         _training_part_of(name) if other in kept and other.startswith(TAIL) else name
         for name, other in ((name, other or "") for name, other in zip(names, held, strict=True))
     ]
     return ",".join(training) if training else calibration, evaluate
+
+
+def _asked_for(held: dict[str, str | None]) -> dict[str, str | None]:
+    """Of sources and what is held out of them, those that were asked for, not what completes them.
+
+    Of sources that complete others, those before the model's samples, which follow what was asked.
+    """
+    asked = [name for name in held if without_prefixes(name) not in COMPLETING]
+    leading = list(takewhile(lambda name: name != OWN and not name.startswith(REPEATED), held))
+    some = [name for name, other in held.items() if other is not None]
+    return {name: held[name] for name in asked or leading or some or held}
 
 
 def check_apart(calibration: str, evaluate: str) -> None:

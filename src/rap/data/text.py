@@ -192,17 +192,22 @@ def windows_from_text(
 
     Raises CalibrationError for an empty text, one shorter than a window, or fewer windows than N.
     """
-    if num_windows < 1 or window < 2:
-        raise CalibrationError(
-            f"cannot take {num_windows} windows of {window} tokens; use at least one window of two "
-            "tokens"
-        )
+    check_windows(num_windows, window)
     if not text.strip():
         raise CalibrationError("the calibration text is empty: give a text with some words in it")
     first = bos_token(bos, tokenizer)
     asked = (num_windows, window if first is None else window - 1, seed)
     rows = _from_stretches(text, tokenizer, *asked)
     return with_bos(rows if rows is not None else _from_whole(text, tokenizer, *asked), first)
+
+
+def check_windows(num_windows: int, window: int) -> None:
+    """Raise CalibrationError unless there is a window, of two tokens or more."""
+    if num_windows < 1 or window < 2:
+        raise CalibrationError(
+            f"cannot take {num_windows} windows of {window} tokens; use at least one window of two "
+            "tokens"
+        )
 
 
 @contextmanager
@@ -214,7 +219,7 @@ def _named(source: str) -> Iterator[None]:
         if TRAIN not in source:
             raise
         raise CalibrationError(
-            f"{error} (of {shown_name(source)}; naming another --evaluate dataset adds the tail)"
+            f"{error} (of {shown_name(source)}, which is for evaluation)"
         ) from error
 
 

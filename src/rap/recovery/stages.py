@@ -112,6 +112,7 @@ def recover_stage(
     config: RecoveryConfig | FitConfig | None = None,
     fit: FitConfig | None = None,
     fitted: dict[str, Any] | None = None,
+    samples: tuple[list[str], dict[str, Any]] | None = None,
     seed: int = 0,
     output: str | Path | None = None,
     bos: Bos = "auto",
@@ -130,7 +131,8 @@ def recover_stage(
     `dense` are left untouched, and may be LayerSources: then the best is one, and of weights in
     files `name` is one of FROM_FILES. The report has the perplexity after each step and what
     distillation reports; it is empty for `none`.
-    The source `own` is what `dense` wrote (`data.own`).
+    The source `own` is what `dense` wrote (`data.own`); `samples` is what `read_texts` gave, where
+    that was another form of the model, before its weights were rounded.
     With an `output`, checkpoints go to its `work_folder`, from which a killed run continues.
     """
     sources = source_of(small), source_of(dense)
@@ -139,7 +141,7 @@ def recover_stage(
     if name == "none":
         return small, {}
     report: dict[str, Any] = {"name": name, "texts": list(texts)}
-    read, drawn = _with_samples(texts, sources[1].model, tokenizer, progress)
+    read, drawn = samples or read_texts(texts, sources[1].model, tokenizer, progress=progress)
     report |= drawn
     run = _Run(*sources, tokenizer, read, seed, output, bos, progress, report)
     first, _, last = name.rpartition("+")
@@ -159,8 +161,8 @@ def recover_stage(
     return run.small if small is sources[0] else run.small.model, report
 
 
-def _with_samples(
-    texts: Sequence[str], dense: PreTrainedModel, tokenizer: Any, progress: bool
+def read_texts(
+    texts: Sequence[str], dense: PreTrainedModel, tokenizer: Any, *, progress: bool = False
 ) -> tuple[list[str], dict[str, Any]]:
     """The sources of all texts, as `own.with_samples`; several processes draw samples once."""
     names = [name for text in texts for name in named_sources(text)]
