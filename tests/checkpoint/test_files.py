@@ -118,17 +118,20 @@ def test_kill_leaves_the_old_state_and_the_next_run_cleans_up(old):
     assert _names(old) == ["config.json"]
     abandoned = [name for name in _names(old.parent) if "partial" in name]
     assert len(abandoned) == 1, "the process did not die inside the block"
-    running = old.parent / f".out.partial-{os.getppid()}"
+    running, elsewhere = files._partial(old, os.getppid()), ".out.partial-another-999999999"
     running.mkdir()
+    (old.parent / elsewhere).mkdir()
     _write(old, force=True)
     assert _names(old) == ["new"]
-    assert _names(old.parent) == sorted([running.name, "out"]), "another run's partial must stay"
+    # Another run's stays, and one that a machine with the same folder writes.
+    assert _names(old.parent) == sorted([running.name, elsewhere, "out"])
 
 
 def test_names_with_wildcards_clean_only_their_own(tmp_path):
-    (tmp_path / ".outx.partial-999999999").mkdir()
+    other = files._partial(tmp_path / "outx", 999999999)
+    other.mkdir()
     _write(tmp_path / "out[x]")
-    assert _names(tmp_path) == [".outx.partial-999999999", "out[x]"]
+    assert _names(tmp_path) == [other.name, "out[x]"]
 
 
 def test_json_is_written_whole(tmp_path):
@@ -319,8 +322,8 @@ def test_fingerprint_of_a_tied_model_counts_a_weight_once():
 
 
 def test_a_file_that_a_killed_process_left_is_removed_by_the_next(tmp_path):
-    (tmp_path / ".a.json.partial-999999999").write_text("half")
-    running = tmp_path / f".a.json.partial-{os.getppid()}"
+    files._partial(tmp_path / "a.json", 999999999).write_text("half")
+    running = files._partial(tmp_path / "a.json", os.getppid())
     running.write_text("half")
     write_json(tmp_path / "a.json", {})
     assert _names(tmp_path) == sorted([running.name, "a.json"]), "another run's half must stay"

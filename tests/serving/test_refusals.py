@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from cases.command import error_violations, run
 from cases.family_cases import CASES, random_case_plan
@@ -11,7 +12,7 @@ from cases.plans import random_plan
 from cases.served import SERVED
 from rap.model.errors import CheckpointError, UnsupportedModelError
 from rap.model.families import FAMILIES, WRAPPERS
-from rap.serving.refusals import REFUSED, check_served
+from rap.serving.refusals import REFUSED, check_precision, check_served
 from rap.serving.vllm import GENERAL, architectures
 from rap.surgery.apply import apply
 
@@ -33,6 +34,14 @@ def test_every_family_runs_in_vllm_or_has_a_reason():
 @pytest.mark.parametrize("name", ["llama", "mixtral", "glm4", "gemma3n_text", "gemma4_text"])
 def test_a_served_family_is_checked_without_an_error(name):
     check_served(config_of(name))
+
+
+def test_a_family_that_overflows_is_not_served_in_float16():
+    config = config_of("glm4")
+    check_precision(config, torch.bfloat16)
+    check_precision(config_of("llama"), torch.float16)
+    with pytest.raises(UnsupportedModelError, match="glm4 is numerically unstable in float16"):
+        check_precision(config, torch.float16)
 
 
 def test_every_served_architecture_names_a_class_of_the_backend():

@@ -6,6 +6,7 @@ import errno
 import glob
 import json
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterator
@@ -121,7 +122,7 @@ def whole_file(output: str | Path, *, force: bool = True) -> Iterator[Path]:
     target = Path(output).resolve()
     made = _make_parents(target)
     _remove_abandoned(target)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = _partial(target, os.getpid())
     try:
         with _written(target):
             yield partial
@@ -145,7 +146,7 @@ def whole_directory(
     target = Path(output).resolve()
     made = _make_parents(target)
     _remove_abandoned(target)
-    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    partial = _partial(target, os.getpid())
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
@@ -275,8 +276,14 @@ def _exchange(first: Path, second: Path) -> bool:
     return rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 
 
+def _partial(target: Path, process: int | str) -> Path:
+    """Where a process of this machine writes; others may share the folder, not its processes."""
+    machine = re.sub(r"[^\w.-]", "_", platform.node())
+    return target.with_name(f".{target.name}.partial-{machine}-{process}")
+
+
 def _remove_abandoned(target: Path) -> None:
-    for old in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+    for old in target.parent.glob(f"{glob.escape(_partial(target, '').name)}*"):
         process = old.name.rpartition("-")[2]
         if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc").exists():
             old.unlink() if old.is_file() else shutil.rmtree(old, ignore_errors=True)

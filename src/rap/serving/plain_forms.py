@@ -75,7 +75,7 @@ def check_widely_read(config: Any, engine: str) -> None:
     if family not in WIDELY_READ:
         raise UnsupportedModelError(
             f"{engine} reads a list of frequencies of {' and '.join(WIDELY_READ)} alone, not of "
-            f"{family}; use --target plain"
+            f"{family}: serve it with vLLM or transformers"
         )
 
 

@@ -1,5 +1,6 @@
 """Which pruned families vLLM does not serve, and why; read from a checkpoint's config."""
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..model.errors import UnsupportedModelError
@@ -30,6 +31,19 @@ REFUSED = {
     "llama4_text": SLOTS,
     **dict.fromkeys((*WRAPPERS, *INNER), IMAGES),
 }
+
+
+# vLLM refuses float16 of these by model type, which a pruned checkpoint has no longer.
+OVERFLOWS = ("gemma2", "gemma3_text", "glm4")
+
+
+def check_precision(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModelError for a data type in which the family's activations overflow."""
+    family = base_model_type(config)
+    if dtype == torch.float16 and family in OVERFLOWS:
+        raise UnsupportedModelError(
+            f"{family} is numerically unstable in float16: use --dtype bfloat16 or float32"
+        )
 
 
 def is_served(model_type: str) -> bool:

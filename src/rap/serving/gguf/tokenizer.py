@@ -69,7 +69,8 @@ def known_pre(tokenizer: Any) -> str:
     if digest not in table["sha256"]:
         raise CheckpointError(
             f"llama.cpp's table has no pre-tokenizer for this tokenizer (hash {digest[:12]}); name "
-            "a compatible one with --pre, or copy a tokenizer with --tokenizer-from FILE.gguf"
+            "a compatible one with --pre of `rap export gguf`, or copy a tokenizer with its "
+            "--tokenizer-from FILE.gguf"
         )
     name: str = table["sha256"][digest]
     return name

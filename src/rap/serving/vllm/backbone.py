@@ -47,7 +47,7 @@ from ...model.rope import AttentionShape
 from ...model.specs import AttentionSpec
 from ...surgery.weights import converted
 from ..layout import check_division
-from ..refusals import check_served
+from ..refusals import check_precision, check_served
 from .projections import place_attention
 from .widths import PaddedAttention, ReadingAttention
 
@@ -59,6 +59,7 @@ class PrunedMixin(Base):
         config = vllm_config.model_config.hf_config
         # Before anything is allocated: a config that cannot be served is refused in one sentence.
         check_served(config)
+        check_precision(config, vllm_config.model_config.dtype)
         check_rope(config, vllm_config.model_config.max_model_len)
         check_division(config, vllm_config.parallel_config.tensor_parallel_size)
         register_backbone(base_model_type(config))
