@@ -2,7 +2,7 @@
 
     python docs/default_tables.py
 
-A table entry is empty, and a column left out, where no result file has it yet.
+A table has no empty entry: a row is in those for which all of their columns were measured.
 """
 
 import json
@@ -35,7 +35,6 @@ PARTS = {
     "default-whole-test.json": "fidelity_full_test_set",
 }
 LENGTHS = (1024, 4096, 8192)
-TASKS = ("single-needle", "multi-key")
 ANSWERS = {
     "tokens": ("length", ".0f"),
     "reach an end": ("ended", ".0%"),
@@ -44,9 +43,9 @@ ANSWERS = {
     "KL along them, nats/token": ("kl", ".2f"),
 }  # by column, the key of the result and its format
 TODAY = "**`rap`**"
-SECOND = "`rap`, a second run"
 SEPARATE = "`rap:merge=1`"
-NEAR = "`rap:reach=90`"  # the default before foldings were compared up to 1,024 tokens
+UNTARGETED = "`rap`, without `--target`"
+PALU = "PaLU"
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -61,14 +60,13 @@ class Kept:
 
     Or without a report, a row of `recovered-forms`, one file that has all of them. `name` is what
     tables call it. Where each model read the full test set by itself, `alone` has the pruned
-    model's result and the dense model's; the first page shows those of `again`, a second run.
+    model's result and the dense model's.
     """
 
     report: str
     folder: str
     name: str = TODAY
     alone: tuple[str, str] | None = None
-    again: tuple[str, str] | None = None
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
@@ -141,56 +139,35 @@ class Model:
 
 # The full test set as each model read it by itself: that of the pruned one, and the dense one's.
 DENSE_WHOLE = "smollm2-default-articles/default-whole-test.json"
-SECOND_70 = ("smollm2-default-far-0.7-again/perplexity-full-test-set.json", DENSE_WHOLE)
-SECOND_50 = ("smollm2-default-far-0.5-again/perplexity-full-test-set.json", DENSE_WHOLE)
+WHOLE_70, WHOLE_50 = (
+    (f"smollm2-default-far-{ratio}-again/perplexity-full-test-set.json", DENSE_WHOLE)
+    for ratio in (0.7, 0.5)
+)
 GEMMA_70, GEMMA_50 = (
     (f"gemma3-whole-test/{name}.json", "gemma3-whole-test/dense.json")
     for name in ("rap-0.7", "rap-0.5")
 )
 
+
+def _kept(
+    model: str, folder: str = "", name: str = TODAY, alone: tuple[str, str] | None = None
+) -> Kept:
+    """What the command in the folder `model` kept; evaluated in `folder`."""
+    return Kept(f"{model}/compress.json", folder, name, alone)
+
+
+SMOLLM2 = "smollm2-default-far"
 MODELS = (
     Model(
         "SmolLM2-135M-Instruct",
         (
-            Kept(
-                "smollm2-default-far-0.7-plain/compress.json",
-                "smollm2-default-far-0.7",
-                again=SECOND_70,
-            ),
-            Kept(
-                "smollm2-default-far-0.7-again-plain/compress.json",
-                "smollm2-default-far-0.7-again",
-                SECOND,
-                SECOND_70,
-            ),
-            Kept(
-                "smollm2-default-far-0.7-per-head/compress.json",
-                "smollm2-default-far-0.7-per-head-kept",
-                SEPARATE,
-            ),
-            Kept("", f"{FORMS}/smollm2-plain-0.7.json", NEAR),
-            Kept(
-                "smollm2-default-far-0.5-plain/compress.json",
-                "smollm2-default-far-0.5",
-                again=SECOND_50,
-            ),
-            Kept(
-                "smollm2-default-far-0.5-again-plain/compress.json",
-                "smollm2-default-far-0.5-again",
-                SECOND,
-                SECOND_50,
-            ),
-            Kept(
-                "smollm2-default-far-0.5-merged/compress.json",
-                "smollm2-default-far-0.5-merged-kept",
-                "`rap`, without `--target`",
-            ),
-            Kept(
-                "smollm2-default-far-0.5-per-head/compress.json",
-                "smollm2-default-far-0.5-per-head-kept",
-                SEPARATE,
-            ),
-            Kept("smollm2-default-articles-plain/compress.json", "smollm2-default-articles", NEAR),
+            _kept(f"{SMOLLM2}-0.7-again-plain", f"{SMOLLM2}-0.7-again", alone=WHOLE_70),
+            _kept(f"{SMOLLM2}-0.7-per-head", f"{SMOLLM2}-0.7-per-head-kept", SEPARATE),
+            Kept("", f"{FORMS}/smollm2-palu-0.7.json", PALU),
+            _kept(f"{SMOLLM2}-0.5-again-plain", f"{SMOLLM2}-0.5-again", alone=WHOLE_50),
+            _kept(f"{SMOLLM2}-0.5-merged", f"{SMOLLM2}-0.5-merged-kept", UNTARGETED),
+            _kept(f"{SMOLLM2}-0.5-per-head", f"{SMOLLM2}-0.5-per-head-kept", SEPARATE),
+            Kept("", f"{FORMS}/smollm2-palu-0.5.json", PALU),
         ),
         "smollm2-zero-shot/zero-shot.json",
         (
@@ -202,32 +179,19 @@ MODELS = (
     Model(
         "Gemma 3 270M",
         (
-            Kept(
-                "gemma3-default-far-0.7-model/compress.json",
-                "gemma3-default-far-0.7",
-                alone=GEMMA_70,
-            ),
-            Kept(
-                "gemma3-default-far-0.5-model/compress.json",
-                "gemma3-default-far-0.5",
-                alone=GEMMA_50,
-            ),
-            Kept("gemma3-default-recovered/recover.json", "gemma3-default", "repeated samples"),
-            Kept("gemma3-default-palu-0.7-model/compress.json", "gemma3-default-palu-0.7", "PaLU"),
-            Kept("gemma3-default-palu-0.5-model/compress.json", "gemma3-default-palu-0.5", "PaLU"),
+            _kept("gemma3-default-far-0.7-model", "gemma3-default-far-0.7", alone=GEMMA_70),
+            _kept("gemma3-default-palu-0.7-model", "gemma3-default-palu-0.7", PALU),
+            _kept("gemma3-default-far-0.5-model", "gemma3-default-far-0.5", alone=GEMMA_50),
+            _kept("gemma3-default-palu-0.5-model", "gemma3-default-palu-0.5", PALU),
         ),
         "gemma3-zero-shot/dense.json",
         tuple(f"gemma3-needles/dense-{length}.json" for length in LENGTHS),
     ),
 )
 
-COMPARED = {
-    "smollm2-dense": "dense",
-    "smollm2-plain-0.7": "plain",
-    "smollm2-palu-0.7": "PaLU",
-    "smollm2-plain-0.5": "plain",
-    "smollm2-plain-0.5-distilled": "plain, distilled end to end",
-    "smollm2-palu-0.5": "PaLU",
+DISTILLED = {
+    "smollm2-plain-0.5": "layer-wise distillation, the default",
+    "smollm2-plain-0.5-distilled": "end-to-end distillation after it",
 }  # rows of FORMS
 
 
@@ -236,45 +200,57 @@ def _score(found: dict[str, Any]) -> str:
 
 
 def today() -> list[Model]:
-    """The models with what today's default keeps alone, where that was measured."""
-    kept = [
-        tuple(replace(one, alone=one.again or one.alone) for one in model.kept if one.name == TODAY)
-        for model in MODELS
-    ]
-    return [replace(model, kept=own or model.kept) for model, own in zip(MODELS, kept, strict=True)]
+    """The models with what today's default keeps alone."""
+    kept = [tuple(one for one in model.kept if one.name == TODAY) for model in MODELS]
+    return [replace(model, kept=own) for model, own in zip(MODELS, kept, strict=True)]
 
 
-def quality(models: Sequence[Model]) -> dict[str, Any]:
+def quality(models: Sequence[Model], *left_out: str) -> dict[str, Any]:
     """Perplexity by dataset and zero-shot accuracy: a row a dense model, and one for all kept."""
+    files, columns = _asked("PPL", left_out)
     rows = []
     for model in models:
         whole, _ = model.kept[0].cache()
-        dense = [model.dense_perplexity(file) for file in DATASETS]
+        dense = [model.dense_perplexity(file) for file in files]
         rows.append([model.row(), f"{whole:,}", *dense, model.dense_score()])
         for kept in model.kept:
-            found = [kept.fidelity(file) for file in DATASETS]
+            found = [kept.fidelity(file) for file in files]
             against = [_against(x) if x else "" for x in found]
             size = f"{kept.cache()[1]:,} ({kept.share()})"
             scored = _score(kept.read("zero-shot.json"))
             rows.append([model.row(kept), size, *against, scored])
-    header = ["model", "KV cache, bytes/token", *_columns("PPL"), "zero-shot mean"]
+    header = ["model", "KV cache, bytes/token", *columns, "zero-shot mean"]
     return {"header": header, "rows": rows}
+
+
+def full_test_set() -> dict[str, Any]:
+    """Perplexity over the full test set, a row a dense model, and one for all kept."""
+    others = [name for name in DATASETS.values() if name != WHOLE]
+    table = quality(MODELS, *others)
+    return {part: _without_last(table[part]) for part in ("header", "rows")}
+
+
+def _without_last(part: list[Any]) -> list[Any]:
+    """A header, or rows, without the last column."""
+    return [one[:-1] for one in part] if isinstance(part[0], list) else part[:-1]
 
 
 def divergence() -> dict[str, Any]:
     """KL to the dense model by dataset, a row for each kept."""
+    files, columns = _asked("KL", (WHOLE,))
     rows = []
     for model in MODELS:
         for kept in model.kept:
-            found = [kept.fidelity(file) for file in DATASETS]
+            found = [kept.fidelity(file) for file in files]
             cells = [f"{x['kl']['value']:.3f}" if "kl" in x else "" for x in found]
             rows.append([model.row(kept), kept.share(), *cells])
-    return {"header": ["model", "KV cache", *_columns("KL")], "rows": rows}
+    return {"header": ["model", "KV cache", *columns], "rows": rows}
 
 
-def _columns(what: str) -> list[str]:
-    """The header of what was measured on every dataset."""
-    return [f"{what}, {data}" for data in DATASETS.values()]
+def _asked(what: str, left_out: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The result files of every dataset but some, and the header of what was measured on it."""
+    kept = {file: data for file, data in DATASETS.items() if data not in left_out}
+    return list(kept), [f"{what}, {data}" for data in kept.values()]
 
 
 def _against(found: dict[str, Any]) -> str:
@@ -282,28 +258,24 @@ def _against(found: dict[str, Any]) -> str:
     return f"{value:.2f} ({value / dense - 1:+.0%})"
 
 
-def retrieval() -> dict[str, Any]:
-    """Accuracy by task and length, of the dense model and each kept."""
-    header = ["model", "KV cache"]
-    header += [f"{task}, {length:,}" for task in TASKS for length in LENGTHS]
+def retrieval(task: str, lengths: Sequence[int]) -> dict[str, Any]:
+    """Accuracy at a task by length, of the dense model and each kept."""
     rows = []
     for model in MODELS:
-        rows.append([model.row(), "100%", *_accuracies([_read(file) for file in model.retrieved])])
+        found = [_read(file) for file in model.retrieved]
+        rows.append([model.row(), "100%", *_accuracies(found, task, lengths)])
         for kept in model.kept:
-            files = [kept.read(f"retrieval-{length}.json") for length in LENGTHS]
-            rows.append([model.row(kept), kept.share(), *_accuracies(files)])
-    return {"header": header, "rows": [row for row in rows if any(row[2:])]}
+            found = [kept.read(f"retrieval-{length}.json") for length in lengths]
+            rows.append([model.row(kept), kept.share(), *_accuracies(found, task, lengths)])
+    header = ["model", "KV cache", *(f"{length:,} tokens" for length in lengths)]
+    return {"header": header, "rows": rows}
 
 
-def _accuracies(files: list[dict[str, Any]]) -> list[str]:
-    """Accuracy with its interval by task and length, in the order of the header."""
-    found = {
-        (one["task"], one["length"]): one["accuracy"]
-        for file in files
-        for one in file.get("ruler", [])
-    }
-    cells = [found.get((task, length)) for task in TASKS for length in LENGTHS]
-    return [interval_text(one, ".0%") if one else "" for one in cells]
+def _accuracies(files: list[dict[str, Any]], task: str, lengths: Sequence[int]) -> list[str]:
+    """Accuracy at a task with its interval, by length."""
+    scored = [one for file in files for one in file.get("ruler", [])]
+    found = {one["length"]: one["accuracy"] for one in scored if one["task"] == task}
+    return [interval_text(found[n], ".0%") if n in found else "" for n in lengths]
 
 
 def answers() -> dict[str, Any]:
@@ -320,26 +292,14 @@ def answers() -> dict[str, Any]:
     return {"header": ["model", "KV cache", *ANSWERS], "rows": rows}
 
 
-def forms() -> dict[str, Any]:
-    """What the same recovery keeps of other forms, a row for each that was measured.
-
-    Perplexity over that of the dense model, zero-shot accuracy, and one needle by length.
-    """
+def distilled() -> dict[str, Any]:
+    """What end-to-end distillation adds, perplexity over that of the dense model."""
+    files, columns = _asked("PPL ratio", (WHOLE,))
     rows = []
-    for name, said in COMPARED.items():
+    for name, recovery in DISTILLED.items():
         kept = Kept("", f"{FORMS}/{name}.json")
-        whole = name.endswith("-dense")
-        found = [] if whole else [kept.fidelity(file) for file in DATASETS]
-        ratios = ["1"] * len(DATASETS) if whole else [_ratio(x) if x else "" for x in found]
-        files = [kept.read(f"retrieval-{length}.json") for length in LENGTHS]
-        share = "100%" if whole else kept.share()
-        needles = _accuracies(files)[: len(LENGTHS)]
-        rows.append([said, share, *ratios, _score(kept.read("zero-shot.json")), *needles])
-    needles = [f"needle, {length:,}" for length in LENGTHS]
-    return {
-        "header": ["model", "KV cache", *_columns("PPL ratio"), "zero-shot mean", *needles],
-        "rows": rows,
-    }
+        rows.append([recovery, kept.share(), *(_ratio(kept.fidelity(file)) for file in files)])
+    return {"header": ["recovery", "KV cache", *columns], "rows": rows}
 
 
 def _ratio(found: dict[str, Any]) -> str:
@@ -351,25 +311,23 @@ def _answered(side: dict[str, Any]) -> list[str]:
     return [interval_text(side[key], format_) for key, format_ in ANSWERS.values()]
 
 
-def filled(table: dict[str, Any], left_out: str = "") -> str:
-    """A table in Markdown, without columns that nothing is in, and without one that is named."""
-    header, rows = table["header"], table["rows"]
-    asked = [number for number, name in enumerate(header) if name != left_out]
-    some = [number for number in asked if any(row[number] for row in rows)]
-    kept = [[row[number] for number in some] for row in rows]
-    return str(markdown_table({"header": [header[number] for number in some], "rows": kept}))
+def filled(table: dict[str, Any]) -> str:
+    """A table in Markdown, of the rows of which everything was measured."""
+    return str(markdown_table({**table, "rows": [row for row in table["rows"] if all(row)]}))
 
 
 def made() -> dict[str, dict[str, str]]:
     """What is generated, by page and by the name in the mark above it."""
     return {
-        README: {"quality": filled(quality(today()), left_out="PPL, WikiText-2")},
+        README: {"quality": filled(quality(today(), "WikiText-2"))},
         PAGE: {
-            "quality": filled(quality(MODELS)),
+            "quality": filled(quality(MODELS, WHOLE)),
+            "full test set": filled(full_test_set()),
             "KL": filled(divergence()),
-            "retrieval": filled(retrieval()),
+            "one needle": filled(retrieval("single-needle", LENGTHS)),
+            "one of several keys": filled(retrieval("multi-key", LENGTHS[:2])),
             "answers": filled(answers()),
-            "forms": filled(forms()),
+            "distilled": filled(distilled()),
         },
     }
 

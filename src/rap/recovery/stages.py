@@ -164,7 +164,7 @@ def recover_stage(
 def read_texts(
     texts: Sequence[str], dense: PreTrainedModel, tokenizer: Any, *, progress: bool = False
 ) -> tuple[list[str], dict[str, Any]]:
-    """The sources of all texts, as `own.with_samples`; several processes draw samples once."""
+    """The sources of all datasets, as `own.with_samples`; several processes draw samples once."""
     names = [name for text in texts for name in named_sources(text)]
     with processes().main_process_first():
         return with_samples(names, dense, tokenizer, progress=progress)
