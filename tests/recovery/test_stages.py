@@ -171,6 +171,19 @@ def test_what_the_fit_holds_out_no_later_stage_trains_on(models, tokenizer, tmp_
     assert fingerprint_model(third) == fingerprint_model(both)
 
 
+def test_data_that_are_short_say_so(models, tokenizer, tmp_path, capsys):
+    path = tmp_path / "own.txt"
+    path.write_text(" ".join(f"number {n} of many." for n in range(400)))
+    small, dense = models[::-1]
+    asked = {"texts": [str(path)], "config": replace(ShortFit(), num_windows=1000)}
+    _, report = recover_stage(small, dense, tokenizer, "fit", **asked, progress=True)
+    rows, held = recovery_windows([str(path)], tokenizer, asked["config"])
+    found = report["fit"]
+    assert (found["num_windows"], found["num_held_out"]) == (len(rows), len(held))
+    said = f"the training data have {len(rows)} of 1000 windows of"
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_refit_of_several_texts_reads_all_of_them(models, tokenizer, monkeypatch):
     """They come in turns, of which every second or fourth is one text alone."""
     dense, small = models

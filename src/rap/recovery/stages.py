@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -264,7 +265,19 @@ class _Run:
         layers = fit_layers(fitted, self.dense, windows, config, work=work, progress=self.progress)
         self.report["fit"] = {"config": asdict(config), "layers": [asdict(x) for x in layers]}
         self.report["fit"]["windows"] = self._fingerprint(windows)
+        self.report["fit"] |= self._counts(windows, config.num_windows)
         self.offer(fitted, "fitted")
+
+    def _counts(self, windows: Tensor, asked: int) -> dict[str, int]:
+        """How many windows were read, and held out: of short data fewer than asked for."""
+        assert self.validation is not None
+        if len(windows) < asked and self.progress:
+            Console(stderr=True).print(
+                f"the training data have {len(windows)} of {asked} windows of "
+                f"{windows.shape[1]} tokens, and {len(self.validation)} that are held out",
+                soft_wrap=True,
+            )
+        return {"num_windows": len(windows), "num_held_out": len(self.validation)}
 
     def refit(self, config: RecoveryConfig) -> None:
         """Refit the outputs of every layer in closed form."""
