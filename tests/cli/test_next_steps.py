@@ -18,6 +18,7 @@ from rap.cli import recover
 from rap.cli.compress import CompressionRun, say_report
 from rap.cli.groups import PruningOptions, ReadingOptions
 from rap.data.held_out import dataset_name, split
+from rap.pipeline import Defaults
 from rap.planning.shared import TARGETS
 from rap.recovery import stages
 from rap.recovery.config import recovery_config
@@ -122,6 +123,24 @@ def test_what_is_no_default_is_repeated_and_nothing_else():
     none = CompressionRun(**about, evaluate="none").next_steps(PRUNED, SERVED)
     assert "--text wikitext2 " in none[0]
     assert "--evaluate none " in none[1]
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "writes", "named"),
+    [
+        (True, False, "bundled,repeated:bundled,python"),
+        (True, True, "auto"),
+        (False, False, "auto"),
+    ],
+)
+def test_recovery_reads_what_was_read_from_files(pretrained, writes, named):
+    """By default it adds what the model writes, which `--stream` cannot have."""
+    defaults = Defaults(pretrained=pretrained, writes=writes)
+    read = compress_command._as_read(ReadingOptions(calibration="auto"), defaults)
+    assert read.calibration == named
+    about = {"model": "m", "output": Path("o"), "recover": "none"}
+    _, recover, _ = CompressionRun(read=read, **about).next_steps(PRUNED, SERVED)
+    assert ("--text" in recover) is (named != "auto")
 
 
 def test_what_was_fitted_is_not_refitted_on_another_text():

@@ -214,8 +214,15 @@ def compress_command(
         _export_plain(written, output, force)
     config = load_config(output) if plain or result.model is None else result.model.config
     about: dict[str, Any] = {"evaluate": evaluate, "target": cut.target, "recover": recovers}
-    made = CompressionRun(model=model, output=output, read=read, **about)
+    made = CompressionRun(model=model, output=output, read=_as_read(read, defaults), **about)
     say_report(result.report, made, cut, config, as_json)
+
+
+def _as_read(read: CompletedOptions, defaults: Defaults) -> CompletedOptions:
+    """The data by name where the model wrote none: `rap recover` loads it, and would add some."""
+    if not defaults.pretrained or defaults.writes:
+        return read
+    return replace(read, calibration=defaults.calibration(read.calibration, read.windows))
 
 
 def _check_output(output: Path, model: str, force: bool) -> None:
