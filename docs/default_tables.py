@@ -242,7 +242,7 @@ def divergence() -> dict[str, Any]:
     for model in MODELS:
         for kept in model.kept:
             found = [kept.fidelity(file) for file in files]
-            cells = [f"{x['kl']['value']:.3f}" if "kl" in x else "" for x in found]
+            cells = [interval_text(x["kl"], ".3f") if "kl" in x else "" for x in found]
             rows.append([model.row(kept), kept.share(), *cells])
     return {"header": ["model", "KV cache", *columns], "rows": rows}
 
