@@ -227,12 +227,8 @@ def full_test_set() -> dict[str, Any]:
     """Perplexity over the full test set, a row a dense model, and one for all kept."""
     others = [name for name in DATASETS.values() if name != WHOLE]
     table = quality(MODELS, *others)
-    return {part: _without_last(table[part]) for part in ("header", "rows")}
-
-
-def _without_last(part: list[Any]) -> list[Any]:
-    """A header, or rows, without the last column."""
-    return [one[:-1] for one in part] if isinstance(part[0], list) else part[:-1]
+    # Tasks are no part of it.
+    return {"header": table["header"][:-1], "rows": [row[:-1] for row in table["rows"]]}
 
 
 def divergence() -> dict[str, Any]:

@@ -235,13 +235,12 @@ def pruned_table(evidence: Evidence, retain: float) -> str:
     """What the models of a ratio cost, and how near the dense one they are without recovery."""
     header = ["method", "reconstructs", "KV", "parameters", "FLOPs", "decode", "prefill"]
     dense, rows = evidence.dense, []
-    for keys in evidence.at(retain, "none"):
-        cell = evidence.cells[keys]
-        times = evidence.timed.get(keys, {})
+    for key in evidence.at(retain, "none"):
+        cell, times = evidence.cells[key], evidence.timed.get(key, {})
         measured = [_time(times, what) for what in ("decode", "prefill")]
-        rows.append([*_costs(keys.method, cell, dense), *measured, *_quality(cell)])
-    rows.insert(0, ["dense", "", *["100%"] * 5, *_quality(dense)])
-    return markdown_table({"header": [*header, "PPL", "KL"], "rows": _whole(rows)})
+        rows.append([*_costs(key.method, cell, dense), *measured, *_quality(cell)])
+    first = ["dense", "", *["100%"] * 5, *_quality(dense)]
+    return markdown_table({"header": [*header, "PPL", "KL"], "rows": [first, *_whole(rows)]})
 
 
 def recovered_table(evidence: Evidence, retain: float) -> str:
@@ -257,8 +256,8 @@ def recovered_table(evidence: Evidence, retain: float) -> str:
 
 
 def _whole(rows: list[list[str]]) -> list[list[str]]:
-    """The rows of which everything was measured; only the dense model says nothing of itself."""
-    return [row for row in rows if row[0] == "dense" or all(row)]
+    """The rows of which everything was measured."""
+    return [row for row in rows if all(row)]
 
 
 def sweep_tables(evidence: Evidence) -> dict[str, str]:
@@ -377,7 +376,7 @@ def beyond_tables(evidence: Evidence) -> dict[str, str]:
     }
     return {
         f"{name}_table": markdown_table(
-            {"header": ["model", *columns[name]], "rows": [row for row in found if all(row)]}
+            {"header": ["model", *columns[name]], "rows": _whole(found)}
         )
         for name, found in rows.items()
     }
@@ -457,8 +456,7 @@ def methods_page(evidence: Evidence) -> str:
     parts = [_filled(METHODS_HEAD.format(**about)), _filled(FIGURE_NOTE.format(sweeps=sweeps))]
     parts += [_at_ratio(evidence, retain) for retain in RATIOS]
     swept = runs([*SWEPT, *SHORT, *MERGED], METHODS)
-    note = _filled(SWEEP_NOTE.format(**{name: f"{{{name}}}" for name in sweep_tables(evidence)}))
-    swept += f"\n\n{note.format(**sweep_tables(evidence))}"
+    swept += f"\n\n{_filled(SWEEP_NOTE).format(**sweep_tables(evidence))}"
     parts.append(f"## From 90% to 25% of the KV cache\n\n{swept}")
     dense, *cells = evidence.another
     scored = dense["evaluation"]

@@ -239,11 +239,14 @@ def _teacher(
     those that calibration read.
     """
     dtype, placed = loaded.teacher_dtype, _placement(loaded.device, loaded.device_map)
-    samples = None
-    if dtype != "auto" and reads_samples(name for text in texts for name in named_sources(text)):
-        samples = read_texts(texts, load_dense(source, **placed), tokenizer, progress=True)
-    dense = load_dense(source, dtype="auto" if dtype in KINDS else dtype, **placed)
-    return quantize_weights(dense, dtype) if dtype in KINDS else dense, samples
+    rounded = dtype in KINDS
+    writes = dtype != "auto" and reads_samples(x for text in texts for x in named_sources(text))
+    dense: Any = load_dense(source, **placed) if rounded or writes else None
+    samples = read_texts(texts, dense, tokenizer, progress=True) if writes else None
+    if rounded:
+        return quantize_weights(dense, dtype), samples
+    del dense  # before the other form of it is loaded
+    return load_dense(source, dtype=dtype, **placed), samples
 
 
 def _placement(device: str, device_map: str | None) -> dict[str, Any]:
