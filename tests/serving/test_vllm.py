@@ -1,7 +1,9 @@
 """A pruned checkpoint in the real vLLM engine, against the stock model with zeroed weights."""
 
 import pytest
+import torch
 
+from cases.family_cases import CASES
 from cases.plans import random_plan
 from cases.served import TWO_RANKS, in_mode, run_tiny
 from rap import assets
@@ -124,3 +126,21 @@ def test_a_short_list_of_widths_is_refused_in_a_sentence(mixed, damaged):
     path = damaged(mixed.path, section=lambda rap: rap["layers"].pop())
     with pytest.raises(EngineError, match="lists widths for 5 layers, the model has 6"):
         run_vllm(path, [], max_model_len=512)
+
+
+def test_a_pruned_gpt_oss_chats_in_the_format_of_the_dense_one(tmp_path):
+    """Of the config alone: the vocabulary of harmony is fetched at the first request."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    case = next(case for case in CASES if case.name == "gpt_oss")
+    model = case.model(dtype=torch.float32)
+    pruned = apply(model, random_plan(model, [(8, 16)] * model.config.num_hidden_layers))
+    formats = []
+    for name, saved in (("dense", model), ("pruned", pruned)):
+        saved.save_pretrained(tmp_path / name)
+        made = EngineArgs(
+            model=str(tmp_path / name), skip_tokenizer_init=True, max_model_len=64
+        ).create_engine_config()
+        parser = made.structured_outputs_config.reasoning_parser
+        formats.append((made.model_config.hf_config.model_type, parser))
+    assert formats == [("gpt_oss", "openai_gptoss")] * 2

@@ -22,8 +22,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def register() -> None:
     """Register the pruned architectures with vLLM. May be called any number of times."""
     from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
+    from .chat import DENSE, HarmonyConfig
     from .widths import WidthConvertor
 
     modeling.register()
@@ -34,6 +36,7 @@ def register() -> None:
     for family in FAMILIES:
         if is_served(family):
             MODEL_ARCH_CONFIG_CONVERTORS[PREFIX + family] = WidthConvertor
+    MODELS_CONFIG_MAP[modeling.model_class(DENSE).__name__] = HarmonyConfig
 
 
 def architectures() -> dict[str, str]:
