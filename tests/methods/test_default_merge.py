@@ -20,6 +20,7 @@ ALONE = {
     "too wide a head": ("llama", {"heads": 2, "kv_heads": 2, "head_dim": 160}, 0.9, ""),
     "normalised, too wide": ("qwen3", {"heads": 2, "kv_heads": 2, "head_dim": 160}, 0.9, ""),
     "all kept": ("llama", {"heads": 4, "kv_heads": 2}, 1.0, ""),
+    "all kept in steps": ("llama", {"heads": 4, "kv_heads": 2, "head_dim": 64}, 0.97, ""),
 }
 
 
@@ -68,6 +69,18 @@ def test_what_absorbs_its_maps_merges_no_more_than_the_weights_bear(
     statistics = rap.calibrate(model, random_tokens(2, 16), method.needs_for(model))
     plan = method.plan(model, statistics)
     assert {layer.merge for layer in plan.layers} == {merge}
+
+
+def test_maps_of_a_short_text_stay_of_the_size_of_weights(
+    reference_model: Any, test_tokens: torch.Tensor
+) -> None:
+    """Of 128 tokens, which say nothing of most directions of two heads' values."""
+    method = rap.Rap(retain=0.75)
+    windows = test_tokens[:128].view(2, 64)
+    statistics = rap.calibrate(reference_model, windows, method.needs_for(reference_model))
+    plan = method.plan(reference_model, statistics)
+    sizes = [float(layer.tensors()["value_up_GDC"].abs().max()) for layer in plan.layers]
+    assert max(sizes) < 3
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -62,6 +62,20 @@ def test_what_a_config_rules_out_is_refused_first(monkeypatch, tokenizer, method
         context.plan(parse_method(method, 0.5))
 
 
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(RapError, match="no layer of this model has attention to prune"):
+        parse_method("rap", 0.5).check_model(family("lfm2", layer_types=["conv"] * 3))
+
+
+def test_budgets_that_no_merged_head_may_have_are_refused_first():
+    model = tiny_model("llama", heads=8, kv_heads=4, head_dim=128, layers=1)
+    with pytest.raises(RapError, match="more than the 0.5 that layers may keep"):
+        parse_method("rap:budget=error:merge=4", 0.9).check_model(model)
+    model = tiny_model("llama", heads=4, kv_heads=2, head_dim=16, layers=2)
+    with pytest.raises(RapError, match="retain 0.5 leaves less than one step of 4"):
+        parse_method("rap:budget=retrieval:merge=1:align=8", 0.5).check_model(model)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

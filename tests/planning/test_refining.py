@@ -5,7 +5,7 @@ import torch
 
 from rap.planning.folding import fold_head, logit_error, spaced, usual_reach
 from rap.planning.losses import value_subspace
-from rap.planning.merging import refine_latent, refine_slots
+from rap.planning.merging import lifted, refine_latent, refine_slots
 from rap.planning.subspace import hermitian_root
 
 HEADS, PAIRS, CONTEXT = 2, 6, 400
@@ -133,3 +133,26 @@ def test_a_latent_of_one_reader_is_the_best_there_is():
     torch.testing.assert_close(refined.up @ refined.down, factors.up @ factors.down)
     whole = value_subspace(values, DIM)
     assert refine_latent(values, whole, 1) is whole
+
+
+def of_few(seed, size=SIZE, dtype=torch.complex64, batch=()):
+    """A moment of fewer tokens than directions, summed in single precision as calibration does."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(*batch, size // 3, size, dtype=dtype, generator=generator)
+    return (rows.mH @ rows / rows.shape[-2]).to(torch.promote_types(dtype, torch.float64))
+
+
+def test_moments_of_full_rank_stay_as_they_are():
+    assert torch.equal(lifted(moment(0)), moment(0))
+    few = of_few(0)
+    least = torch.linalg.eigvalsh(lifted(few))[0] / few.diagonal().real.mean()
+    assert float(least) == pytest.approx(1e-4, rel=0.01)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_of_few_tokens_stay_of_one_size(seed, turned):
+    read, key = of_few(seed), of_few(seed + 10)
+    head = fold_head(read, key, FREQUENCIES, 8, CONTEXT, turned=turned)
+    refined = refine_slots(head, read, key, FREQUENCIES, REACH, turned=turned, rounds=20)
+    assert float(refined.key_mix.abs().max()) < 2 * float(head.key_mix.abs().max())

@@ -69,3 +69,11 @@ def test_the_grouping_with_the_smallest_share_of_errors_wins(seed):
     [expected] = zip(*shared_slots(layers, MIXED, 3, CONTEXT, [candidates[best]]), strict=True)
     [found] = zip(*shared_slots(layers, MIXED, 3, CONTEXT, candidates), strict=True)
     assert [head.error for head in found] == [head.error for head in expected]
+
+
+def test_a_head_that_is_all_zero_has_no_vote():
+    ones, none = energies(1, 2, 3, 4), energies(0, 0, 0, 0)
+    alone = shared_slots([(ones, ones)], SLOW, 2, CONTEXT, [()])
+    beside = shared_slots([(ones, ones), (none, none)], SLOW, 2, CONTEXT, [()])
+    assert torch.equal(beside[0][0].frequency, alone[0][0].frequency)
+    assert float(beside[1][0].error) == 0

@@ -16,6 +16,7 @@ from ..checkpoint.source import resolve_source
 from ..evaluation.cost.latency import (
     PLAIN,
     LatencyPoint,
+    attend_by,
     default_variants,
     if_it_fits,
     measure_point,
@@ -143,7 +144,7 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
 def _prefill(models: dict[str, Any], **timed: Any) -> dict[str, float] | None:
     """Medians in seconds, and the median over rounds of dense over pruned; None if memory ends."""
     for model in models.values():
-        model.set_attn_implementation(PLAIN.attention)
+        attend_by(model, PLAIN.attention)
     seconds = if_it_fits(time_prefill, models, **timed)
     if seconds is None:
         return None

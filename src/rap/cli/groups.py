@@ -135,7 +135,8 @@ class PruningOptions:
         if wanted.get("profile") == "stock" and self.retain < 1:
             if "merge" in wanted:
                 heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-                most = most_merged(heads, dim, self.retain, absorbed=True)
+                unit = wanted["align"] // 2
+                most = most_merged(heads, dim, self.retain, absorbed=True, unit=unit)
                 named = {"auto": most, "all": heads}
                 merged = named.get(wanted["merge"], wanted["merge"])
                 dim *= merged if isinstance(merged, int) else 1  # what is no number, Rap refuses

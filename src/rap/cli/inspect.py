@@ -11,6 +11,7 @@ from ..calibration.kv_sharing import joined_shapes
 from ..checkpoint.load import is_pruned, load_config, without_tensors
 from ..evaluation.cost.footprint import cached_channels
 from ..methods import Rap
+from ..methods.base import aligned
 from ..methods.dense import key_mixing_limit, merge_limit, value_mixing_limit
 from ..methods.merged import most_merged
 from ..model.errors import RapError
@@ -247,7 +248,8 @@ def _merging(
             found.append((1, ""))
             continue
         heads = shape.num_kv_heads
-        merged = 1 if limit else most_merged(heads, shape.head_dim, retain)
+        unit = max(1, aligned(None, [shape]) // 2)
+        merged = 1 if limit else most_merged(heads, shape.head_dim, retain, unit=unit)
         alone = limit and f"heads are not merged: {limit}"
         become = f"{heads} KV heads become {heads // merged} at retain {retain:g}"
         found.append((merged, alone if merged == 1 else become))

@@ -99,10 +99,15 @@ class Method(ABC):
         """
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """As `check_shapes`, which it asks: RapError for what a dense model's config rules out."""
+        """As `check_shapes`, which it asks: RapError for what a dense model's config rules out.
+
+        UnsupportedModelError for a model of which no layer has attention to prune.
+        """
         spared = self.spared(model.config)
-        layers = attention_layers(model)
-        self.check_shapes([None if x.index in spared else x.shape for x in layers])
+        shapes = [None if x.index in spared else x.shape for x in attention_layers(model)]
+        if not any(shapes):
+            raise UnsupportedModelError("no layer of this model has attention to prune")
+        self.check_shapes(shapes)
 
     def apply(self, model: PreTrainedModel, plan: Plan) -> Any:
         """The smaller model, new; `model` is left untouched."""
@@ -313,5 +318,5 @@ def aligned(align: int | None, shapes: Sequence[AttentionShape | None]) -> int:
     """The channel count that widths are multiples of: `align`, or the default for these heads."""
     if align is not None:
         return align
-    narrowest = min(shape.head_dim for shape in shapes if shape is not None)
+    narrowest = min((shape.head_dim for shape in shapes if shape is not None), default=0)
     return ALIGNED_WIDTH if narrowest >= ALIGN_FROM_HEAD_DIM else 1

@@ -137,11 +137,12 @@ class Merged:
 
 
 def shape_merge(
-    merge: Merge, shape: AttentionShape, retain: float, *, absorbed: bool = False
+    merge: Merge, shape: AttentionShape, retain: float, *, absorbed: bool = False, unit: int = 1
 ) -> int:
     """KV heads of a cached head of a layer that can be merged.
 
-    `absorbed` are maps that must be multiplied into W_q and W_o, as in `most_merged`.
+    `absorbed` are maps that must be multiplied into W_q and W_o, and `unit` the steps of two
+    channels that widths are multiples of, as in `most_merged`.
     Raises RapError for a number that does not divide the heads.
     """
     if isinstance(merge, int):
@@ -149,10 +150,13 @@ def shape_merge(
         return merge
     if merge == "all":
         return shape.num_kv_heads
-    return most_merged(shape.num_kv_heads, shape.head_dim, retain, absorbed=absorbed)
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    return most_merged(heads, dim, retain, absorbed=absorbed, unit=unit)
 
 
-def most_merged(num_kv_heads: int, head_dim: int, retain: float, *, absorbed: bool = False) -> int:
+def most_merged(
+    num_kv_heads: int, head_dim: int, retain: float, *, absorbed: bool = False, unit: int = 1
+) -> int:
     """The most KV heads in one cached head that keep W_q and W_o, and the head, within bounds.
 
     >>> most_merged(8, 128, 0.5), most_merged(3, 64, 0.5), most_merged(8, 64, 0.7)
@@ -166,12 +170,16 @@ def most_merged(num_kv_heads: int, head_dim: int, retain: float, *, absorbed: bo
     >>> [most_merged(*of, absorbed=True) for of in ((8, 128, 0.5), (3, 64, 0.5), (3, 64, 0.7))]
     [2, 3, 3]
 
-    One where everything is kept: merging would only enlarge W_q and W_o.
+    Not so many that all of it would be kept, by widths of whole `unit`s of two channels: merging
+    would only enlarge W_q and W_o.
+
+    >>> most_merged(2, 64, 0.9), most_merged(2, 64, 0.9, unit=16)
+    (2, 1)
     """
-    if retain >= 1:
-        return 1
     sizes = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
     fits = [n for n in sizes if n * retain <= GROWTH and n * retain * head_dim <= WIDEST]
+    steps = {n: n * head_dim // 2 for n in fits}
+    fits = [n for n, whole in steps.items() if nearest_width(retain * whole, whole, unit) < whole]
     if not absorbed:
         return max(fits, default=1)
     light = max((n for n in fits if n * retain <= ABSORBED_GROWTH), default=1)

@@ -15,10 +15,11 @@ from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.layers import attention_layers, base_model_type
 from ..model.rope import AttentionShape
-from ..planning.budgets import Budget, LayerBudget, layer_budget
+from ..planning.budgets import Budget, LayerBudget, layer_budget, num_wide, widened
 from ..planning.folding import FoldedHead
 from ..planning.knapsack import above_floor
 from ..planning.losses import DIRECTIONS, Metric, Orders, one_width
+from ..planning.merging import merged_steps
 from ..planning.plan import PairPlan, Plan
 from ..planning.scores import SCORES, LayerScores, Named, score_layers
 from ..planning.shared import shared_frequencies
@@ -231,15 +232,22 @@ class Rap(PairPruning):
     def dense(self, model: PreTrainedModel, source: LayerSource | None = None) -> DenseLayers:
         """As of every method; QK-norm and gates limit nothing where maps are to be had."""
         dense = super().dense(model, source)
-        return replace(dense, layers=[layer and self._opened(layer) for layer in dense.layers])
+        unit = self._unit(dense.shapes)
+        return replace(
+            dense, layers=[layer and self._opened(layer, unit) for layer in dense.layers]
+        )
 
-    def _opened(self, layer: PrunableLayer) -> PrunableLayer:
+    def _unit(self, shapes: Sequence[AttentionShape | None]) -> int:
+        """Steps of two channels that widths are multiples of."""
+        return max(1, self.alignment(shapes) // 2)
+
+    def _opened(self, layer: PrunableLayer, unit: int) -> PrunableLayer:
         if self._maps:
             layer = opened(layer, always=self.queries == "factored")
         if layer.merge_limit:
             return layer
         absorbed = self.profile == "stock" or self.queries == "absorbed"
-        merge = shape_merge(self.merge, layer.shape, self.retain, absorbed=absorbed)
+        merge = shape_merge(self.merge, layer.shape, self.retain, absorbed=absorbed, unit=unit)
         return replace(layer, merge=merge)
 
     def seen(self, dense: DenseLayers, statistics: Statistics) -> Statistics:
@@ -278,12 +286,13 @@ class Rap(PairPruning):
 
         Raises RapError for less.
         """
-        unit = max(1, self.alignment(shapes) // 2)
+        unit = self._unit(shapes)
         present = [(s, m) for s, m in zip(shapes, merges, strict=True) if s is not None]
+        whole = [merge * shape.head_dim // 2 for shape, merge in present]
+        sizes = [merged_steps(shape.head_dim, merge) for shape, merge in present]
+        heads = [shape.num_kv_heads // merge for shape, merge in present]
         if self.budget in ("error", "search", "auto"):
-            sizes = [merge * shape.head_dim // 2 for shape, merge in present]
-            heads = [shape.num_kv_heads // merge for shape, merge in present]
-            above_floor(self.retain, sizes, heads, unit)
+            above_floor(self.retain, sizes, heads, unit, dense=whole)
             return
         for shape, merge in present:
             if merge > 1:
@@ -293,6 +302,9 @@ class Rap(PairPruning):
             # Layers begin alike before some are made wider.
             alike = replace(self, budget="uniform") if self.budget == "retrieval" else self
             super(Rap, alike).check_shapes(alone)
+        if self.budget == "retrieval":
+            wide = range(num_wide(len(present)))
+            widened(self.retain, wide, sizes, heads=heads, whole=whole, unit=unit)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """As of every method; folding and the uniform layout require frequencies they can share."""
@@ -314,7 +326,7 @@ class Rap(PairPruning):
         if self.budget == "error":
             return self._budgets_of(self.widths(scores, dense).by_layer(), dense)
         alone = [x if merge == 1 else None for x, merge in zip(scores, dense.merges, strict=True)]
-        budgets, unit = super().budgets(alone, dense), max(1, self.alignment(dense.shapes) // 2)
+        budgets, unit = super().budgets(alone, dense), self._unit(dense.shapes)
         for layer in dense.present:
             if layer.merge > 1:
                 budgets[layer.index] = merged_budget(self.retain, layer.merge, layer.shape, unit)

@@ -153,6 +153,11 @@ def widened(
     others = [i for i in range(len(sizes)) if i not in kept]
     left = retain * sum(n * h for n, h in zip(whole, heads, strict=True))
     left -= sum(n * heads[i] for i, n in kept.items())
+    if unit * (sum(heads[i] for i in others) - max(heads[i] for i in others) / 2) > left:
+        raise RapError(
+            f"retain {retain} leaves less than one step of {unit} for layers that are not wider: "
+            "use more, or budget 'uniform', or for a smaller alignment"
+        )
     shared = allocate(
         [1.0] * len(others),
         min(1.0, left / sum(sizes[i] * heads[i] for i in others)),

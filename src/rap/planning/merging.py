@@ -21,7 +21,9 @@ if pairs of other frequencies had nothing in common, and rotate at one pair's fr
 they combine several; a latent is chosen for the sums of moments, although each query head averages
 values with an attention of its own. What is left out is least squares in the key's side or in the
 query's for the other given, so the two are solved in turns (alternating least squares), beginning
-with the closed form: no round loses more than the one before.
+with the closed form: no round loses more than the one before. Moments that say nothing of some
+directions, of few tokens or of keys that are copies, count these a little (`lifted`): nothing else
+bounds what maps do there, and rounding errors would grow without end.
 
 Shapes: G KV heads, g heads of a group, N = G/g groups, R query heads of a KV head, P pairs, F
 channels that never rotate, D dense head dim, S = g P, M slots and C value channels of a merged
@@ -54,6 +56,9 @@ ROUNDS = 5
 STEPS = 5
 # Share of the mean eigenvalue below which a preconditioner does not look.
 _FLOOR = 1e-6
+# Share of the mean eigenvalue that every direction of a moment has at least, where it is refined.
+# Moments are summed in float32, and of few tokens: less is noise, and may be negative.
+_LEAST = 1e-4
 
 
 def refine_slots(
@@ -73,6 +78,8 @@ def refine_slots(
     """
     if len(head.frequency) == len(key_SS):
         return head
+    roots = hermitian_root(query_SS), hermitian_root(key_SS)
+    query_SS, key_SS = lifted(query_SS), lifted(key_SS)
     one, distances = torch.ones(()).double(), -spaced(reach)[:, None]
     dense_TS = torch.polar(one, distances * frequencies.repeat(len(key_SS) // len(frequencies)))
     slots_TM = torch.polar(one, distances * frequencies[head.frequency])
@@ -104,7 +111,6 @@ def refine_slots(
         key_mix = _solved(gram_MM, aim_MS, key_mix)
     scale_M = _balance(key_mix.norm(dim=1), up_SM.norm(dim=0))
     key_mix, query_mix = key_mix * scale_M[:, None], up_SM.mH / scale_M[:, None]
-    roots = hermitian_root(query_SS), hermitian_root(key_SS)
     slots = (frequencies, head.frequency, key_mix, query_mix)
     error = logit_error(*roots, *slots, reach, turned=turned)
     return replace(head, key_mix=key_mix, query_mix=query_mix, error=error)
@@ -132,10 +138,11 @@ def _latent(
 ) -> tuple[Tensor, Tensor]:
     """Of one group, whose readers are taken as blocks of their own KV heads."""
     merge = len(up_VC) // dim
+    moment_HVV = lifted(moment_HVV)
     moment = moment_HVV.unflatten(0, (merge, -1))  # [g, R, V, V]
     blocks = [slice(head * dim, (head + 1) * dim) for head in range(merge)]
     readers = zip(reader_HVV.unflatten(0, (merge, -1)), blocks, strict=True)
-    reader = torch.stack([own[:, block, block] for own, block in readers])  # [g, R, D, D]
+    reader = torch.stack([lifted(own[:, block, block]) for own, block in readers])  # [g, R, D, D]
     # What each head reads of a group: its own rows of the moment, weighed by how it reads them.
     wanted = torch.stack([m[:, b] for m, b in zip(moment, blocks, strict=True)])  # [g, R, D, V]
     wanted = reader @ wanted
@@ -182,12 +189,28 @@ def _least_squares(
         if size <= 0:
             break
         moved = normal(step)
-        length = size / (step.conj() * moved).sum().real
+        curvature = (step.conj() * moved).sum().real
+        if curvature <= 0:
+            break
+        length = size / curvature
         x, rest = x + length * step, rest - length * moved
         near = left @ rest @ right
         before, size = size, (rest.conj() * near).sum().real
         step = near + size / before * step
     return x
+
+
+def lifted(moment: Tensor) -> Tensor:
+    """Moments [..., n, n] whose least eigenvalue is a share of the mean one: most are so already.
+
+    >>> lifted(torch.ones(2, 2).double()).round(decimals=4).tolist()
+    [[1.0001, 1.0], [1.0, 1.0001]]
+    """
+    moment = (moment + moment.mH) / 2
+    least = torch.linalg.eigvalsh(moment)[..., 0]
+    mean = moment.diagonal(dim1=-2, dim2=-1).real.mean(-1)
+    lift = (_LEAST * mean - least).clamp_min(0)[..., None, None]
+    return moment + lift * torch.eye(moment.shape[-1]).to(moment)
 
 
 def _solved(gram: Tensor, aim: Tensor, x: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ def shared_slots(
     for edges in candidates:
         groups = frequency_groups(frequencies, context, edges)
         by_head = [group_directions(query, key, groups) for query, key in heads]
-        totals = [_total(directions) if relative else 1.0 for directions in by_head]
+        # A head that is all zero loses nothing, whatever it is divided by.
+        totals = [(relative and _total(directions)) or 1.0 for directions in by_head]
         slots = _shared_list(by_head, totals, num_slots)
         filled = [
             fill_slots(query, key, frequencies, groups, directions, slots, reach, turned=turned)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...model.attention import pruned_attention
 from ...model.layers import (
@@ -26,6 +26,7 @@ from ...model.layers import (
     attention_layers,
     attention_spec,
     attention_window,
+    text_config,
     windowed_layers,
 )
 from ...model.projections import projection_rows
@@ -41,7 +42,8 @@ class Footprint:
 
     `kv_bytes_per_token` is what the cache grows by per token, in the dtype `kv_dtype`, at any
     context: layers with a sliding window beside others without (`layers.windowed_layers`) are
-    counted apart, as `windowed_kv_bytes_per_token`, of up to `window` tokens. Parameters are
+    counted apart, as `windowed_kv_bytes_per_token`, of up to `window` tokens. Where all layers have
+    one window, `whole_window`, all costs end there. Parameters are
     weights of q, k, v, o and of a gate, biases counted apart; `kv_parameters` is the share of W_k
     and W_v (`rap_complexity`).
     `projection_flops` are per token, `mixing_flops` (scores, their product with V, and what is
@@ -63,20 +65,23 @@ class Footprint:
     windowed_kv_bytes_per_token: int = 0
     window: int | None = None
     windowed_mixing_flops: int = 0
+    whole_window: int | None = None
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of the cache at a context of so many tokens."""
-        held = self._held(context)
+        context, held = self._held(context)
         return self.kv_bytes_per_token * context + self.windowed_kv_bytes_per_token * held
 
     def attention_flops(self, context: int) -> int:
         """FLOPs of one decode step that attends to `context` tokens, itself included."""
-        windowed = self._held(context) * self.windowed_mixing_flops
+        context, held = self._held(context)
+        windowed = held * self.windowed_mixing_flops
         return self.projection_flops + context * self.mixing_flops + windowed
 
-    def _held(self, context: int) -> int:
-        """Tokens of a context that layers with a window attend to."""
-        return context if self.window is None else min(context, self.window)
+    def _held(self, context: int) -> tuple[int, int]:
+        """Tokens that layers attend to: those without a window beside them, and those with one."""
+        context = min(context, self.whole_window or context)
+        return context, min(context, self.window or context)
 
 
 @torch.no_grad()
@@ -121,7 +126,15 @@ def footprint(model: PreTrainedModel) -> Footprint:
         windowed_kv_bytes_per_token=windowed,
         window=attention_window(model.config),
         windowed_mixing_flops=_mixing(model, [x for x in layers if x.index in bounded], flops),
+        whole_window=_whole_window(model.config),
     )
+
+
+def _whole_window(config: PreTrainedConfig) -> int | None:
+    """The sliding window that all layers have, as the cache of transformers has it."""
+    layers = DynamicCache(config=text_config(config)).layers
+    sizes = {getattr(layer, "sliding_window", None) for layer in layers}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _mixing(model: PreTrainedModel, layers: list[AttentionLayer], flops: dict[str, int]) -> int:
@@ -165,7 +178,9 @@ def cached_tensors(cache: Any) -> list[Tensor]:
 
 
 def _held(layer: Any) -> list[Tensor]:
-    return [value for value in vars(layer).values() if isinstance(value, Tensor)]
+    # A private tensor is transformers' own note of a window's size.
+    named = vars(layer).items()
+    return [x for name, x in named if isinstance(x, Tensor) and not name.startswith("_")]
 
 
 def _projection_flops(

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
 
 from ...model.errors import UnsupportedModelError, out_of_memory
 from ...model.kernels.growing_cache import GrowingCache
-from ...model.layers import text_config
+from ...model.layers import text_config, text_decoder
 from ...runtime.state import evaluating
 
 Found = TypeVar("Found")
@@ -28,17 +29,18 @@ _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
 def weight_bytes(model: Any, batch: int = 1) -> int:
-    """Bytes of the weights that a decode step reads: all but the input embedding, unless tied.
+    """Bytes of the weights that a decode step reads: of the language model and its head.
 
-    Of experts, those that `batch` tokens choose if no two choose the same.
+    Of embeddings a step reads a row, so that only one which is tied to the head counts. Of experts,
+    those that `batch` tokens choose if no two choose the same.
     """
-    embedding = model.get_input_embeddings().weight
-    output = model.get_output_embeddings()
-    tied = output is not None and output.weight is embedding
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    decoder, output = text_decoder(model), model.get_output_embeddings()
+    tables = {id(m.weight) for m in decoder.modules() if isinstance(m, nn.Embedding)}
+    read = {name: p for name, p in decoder.named_parameters() if id(p) not in tables}
+    head = sum(p.nbytes for p in output.parameters()) if output is not None else 0
+    experts = sum(p.nbytes for name, p in read.items() if ".experts." in name)
     unread = round(experts * (1 - _read_share(model, batch))) if experts else 0
-    return whole - unread - (0 if tied else embedding.nbytes)
+    return sum(p.nbytes for p in read.values()) + head - unread
 
 
 def _read_share(model: Any, batch: int) -> float:
@@ -79,6 +81,7 @@ class Variant:
     launch: Literal["eager", "graph", "compile"] = "eager"
 
 
+# SDPA, or the family's own attention where there is no SDPA for it.
 PLAIN = Variant("sdpa", "sdpa", "dynamic")
 CPU_VARIANTS = (PLAIN, Variant("rap", "rap", "growing"))
 CUDA_VARIANTS = (
@@ -130,8 +133,7 @@ class DecodeStep:
 
     def choose(self) -> None:
         """Switch the model to this variant's attention; several steps may share a model."""
-        if self.model.config._attn_implementation != self.variant.attention:
-            self.model.set_attn_implementation(self.variant.attention)
+        attend_by(self.model, self.variant.attention)
 
     def __call__(self) -> None:
         """Decode one token per sequence and wait for the device."""
@@ -149,6 +151,14 @@ class DecodeStep:
         self.logits = output.logits
 
 
+def attend_by(model: Any, attention: str) -> None:
+    """Switch a model to an attention implementation, to `eager` for an SDPA that it has not."""
+    if attention == "sdpa" and not getattr(model, "_supports_sdpa", True):
+        attention = "eager"
+    if model.config._attn_implementation != attention:
+        model.set_attn_implementation(attention)
+
+
 @contextmanager
 def _own_attention(models: Iterable[Any]) -> Iterator[None]:
     """Give models their attention implementation back: under SDPA Gemma 2 has no soft cap."""
@@ -157,8 +167,7 @@ def _own_attention(models: Iterable[Any]) -> Iterator[None]:
         yield
     finally:
         for model, name in own:
-            if model.config._attn_implementation != name:
-                model.set_attn_implementation(name)
+            attend_by(model, name)
 
 
 def _empty_cache(variant: Variant, config: PreTrainedConfig, room: int) -> Any:

@@ -98,7 +98,7 @@ class _Uniform:
         """A layer's entry of the `rap` section: K and V of the same width."""
         shape, merged = layer.shape, self.merged(layer, layers, config)
         assert shape is not None
-        unit = self.align // 2 if shape.head_dim % self.align == 0 else 1
+        unit = self._unit(shape)
         size = merged * shape.head_dim // 2
         steps = max(unit, nearest_width(self.retain * size, size, unit))
         kept = merged_budget(self.retain, merged, shape, unit, steps)
@@ -118,7 +118,11 @@ class _Uniform:
         if self.merge == 1 or merge_limit(layer, layers, config, mapped=mapped):
             return 1
         assert layer.shape is not None
-        return shape_merge(self.merge, layer.shape, self.retain, absorbed=not mapped)
+        unit = self._unit(layer.shape)
+        return shape_merge(self.merge, layer.shape, self.retain, absorbed=not mapped, unit=unit)
+
+    def _unit(self, shape: AttentionShape) -> int:
+        return self.align // 2 if shape.head_dim % self.align == 0 else 1
 
     def _maps(self, shape: AttentionShape, width: int) -> bool:
         if self.queries == "auto":

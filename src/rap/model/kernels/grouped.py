@@ -25,7 +25,8 @@ def grouped_attention(
 ) -> Tensor:
     """softmax(scale q k) v over kept slots, [B, G, R, C]; no slot kept gives zeros, as in SDPA.
 
-    Scores and softmax in float32 or wider.
+    The softmax is in float32 or wider. Scores are too in SDPA; those of the two products are
+    rounded to the dtype of their operands, as in eager attention.
     """
     if query_BGRW.is_cpu:
         # A compiled step is to serve every length of the cache.

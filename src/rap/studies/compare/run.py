@@ -34,7 +34,7 @@ from ...recovery.stages import recover_stage, work_folder
 from .grid import Cell, Grid, finished, store
 from .measurement import HeldOut, Measures, dense_states, measure
 from .tables import summarize
-from .variants import DENSE, all_variants
+from .variants import DENSE, all_variants, parse_names
 
 RESULT_FILE = "compare.json"
 
@@ -76,9 +76,9 @@ def compare(
     Raises a RapError for anything wrong with the request itself, before any work.
     """
     grid = Grid(
-        methods=tuple(all_variants() if methods is None else methods),
-        retains=tuple(retain),
-        recoveries=tuple(recover),
+        methods=tuple(all_variants() if methods is None else parse_names(methods)),
+        retains=tuple(dict.fromkeys(map(float, retain))),
+        recoveries=tuple(dict.fromkeys(recover)),
         **_data(measures or Measures(), settings.pop("calibration", "bundled")),
         **settings,
     )

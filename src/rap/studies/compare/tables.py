@@ -199,8 +199,7 @@ def _note(dense: Record) -> str:
     parts = [
         f"KV and parameters of attention as parts of dense ({dense['kv_bytes_per_token']:,} "
         "bytes/token), counted from the cache tensors and weights; FLOPs of attention in one "
-        "decode step, projections alone and with all products at that context; time of a whole "
-        f"decode step{_prompt(dense)}, as part of the dense model's timed interleaved with it. "
+        f"decode step, projections alone and with all products at that context{_times(dense)}. "
         f"Perplexity over {scored['num_windows']} windows of {scored['window']:,} tokens"
     ]
     if dense.get("recall"):
@@ -212,9 +211,13 @@ def _note(dense: Record) -> str:
     return "; ".join(parts) + "."
 
 
-def _prompt(dense: Record) -> str:
+def _times(dense: Record) -> str:
     tokens = dense.get("prefill_tokens")
-    return f", and to read {tokens:,} tokens" if tokens else ""
+    timed = ["of a whole decode step"] if "decode_seconds" in dense else []
+    timed += [f"to read {tokens:,} tokens"] if tokens else []
+    if not timed:
+        return ""
+    return f"; time {' and '.join(timed)}, as part of the dense model's timed interleaved with it"
 
 
 def _share(key: str) -> Callable[[Record, Record], str]:

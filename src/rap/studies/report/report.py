@@ -33,6 +33,7 @@ DEFAULT = (
     f"calibrate and {EVALUATION_WINDOWS} x {EVALUATION_WINDOW:,} to evaluate."
 )
 TIMED = ("decode", "prefill")  # columns of times
+OTHER_TEXTS = "Other datasets"  # how the titles of tables begin that show those of `other_texts`
 UNKNOWN = object()  # whether windows began with BOS, in results that do not record it
 Sizes = tuple[int | None, int | None]
 
@@ -41,7 +42,9 @@ def caption(result: dict[str, Any], table: dict[str, Any]) -> str:
     """The protocol of a comparison, an analysis or an evaluation; nothing of other results."""
     settings = (result.get("provenance") or {}).get("settings") or {}
     if result.get("cells") and "measures" in settings:
-        return f"{_comparison(result, settings)}{_timed(result['cells'], table)}"
+        # That table names texts of its own, and how much of each was read.
+        own = table["title"].startswith(OTHER_TEXTS)
+        return f"{_comparison(result, settings, own)}{_timed(result['cells'], table)}"
     if "analysis" in result and "windows" in settings:
         return _analysis(settings, table)
     if {"text", "num_windows", "window", "value"} <= result.keys():
@@ -50,13 +53,14 @@ def caption(result: dict[str, Any], table: dict[str, Any]) -> str:
     return ""
 
 
-def _comparison(result: dict[str, Any], settings: dict[str, Any]) -> str:
+def _comparison(result: dict[str, Any], settings: dict[str, Any], own: bool) -> str:
     scored = result["cells"][0]["evaluation"]
     calibrated = settings["num_windows"], settings["window"]
     evaluated = scored["num_windows"], scored["window"]
     read = _data_read(evaluated, settings["measures"]["text"], scored.get("bos", UNKNOWN))
     data = _samples(calibrated, settings["calibration"])
-    return f"Calibrated on {data}; evaluated on {read}.{_other(calibrated, evaluated)}"
+    evaluation = "" if own else f"; evaluated on {read}"
+    return f"Calibrated on {data}{evaluation}.{_other(calibrated, evaluated)}"
 
 
 def _analysis(settings: dict[str, Any], table: dict[str, Any]) -> str:
@@ -95,7 +99,8 @@ def _timed(cells: list[dict[str, Any]], table: dict[str, Any]) -> str:
     timed = [
         cell["provenance"]["device"]
         for cell in cells
-        if "decode_seconds" in cell and (not retains or cell["retain"] in retains)
+        if any(f"{what}_seconds" in cell for what in TIMED)
+        and (not retains or cell["retain"] in retains)
     ]
     return f" Timed on {' and on '.join(dict.fromkeys(timed))}." if timed else ""
 
@@ -243,6 +248,11 @@ def _section(result: dict[str, Any], tables: Sequence[dict[str, Any]]) -> str:
     for table in tables:
         note = [table["note"], ""] if table.get("note") else []
         body += [f"## {table['title']}", "", *note, markdown_table(table), ""]
+    for cell in result.get("failed") or []:
+        body += [
+            f"Failed: {cell['method']} at {cell['retain']:g}, {cell['recover']}: {cell['error']}"
+        ]
+        body += [""]
     body += [_source(result), ""]
     if result.get("cells"):
         body += [_cells(result), ""]
