@@ -69,10 +69,10 @@ def test_a_model_without_attention_is_refused():
 
 def test_budgets_that_no_merged_head_may_have_are_refused_first():
     model = tiny_model("llama", heads=8, kv_heads=4, head_dim=128, layers=1)
-    with pytest.raises(RapError, match="more than the 0.5 that layers may keep"):
+    with pytest.raises(RapError, match=r"more than the 0\.5 that layers may keep"):
         parse_method("rap:budget=error:merge=4", 0.9).check_model(model)
     model = tiny_model("llama", heads=4, kv_heads=2, head_dim=16, layers=2)
-    with pytest.raises(RapError, match="retain 0.5 leaves less than one step of 4"):
+    with pytest.raises(RapError, match=r"retain 0\.5 leaves less than one step of 4"):
         parse_method("rap:budget=retrieval:merge=1:align=8", 0.5).check_model(model)
 
 

@@ -126,6 +126,16 @@ def test_decode_flops_at_a_context_are_projections_plus_mixing():
     assert step == found.projection_flops + 100 * found.mixing_flops
 
 
+def test_costs_of_a_model_whose_layers_all_have_a_window_end_there():
+    window = footprint(tiny_model("mistral", sliding_window=8))
+    full = footprint(tiny_model("mistral", sliding_window=None))
+    assert (window.whole_window, full.whole_window) == (8, None)
+    assert window.kv_bytes(100) == window.kv_bytes(8) == full.kv_bytes(8)
+    assert window.attention_flops(100) == full.attention_flops(8) < full.attention_flops(9)
+    mixed = tiny_model("gemma3_text", layer_types=["sliding_attention", "full_attention"])
+    assert footprint(mixed).whole_window is None
+
+
 def test_the_model_is_left_as_it_was():
     model = tiny_model(attn_implementation="sdpa").train()
     model.model.layers[0].eval()

@@ -88,6 +88,33 @@ def test_read_bytes_leave_out_the_embedding_unless_it_is_the_head():
     assert weight_bytes(tied) == sum(parameter.nbytes for parameter in tied.parameters())
 
 
+def _case(name):
+    return next(case for case in CASES if case.name == name).model(dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "unread"),
+    [("gemma3", ("vision", "projector")), ("gemma3n_text", ("embed_tokens_per_layer",))],
+)
+def test_read_bytes_leave_out_what_looks_at_images_and_rows_by_layer(name, unread):
+    model = _case(name)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    read = sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if not any(part in name for part in unread)
+    )
+    assert weight_bytes(model) == read - (0 if head.weight is embedding else embedding.nbytes)
+
+
+def test_a_family_without_sdpa_is_timed_with_its_own_attention():
+    dense = _case("gpt_oss")
+    small = apply(dense, random_plan(dense, [(8, 16)] * dense.config.num_hidden_layers))
+    models = {"dense": dense, "pruned": small}
+    point = measure_point(models, batch=1, context=9, rounds=1, variants=CPU_VARIANTS)
+    assert all(point.median(name, "sdpa") for name in models)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "glm"])
 def test_random_models_have_the_shape_they_stand_for(model_type):
     """A pruned model's dense stand-in is as its dense model; a uniform one keeps that much."""

@@ -138,9 +138,11 @@ def test_the_table_shows_the_cells(grid):
 
 def test_fidelity_can_be_left_out_and_changes_no_perplexity(grid, tiny, tmp_path):
     plain = replace(tiny, fidelity=False, recall_documents=0, decode_steps=0)
-    asked = {"methods": ["rap"], "retain": (0.5,), "measures": plain}
+    # What is named twice is measured once.
+    asked = {"methods": ["rap", "rap"], "retain": (0.5, 0.5), "measures": plain}
     found = rap.compare(output=tmp_path / "grid", **asked, **SMALL)
     with_it = {cell["method"]: cell for cell in grid[1]["cells"]}
+    assert len(found["cells"]) == 2
     for cell in found["cells"]:
         assert not {"kl", "kl_p99", "top1"} & cell.keys()
         assert cell["evaluation"] == with_it[cell["method"]]["evaluation"]

@@ -101,6 +101,14 @@ def test_times_are_those_of_the_table(comparison):
     assert timed("At retain 0.5, m", "prefill") == "two threads."
     assert timed("Over all ratios", "decode, fit") == "one thread and on two threads."
     assert timed("At retain 0.5, m", "PPL") == ""
+    for cell in comparison["cells"]:
+        cell["prefill_seconds"] = cell.pop("decode_seconds")
+    assert timed("At retain 0.5, m", "prefill") == "two threads."
+
+
+def test_a_table_of_other_texts_names_no_first_one(comparison):
+    found = caption(comparison, _table("Other datasets at retain 0.7, m", "PPL"))
+    assert found == "Calibrated on 32 samples of 1,024 tokens of mine.txt."
 
 
 def test_analyses_and_single_evaluations(comparison):

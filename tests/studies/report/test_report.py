@@ -88,6 +88,14 @@ def test_broken_result_file(tmp_path: Path) -> None:
         markdown_report([tmp_path])
 
 
+def test_a_cell_that_failed_is_named(tmp_path: Path) -> None:
+    table = {"title": "At retain 0.7", "header": ["method"], "rows": [["dense"]]}
+    failed = {"method": "palu", "retain": 0.5, "recover": "fit", "error": "no memory"}
+    result = {"table": table, "failed": [failed]}
+    (tmp_path / "a.json").write_text(json.dumps(result), encoding="utf-8")
+    assert "Failed: palu at 0.5, recovery fit: no memory" in markdown_report([tmp_path])
+
+
 def test_a_column_that_says_nothing_is_left_out() -> None:
     table = {"header": ["method", "PPL", "recall"], "rows": [["a", 0, ""], ["b", "", ""]]}
     [found] = tables_of({"table": table})

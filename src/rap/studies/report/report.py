@@ -96,11 +96,11 @@ def _timed(cells: list[dict[str, Any]], table: dict[str, Any]) -> str:
         return ""
     ratio = re.match(r"At retain ([\d.]+),", table["title"])
     retains = {cell["retain"] for cell in cells if ratio and cell["retain"] == float(ratio[1])}
+    here = [cell for cell in cells if not retains or cell["retain"] in retains]
     timed = [
         cell["provenance"]["device"]
-        for cell in cells
+        for cell in here
         if any(f"{what}_seconds" in cell for what in TIMED)
-        and (not retains or cell["retain"] in retains)
     ]
     return f" Timed on {' and on '.join(dict.fromkeys(timed))}." if timed else ""
 
@@ -249,10 +249,8 @@ def _section(result: dict[str, Any], tables: Sequence[dict[str, Any]]) -> str:
         note = [table["note"], ""] if table.get("note") else []
         body += [f"## {table['title']}", "", *note, markdown_table(table), ""]
     for cell in result.get("failed") or []:
-        body += [
-            f"Failed: {cell['method']} at {cell['retain']:g}, {cell['recover']}: {cell['error']}"
-        ]
-        body += [""]
+        name = f"{cell['method']} at {cell['retain']:g}, recovery {cell['recover']}"
+        body += [f"Failed: {name}: {cell['error']}", ""]
     body += [_source(result), ""]
     if result.get("cells"):
         body += [_cells(result), ""]
