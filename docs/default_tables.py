@@ -45,6 +45,7 @@ ANSWERS = {
 TODAY = "**`rap`**"
 SEPARATE = "`rap:merge=1`"
 UNTARGETED = "`rap`, without `--target`"
+RETRIEVAL = "`rap`, `--budget retrieval`"
 PALU = "PaLU"
 
 
@@ -162,6 +163,8 @@ MODELS = (
         "SmolLM2-135M-Instruct",
         (
             _kept(f"{SMOLLM2}-0.7-again-plain", f"{SMOLLM2}-0.7-again", alone=WHOLE_70),
+            _kept(f"{SMOLLM2}-0.7-merged", f"{SMOLLM2}-0.7-merged-kept", UNTARGETED),
+            _kept(f"{SMOLLM2}-0.7-retrieval", f"{SMOLLM2}-0.7-retrieval-kept", RETRIEVAL),
             _kept(f"{SMOLLM2}-0.7-per-head", f"{SMOLLM2}-0.7-per-head-kept", SEPARATE),
             Kept("", f"{FORMS}/smollm2-palu-0.7.json", PALU),
             _kept(f"{SMOLLM2}-0.5-again-plain", f"{SMOLLM2}-0.5-again", alone=WHOLE_50),
