@@ -49,6 +49,10 @@ def formula(config: Any, dtype: torch.dtype, biased: str = "") -> Footprint:
         kv_projection_flops=2 * kv,
         mixing_flops=sum(2 * layer.num_heads * width for layer, width in widths),
         total_parameters=weights + biases + other_parameters(config),
+        # Mistral's, which has no types of layers.
+        whole_window=None
+        if hasattr(config, "layer_types")
+        else getattr(config, "sliding_window", None),
     )
 
 
