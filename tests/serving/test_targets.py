@@ -104,7 +104,7 @@ def test_heads_without_any_width_are_not_told_to_try_another(tmp_path) -> None:
     call = ("compress", dense, "-o", tmp_path / "out", "--target", "plain", "--retain", "0.5")
     result = run(*call)
     assert error_violations(result) == []
-    assert "multiples of 32 below 32: there is none, so remove --target" in result.err
+    assert "multiples of 32 below 16: there is none, so remove --target" in result.err
 
 
 def test_what_cannot_work_is_refused() -> None:
