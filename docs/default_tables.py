@@ -45,7 +45,6 @@ ANSWERS = {
 TODAY = "**`rap`**"
 SEPARATE = "`rap:merge=1`"
 UNTARGETED = "`rap`, without `--target`"
-RETRIEVAL = "`rap`, `--budget retrieval`"
 PALU = "PaLU"
 
 
@@ -164,7 +163,6 @@ MODELS = (
         (
             _kept(f"{SMOLLM2}-0.7-again-plain", f"{SMOLLM2}-0.7-again", alone=WHOLE_70),
             _kept(f"{SMOLLM2}-0.7-merged", f"{SMOLLM2}-0.7-merged-kept", UNTARGETED),
-            _kept(f"{SMOLLM2}-0.7-retrieval", f"{SMOLLM2}-0.7-retrieval-kept", RETRIEVAL),
             _kept(f"{SMOLLM2}-0.7-per-head", f"{SMOLLM2}-0.7-per-head-kept", SEPARATE),
             Kept("", f"{FORMS}/smollm2-palu-0.7.json", PALU),
             _kept(f"{SMOLLM2}-0.5-again-plain", f"{SMOLLM2}-0.5-again", alone=WHOLE_50),
