@@ -5,6 +5,7 @@ The tiny models are random, so the text is what the dense one writes: nothing pr
 
 import copy
 import errno
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -243,6 +244,16 @@ def test_a_merge_that_loses_the_adapters_is_found(models, monkeypatch):
     adapted = _adapted(models[1])
     monkeypatch.setattr(type(adapted.base_model), "merge_and_unload", _drop, raising=True)
     with pytest.raises(RapError, match="changed the logits"):
+        merge(adapted, VALIDATION[0])
+
+
+def test_a_run_that_diverged_says_what_to_lower(models):
+    adapted = _adapted(models[1])
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(float("inf"))
+    with pytest.raises(RapError, match=r"diverged, .* not finite: lower learning_rate"):
         merge(adapted, VALIDATION[0])
 
 
@@ -588,6 +599,12 @@ def test_a_full_disk_is_one_line(models, tmp_path, monkeypatch, how):
         distill(models[1], models[0], WINDOWS, CONFIG, validation=VALIDATION, work=tmp_path)
     assert "\n" not in str(caught.value)
     assert runs.last_checkpoint(tmp_path) is None
+
+
+def test_a_disk_is_full_before_there_is_a_folder(tmp_path):
+    said = r"no space left in .*work \(.* MiB free\)"
+    with pytest.raises(RapError, match=said), runs.explained(tmp_path / "no" / "work"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_other_errors_are_not_called_a_full_disk(tmp_path):

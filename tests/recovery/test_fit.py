@@ -399,6 +399,13 @@ def test_what_cannot_be_fitted_is_refused(pair: tuple[Any, Any]) -> None:
     dense, small = pair
     with pytest.raises(RapError, match="fewer than a batch"):
         fit_layers(small, dense, WINDOWS[:2], CONFIG)
+    unfit: dict[str, Any] = {"not a list": WINDOWS.tolist(), r"not \[\d+\] in": WINDOWS[0]}
+    unfit |= {"in torch.float32": WINDOWS.float(), "token id 100127 is outside": WINDOWS + 100_000}
+    for said, windows in unfit.items():
+        with pytest.raises(RapError, match=said):
+            fit_layers(small, dense, windows, CONFIG)
+    with pytest.raises(RapError, match="give the dense model of this student"):
+        fit_layers(small, tiny_model(vocab_size=64), WINDOWS, CONFIG)
     with torch.device("meta"):
         empty = type(dense)(dense.config)
     with pytest.raises(RapError, match="all weights in memory"):

@@ -28,6 +28,7 @@ from rap.recovery.config import PRESETS, RecoveryConfig
 from rap.recovery.data import SHARED_RUN, apart, hold_out, recovery_windows
 from rap.recovery.fit import fit_layers
 from rap.recovery.layer_fit import FitConfig
+from rap.recovery.runs import clear_work
 from rap.recovery.stages import RECOVERIES, recover_stage, work_folder
 
 VOCABULARY = 4096
@@ -182,6 +183,48 @@ def test_data_that_are_short_say_so(models, tokenizer, tmp_path, capsys):
     assert (found["num_windows"], found["num_held_out"]) == (len(rows), len(held))
     said = f"the training data have {len(rows)} of 1000 windows of"
     assert said in " ".join(capsys.readouterr().err.split())
+    # What is held out is of those that were asked for: of long data nothing is missing.
+    asked["config"] = replace(ShortFit(), num_windows=20)
+    _, report = recover_stage(small, dense, tokenizer, "fit", **asked, progress=True)
+    found = report["fit"]
+    assert found["num_windows"] < found["num_windows"] + found["num_held_out"] == 20
+    assert "the training data have" not in capsys.readouterr().err
+
+
+def test_what_one_source_holds_out_no_other_trains_on(tokenizer, tmp_path):
+    text = assets.reference_text("calibration")
+    files = [tmp_path / name for name in ("all.txt", "some.txt")]
+    for file, size in zip(files, (80_000, 40_000), strict=True):
+        file.write_text(text[:size])
+    config = replace(CONFIG, num_windows=10_000, validation_windows=8)
+    rows, held = recovery_windows([str(file) for file in files], tokenizer, config)
+    assert len(rows) > 100
+    assert len(held) == 8
+    assert not (rows[:, None] == held).all(-1).any()
+
+
+def test_a_refit_is_kept_where_a_killed_run_goes_on(models, tokenizer, tmp_path, monkeypatch):
+    """Another CPU or GPU would not refit to the same bytes."""
+    dense, small = models
+    asked = {"config": CONFIG, "output": tmp_path / "out"}
+    whole, _ = recover_stage(small, dense, tokenizer, "fast", config=CONFIG)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as before:
+        before.setattr("rap.recovery.distillation.distill", killed)
+        with pytest.raises(KeyboardInterrupt):
+            recover_stage(small, dense, tokenizer, "fast", **asked)
+    monkeypatch.setattr(stages, "refit_outputs", killed)
+    found, report = recover_stage(small, dense, tokenizer, "fast", **asked)
+    assert "perplexity_refitted" in report
+    assert fingerprint_model(found) == fingerprint_model(whole)
+    other = tiny_model(vocab_size=VOCABULARY, seed=5)
+    with pytest.raises(RapError, match=r"refit holds an unfinished recovery with another dense"):
+        recover_stage(small, other, tokenizer, "fast", **asked)
+    clear_work(work_folder(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_refit_of_several_texts_reads_all_of_them(models, tokenizer, monkeypatch):
@@ -386,6 +429,7 @@ def test_wrong_commands_end_in_one_line(checkpoints, tmp_path):
     cases = {
         "not a pruned checkpoint": (dense, *common),
         "unknown recovery preset": (pruned, *common, "--preset", "slow"),
+        "fit seed cannot be -1": (pruned, *common, "--set", "seed=-1"),
         "fit has no setting stepz": (pruned, *common, "--set", "stepz=3"),
         "no setting 'stepz'": (pruned, *common, *FLAGS[:2], "--set", "stepz=3"),
         "recovery steps cannot be 'many'": (pruned, *common, *FLAGS[:2], "--set", "steps=many"),
@@ -400,6 +444,19 @@ def test_wrong_commands_end_in_one_line(checkpoints, tmp_path):
         assert (result.code, len(result.err.splitlines())) == (2, 1), (message, result.err)
         assert message in result.err
     assert not (tmp_path / "out").exists()
+
+
+def test_several_texts_are_read_as_each_alone(tmp_path):
+    first, second = tmp_path / "a.txt", tmp_path / "c,d.txt"
+    for file in (first, second):
+        file.write_text("Some words. " * 2000)
+    train = recover_command.Training(text=[str(first), "only:bundled"])
+    texts, shown = train.split("none", "bundled")
+    assert (texts, shown) == ([f"train:{first}", "bundled"], None)
+    texts, shown = train.split("held-out", "bundled")
+    assert (texts, shown) == ([f"train:{first}", "bundled"], f"held-out:{first},bundled")
+    with pytest.raises(RapError, match=r"c,d.txt has a comma in its name: give it alone"):
+        recover_command.Training(text=[str(first), str(second)]).split("none", "bundled")
 
 
 def test_compress_recovers_and_leaves_nothing_behind(models, tokenizer, tmp_path, monkeypatch):

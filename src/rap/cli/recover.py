@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor
 
-from ..checkpoint.card import NEARNESS, interval_text
+from ..checkpoint.card import NEARNESS, interval_text, is_hub_name
 from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
 from ..checkpoint.load import check_dtype, is_pruned, load, load_config, load_dense, load_tokenizer
@@ -62,10 +62,15 @@ class Training:
         """What is trained on, and the evaluation dataset (None for 'none'), which it leaves out.
 
         As for `rap compress`, a single source is completed, which the teacher's samples may be of.
+        Raises RapError for one of several sources with a comma in its name.
         """
         asked = self.text or [DEFAULT]
         texts = [Defaults.of(teacher).calibration(asked[0])] if len(asked) == 1 else asked
-        shown = split(",".join(texts), None if evaluate == "none" else evaluate)[1]
+        names = [name for text in texts for name in named_sources(text)]
+        if len(texts) > 1 and (several := next((name for name in names if "," in name), None)):
+            raise RapError(f"{several} has a comma in its name: give it alone, or rename it")
+        joined = texts[0] if len(texts) == 1 else ",".join(names)
+        shown = split(joined, None if evaluate == "none" else evaluate)[1]
         return [split(text, shown)[0] for text in texts], shown
 
 
@@ -305,6 +310,7 @@ def _described(plan: Plan, teacher: str) -> dict[str, Any]:
     name = plan.method.get("name")
     return {
         "source": teacher,
+        "on_hub": is_hub_name(teacher),
         "model_type": plan.model_type,
         "calibration": "not recorded",
         "retain": plan.retain,

@@ -69,6 +69,8 @@ def merge(
         before = fingerprint_adapted(adapted, dtypes)
     model.eval().float()
     with_adapters = _logits(model, window_T)
+    if not with_adapters.isfinite().all():
+        raise RapError("training diverged, the logits are not finite: lower learning_rate")
     merged = adapted.merge_and_unload(safe_merge=True)
     difference = float((_logits(merged, window_T) - with_adapters).abs().max())
     bound = PROOF_TOLERANCE * max(1.0, float(with_adapters.abs().max()))

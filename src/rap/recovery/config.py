@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ..model.errors import RapError
 from ..runtime.products import Products
-from ..runtime.settings import Count, NotNegative, Positive, check_fields
+from ..runtime.settings import Count, NotNegative, Positive, Seed, check_fields
 
 Steps = Annotated[int, Field(ge=0)]
 
@@ -63,7 +63,7 @@ class RecoveryConfig:
     gradient_checkpointing: bool = False
     products: Products = "auto"
     report_to: Literal["tensorboard", "trackio"] | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "recovery")

@@ -3,7 +3,8 @@
 Shapes: N windows, T tokens of a window.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ def recovery_windows(
     list as `data.text.named_sources` reads it; their windows alternate. Windows are packed:
     contiguous tokens, across the ends of documents, each after a BOS as `bos.bos_token` decides.
     Validation windows come from the validation split of a source that has one (`bundled`, `paper`,
-    `c4`), else from windows of the same text that are not trained on; the test split is never
+    `c4`), else one in ten of its own windows, which are not trained on; the test split is never
     read. T is `config.window`, or `longest` if the model's positions end before.
 
     Raises RapError for no source, or a text too short for two windows.
@@ -85,10 +86,39 @@ def recovery_windows(
             held = _pack(other, tokenizer, window, held_out, config.seed, bos)
         train.append(rows)
         validation.append(held)
-    if any(source.startswith(REPEATED) for source in sources):
-        # What is repeated may be another source too, and its passages go on in the next window.
+    if len(sources) > 1 or sources[0].startswith(REPEATED):
+        # Sources may overlap, and passages of one that is repeated go on in the next window.
         train = [apart(rows, torch.cat(validation)) for rows in train]
     return alternating(train), alternating(validation)
+
+
+def check_rows(small: Any, teacher: Any, given: Mapping[str, Tensor | None]) -> None:
+    """Raise RapError for windows, by name, that are no token ids [N, T] of both models."""
+    for name, rows in given.items():
+        if rows is None:
+            continue
+        if not isinstance(rows, Tensor):
+            raise RapError(
+                f"recovery {name} must be a LongTensor [N, T], not a {type(rows).__name__}"
+            )
+        if rows.ndim != 2 or rows.dtype != torch.int64 or len(rows) < 1 or rows.shape[1] < 2:
+            raise RapError(
+                f"recovery {name} must be token ids [N, T] in int64 with two tokens or more a "
+                f"window, not {list(rows.shape)} in {rows.dtype}"
+            )
+    sizes = [model.get_input_embeddings().weight.shape[0] for model in (small, teacher)]
+    if sizes[0] != sizes[1]:
+        raise RapError(
+            f"the student has a vocabulary of {sizes[0]} and the teacher one of {sizes[1]}; "
+            "give the dense model of this student"
+        )
+    ids = [token for rows in given.values() if rows is not None for token in rows.aminmax()]
+    low, high = int(min(ids)), int(max(ids))
+    if low < 0 or high >= sizes[0]:
+        raise RapError(
+            f"token id {low if low < 0 else high} is outside the vocabulary of {sizes[0]}: encode "
+            "the text with this model's tokenizer"
+        )
 
 
 def alternating(parts: Sequence[Tensor]) -> Tensor:

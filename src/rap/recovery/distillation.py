@@ -26,7 +26,7 @@ from ..model.fingerprint import fingerprint_model
 from ..runtime.state import evaluating
 from .adapters import add_adapters, merge
 from .config import RecoveryConfig
-from .data import WindowDataset, hold_out, whole_batches
+from .data import WindowDataset, check_rows, hold_out, whole_batches
 from .runs import begin, explained, processes
 from .trainer import DistillationTrainer
 
@@ -148,34 +148,9 @@ def _description(
 def _check(
     small: Any, teacher: Any, given: dict[str, Tensor | None], config: RecoveryConfig
 ) -> None:
-    for name, rows in given.items():
-        if rows is None:
-            continue
-        if not isinstance(rows, Tensor):
-            raise RapError(
-                f"recovery {name} must be a LongTensor [N, T], not a {type(rows).__name__}"
-            )
-        if rows.ndim != 2 or rows.dtype != torch.int64 or len(rows) < 1 or rows.shape[1] < 2:
-            raise RapError(
-                f"recovery {name} must be token ids [N, T] in int64 with two tokens or more a "
-                f"window, not {list(rows.shape)} in {rows.dtype}"
-            )
-    sizes = [model.get_input_embeddings().weight.shape[0] for model in (small, teacher)]
-    if sizes[0] != sizes[1]:
-        raise RapError(
-            f"the student has a vocabulary of {sizes[0]} and the teacher one of {sizes[1]}; "
-            "give the dense model of this student"
-        )
+    check_rows(small, teacher, given)
     if _is_spread(small):
         raise RapError("the student is spread over several devices: load it on one to train it")
-    windows = given["windows"]
-    assert windows is not None
-    low, high = int(windows.min()), int(windows.max())
-    if low < 0 or high >= sizes[0]:
-        raise RapError(
-            f"token id {low if low < 0 else high} is outside the vocabulary of {sizes[0]}: encode "
-            "the text with this model's tokenizer"
-        )
     if config.report_to is not None and importlib.util.find_spec(config.report_to) is None:
         raise RapError(f"report_to {config.report_to!r} is not installed: pip install it first")
 

@@ -39,6 +39,7 @@ from ..runtime.memory import describe_memory
 from ..runtime.products import Products, multiplying
 from ..runtime.progress import Progress
 from ..runtime.sources import REMOVE, LayerSource, source_of
+from .data import check_rows
 from .layer_fit import FitConfig, LayerFit, LayerProblem, trained_parameters
 from .runs import begin, processes
 from .streams import attention_outputs_of, is_cut, residual_scale
@@ -70,6 +71,7 @@ def fit_layers(
     held = [source.model for source in (small, dense) if source.in_memory]
     if any(parameter.is_meta for model in held for parameter in model.parameters()):
         raise RapError("fit needs all weights in memory: load the models without offloading")
+    check_rows(small.model, dense.model, {"windows": windows})
     num_judging = max(1, round(len(windows) * config.held_out))
     if len(windows) - num_judging < config.batch:
         raise RapError(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..model.errors import RapError
 from ..runtime.layerwise import LayerwiseRunner
 from ..runtime.products import Products, multiplying
-from ..runtime.settings import Count, Positive, check_fields
+from ..runtime.settings import Count, Positive, Seed, check_fields
 from .streams import call_of
 
 Scope = Literal["attention", "block"]
@@ -36,10 +36,11 @@ class FitConfig:
     """Settings of layer-wise distillation: how long and how fast every layer is trained.
 
     Text: `num_windows` windows of `window` tokens, of which the last `held_out` share judges
-    whether a layer became better; `validation_windows` others judge the whole. Each of `steps`
-    steps of Adam reads `batch` windows; `rate` is the first rate of a matrix in units of its root
-    mean square, and falls to zero by a cosine. Where a layer's error on the held-out windows is no
-    lower after TRIAL_STEPS, it begins again with a third of it: `rate_choices` rates at most.
+    whether a layer became better; `validation_windows` judge the whole, those of a source without a
+    validation split being one in ten of its windows, and so fewer. Each of `steps` steps of Adam
+    reads `batch` windows; `rate` is the first rate of a matrix in units of its root mean square,
+    and falls to zero by a cosine. Where a layer's error on the held-out windows is no lower after
+    TRIAL_STEPS, it begins again with a third of it: `rate_choices` rates at most.
     `drift` is the share of what the stream has lost that a layer is to make up for (by scope
     "attention" not where a norm reads the attention's output before it is added: there all of it is
     left to the layers behind). `scope` says what of a layer is trained, and what is wanted to come
@@ -62,7 +63,7 @@ class FitConfig:
     scope: Scope = "block"
     feed_forward_rate: Positive = 0.01
     products: Products = "auto"
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "fit")

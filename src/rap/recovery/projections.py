@@ -48,7 +48,7 @@ SETTINGS = replace(
 # Settings of other ways to distil; a change of one would do nothing here.
 UNREAD = (
     *("tune", "rank", "alpha", "dropout", "schedule", "weight_decay", "match_steps"),
-    *("evaluate_every", "gradient_checkpointing", "report_to", "products"),
+    *("evaluate_every", "gradient_checkpointing", "report_to", "products", "refit"),
 )
 
 
@@ -159,6 +159,7 @@ class _Projecting(DynamicCache):
         return bases.through("k", key_states, keys), bases.through("v", value_states, values)
 
 
+@torch.enable_grad()
 def _train(
     bases: Mapping[int, Bases],
     dense: PreTrainedModel,

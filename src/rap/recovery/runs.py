@@ -21,6 +21,7 @@ from ..model.errors import RapError
 RECORD_FILE = "run.json"
 COMPLETE = "complete"
 FIT_FOLDER = "fit"  # of the layers that are fitted before any checkpoint
+REFIT_FOLDER = "refit"  # of the outputs that are refitted before any checkpoint
 STATISTICS_FOLDER = "statistics"  # of a run that plans, and reads its text layer by layer
 
 
@@ -75,7 +76,8 @@ def last_checkpoint(work: Path) -> Path | None:
 
 def clear_work(work: Path) -> None:
     """Remove a finished run's checkpoints and record; what else is in the folder stays."""
-    for folder in (*_checkpoints(work), work / FIT_FOLDER, work / STATISTICS_FOLDER):
+    named = (work / name for name in (FIT_FOLDER, REFIT_FOLDER, STATISTICS_FOLDER))
+    for folder in (*_checkpoints(work), *named):
         shutil.rmtree(folder, ignore_errors=True)
     (work / RECORD_FILE).unlink(missing_ok=True)
     if work.is_dir() and not any(work.iterdir()):
@@ -93,7 +95,8 @@ def explained(work: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         if not no_room(error):
             raise
-        free = shutil.disk_usage(work).free / 2**20
+        there = next(folder for folder in (work, *work.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(there).free / 2**20
         raise RapError(
             f"no space left in {work} ({free:,.0f} MiB free) to write a checkpoint: make room and "
             "repeat the command, it continues from the last whole checkpoint"

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint.files import whole_file
 from ..data.bos import Bos, bos_token, describe_bos
 from ..data.own import with_samples
 from ..data.protocol import CALIBRATION_TOKENS
@@ -29,7 +31,7 @@ from .data import apart, recovery_windows
 from .fit import fit_layers
 from .layer_fit import FitConfig
 from .projections import SETTINGS, train_projections
-from .runs import FIT_FOLDER, processes, take_from_main
+from .runs import FIT_FOLDER, REFIT_FOLDER, begin, processes, take_from_main
 
 RECOVERIES = (
     *("none", "closed-form", "fit", "projections"),
@@ -271,7 +273,7 @@ class _Run:
     def _counts(self, windows: Tensor, asked: int) -> dict[str, int]:
         """How many windows were read, and held out: of short data fewer than asked for."""
         assert self.validation is not None
-        if len(windows) < asked and self.progress:
+        if len(windows) + len(self.validation) < asked and self.progress:
             Console(stderr=True).print(
                 f"the training data have {len(windows)} of {asked} windows of "
                 f"{windows.shape[1]} tokens, and {len(self.validation)} that are held out",
@@ -285,9 +287,26 @@ class _Run:
         count = max(2, REFIT_TOKENS // windows.shape[1])
         # Drawn, for windows of several texts come in turns: every fourth may be of one alone.
         drawn = torch.randperm(len(windows), generator=torch.Generator().manual_seed(self.seed))
-        some = windows[drawn[:count].sort().values]
-        refit_outputs(refitted, self.dense.model, some, progress=self.progress)
+        self._refit_kept(refitted, windows[drawn[:count].sort().values])
         self.offer(LoadedLayers(refitted), "refitted")
+
+    def _refit_kept(self, model: PreTrainedModel, windows: Tensor) -> None:
+        """Refit `model` in place, or as a killed run did: sums of another CPU or GPU may differ."""
+        if self.work is None:
+            refit_outputs(model, self.dense.model, windows, progress=self.progress)
+            return
+        folder, old = self.work / REFIT_FOLDER, self.small.model.state_dict()
+        read = {"pruned": self.small.fingerprint, "dense": self.dense.fingerprint}
+        with processes().main_process_first():
+            begin(folder, {**read, "windows": fingerprint_windows(windows)})
+        if (file := folder / "outputs.safetensors").is_file():
+            model.load_state_dict(load_file(file), strict=False)
+            return
+        refit_outputs(model, self.dense.model, windows, progress=self.progress)
+        if processes().is_main_process:
+            new = model.state_dict().items()
+            with whole_file(file) as partial:
+                save_file({n: x.contiguous() for n, x in new if not x.equal(old[n])}, partial)
 
     def train_bases(self, config: RecoveryConfig) -> None:
         """Train the bases of a projected model."""

@@ -48,6 +48,7 @@ def read_value(text: str) -> Any:
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]  # what NumPy and all of torch take
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
