@@ -65,6 +65,11 @@ def test_a_split_is_by_the_source(mine):
             f"bundled,{tail}",
         ),
         (f"{mine},bundled", f"repeated:{tail}"): (f"{rest},bundled", f"repeated:{tail}"),
+        # By another spelling of its path too.
+        (str(mine), f"held-out:{mine.parent}/../{mine.parent.name}/mine.txt"): (
+            rest,
+            f"held-out:{mine.parent}/../{mine.parent.name}/mine.txt",
+        ),
         # What completes it is not evaluated, and keeps its tail, whether it is evaluated or not.
         ("encyclopedia,own,repeated:encyclopedia,python", HELD_OUT): (
             "train:encyclopedia,own,repeated:train:encyclopedia,python",
@@ -259,6 +264,10 @@ def test_a_repeated_text_to_judge_on_is_of_the_same_split(monkeypatch, tokenizer
         ("bundled,python", "bundled,python", "python-test or"),
         ("wikitext2", "wikitext2-validation", "wikitext2 or"),
         ("held-out:{mine}", "{mine}", "evaluate on another dataset"),
+        ("held-out:{mine}", "held-out:{mine}", "evaluate on another dataset"),
+        ("bundled,python", "held-out:python", "python-test or"),
+        ("bundled", "held-out:bundled", "bundled or"),
+        ("bundled", "train:bundled", "bundled or"),
     ],
 )
 def test_nothing_is_evaluated_that_is_calibrated_on(mine, calibration, evaluate, instead):

@@ -15,6 +15,7 @@ from rap import RapError
 from rap.data import sampling
 from rap.data.sampling import Corpus, chat_opening, draw, first_token, nucleus, write_documents
 from rap.data.text import load_windows
+from rap.evaluation.quality.generation import chat_tokens
 from rap.model.errors import CheckpointError
 
 ASKED = Corpus(documents=5, tokens=7, batch_size=2)
@@ -198,6 +199,15 @@ def test_a_document_begins_behind_what_stands_before_one_in_pretraining(
         added.pop("<|endoftext|>")
     own.get_added_vocab = lambda: added
     assert first_token(own) == own.convert_tokens_to_ids(first)
+
+
+def test_a_chat_template_that_raises_an_error_opens_no_chat(tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{{ raise_exception('a system message comes first') }}"
+    assert chat_opening(own) is None
+    assert first_token(own) == first_token(tokenizer)
+    with pytest.raises(RapError, match=r"raises an error .* \(a system message comes first\)"):
+        chat_tokens(["Name three fruits."], own)
 
 
 def test_a_tokenizer_without_a_beginning_is_refused() -> None:

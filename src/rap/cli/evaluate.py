@@ -35,7 +35,7 @@ from ..evaluation.quality.harness import (
     run_tasks,
 )
 from ..evaluation.quality.intervals import exponential
-from ..evaluation.quality.perplexity import check_sizes, perplexity
+from ..evaluation.quality.perplexity import check_sizes, evaluation_window, perplexity
 from ..evaluation.retrieval.documents import check_grid
 from ..model.errors import RapError
 from . import options
@@ -90,7 +90,7 @@ def perplexity_command(
     opened = open_checkpoint(
         model, device, device_map, [output], quantize, dtype="float32", bos=bos
     )
-    tokens = evaluation_tokens(text, opened.tokenizer)
+    tokens = evaluation_tokens(text, opened.tokenizer, evaluation_window(opened.model, window))
     scored = perplexity(
         opened.model,
         tokens,
@@ -141,7 +141,7 @@ def fidelity_command(
     measured = fidelity(
         opened.model,
         original,
-        evaluation_tokens(text, opened.tokenizer),
+        evaluation_tokens(text, opened.tokenizer, evaluation_window(opened.model, window)),
         window=window,
         max_windows=max_windows,
         bos=opened.bos,
@@ -204,7 +204,7 @@ def zero_shot_command(
     config: options.ConfigFile = None,
 ) -> None:
     """Benchmark tasks by lm-eval (pip install lm-eval)."""
-    check_questions(limit, batch_size)
+    check_questions(limit, batch_size, task_folder)
     opened = open_checkpoint(model, device, device_map, [output], quantize, dtype)
     named = [name.strip() for name in tasks.split(",") if name.strip()]
     scores = run_tasks(
@@ -308,7 +308,7 @@ def cache_command(
     opened = open_checkpoint(
         model, load.device, load.device_map, [output], quantize, load.dtype, load.bos
     )
-    ids = evaluation_tokens(text, opened.tokenizer)
+    ids = evaluation_tokens(text, opened.tokenizer, asked.window)
     exact, compressed = (
         _measured(opened, ids, one, asked, load.seed) for one in (CacheCompression(), compression)
     )

@@ -56,9 +56,10 @@ def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, st
     else:
         check_apart(calibration, evaluate)
         kept = [_once(name) for name in named_sources(evaluate)]
+    tails = {_read_by(name) for name in kept if name and TAIL in name}
     training = [
-        _training_part_of(name) if other in kept and other.startswith(TAIL) else name
-        for name, other in ((name, other or "") for name, other in zip(names, held, strict=True))
+        _training_part_of(name) if _has_tail(other) and _read_by(name) in tails else name
+        for name, other in zip(names, held, strict=True)
     ]
     return ",".join(training) if training else calibration, evaluate
 
@@ -77,17 +78,25 @@ def _asked_for(held: dict[str, str | None]) -> dict[str, str | None]:
 def check_apart(calibration: str, evaluate: str) -> None:
     """Raise CalibrationError for an evaluation dataset that is calibrated on as well.
 
-    Not for the tail of a text, which `split` leaves out of calibration.
+    Not for the tail of a text, where `split` leaves it out of calibration.
     """
-    trained = {_read_by(name): _held_out_of(name) for name in named_sources(calibration)}
+    trained: dict[str, list[str | None]] = {}
+    for name in named_sources(calibration):
+        trained.setdefault(_read_by(name), []).append(_held_out_of(name))
     for name in named_sources(evaluate):
         once = without_prefixes(name)
-        read = _read_by(EVALUATED_ON.get(once, once))
-        if once == "bundled" or TAIL in name or read not in trained:
+        held = trained.get(_read_by(EVALUATED_ON.get(once, once)), [])
+        parted = TAIL in name and all(map(_has_tail, held))
+        if _once(name) == "bundled" or parted or not held:
             continue
-        split = trained[read]
+        split = held[0]
         instead = f"evaluate on {split} or on" if split else "evaluate on"
         raise CalibrationError(f"{name} is calibrated on as well; {instead} another dataset")
+
+
+def _has_tail(held: str | None) -> bool:
+    """Whether what is held out of a source is its tail, and so can be left out of it."""
+    return held is not None and held.startswith(TAIL)
 
 
 def _read_by(source: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from jinja2 import TemplateError
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -148,10 +149,18 @@ def chat_opening(tokenizer: Any) -> tuple[int, ...] | None:
     """The tokens [P] of the chat template before a user's first message; None without one."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    asked = [{"role": "user", "content": MESSAGE}]
-    before, found, _ = tokenizer.apply_chat_template(asked, tokenize=False).partition(MESSAGE)
+    before, found, _ = _chat(tokenizer, "user").partition(MESSAGE)
     ids = tokenizer(before, add_special_tokens=False).input_ids if found else []
     return tuple(ids) or None
+
+
+def _chat(tokenizer: Any, *roles: str) -> str:
+    """A chat of as many messages by its template; empty for a template that refuses it."""
+    turns = [{"role": role, "content": MESSAGE} for role in roles]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except TemplateError:
+        return ""
 
 
 def check_length(config: PreTrainedConfig, asked: Corpus) -> None:
@@ -187,8 +196,7 @@ def _between_turns(tokenizer: Any, token: int) -> bool:
     """Whether the chat template writes a token more than once in a chat of three messages."""
     if not getattr(tokenizer, "chat_template", None):
         return False
-    turns = [{"role": role, "content": MESSAGE} for role in ("user", "assistant", "user")]
-    chat = tokenizer.apply_chat_template(turns, tokenize=False)
+    chat = _chat(tokenizer, "user", "assistant", "user")
     return tokenizer(chat, add_special_tokens=False).input_ids.count(token) > 1
 
 

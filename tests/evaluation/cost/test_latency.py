@@ -360,6 +360,7 @@ def test_bench_times_prompts_too(checkpoints):
             "2 KV heads cannot be merged by 3: use one of 1, 2",
         ),
         (("dense", "--retain", 0.5, "--merge", "most"), "merge cannot be 'most'"),
+        (("small", "--merge", 2), "is pruned already: remove --merge"),
         (("small", "--rounds", 0), "at least 1"),
         (("small", "--dtype", "bf17"), "unknown dtype"),
     ],

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import rap
+from cases.command import run
 from cases.models import VOCABULARY, tiny_model
+from rap import assets
 from rap.evaluation.quality.fidelity import DenseStates, divergence, fidelity
 from rap.evaluation.quality.perplexity import perplexity
 from rap.model.errors import RapError
@@ -153,3 +155,22 @@ def test_a_comparison_leaves_nothing_in_what_is_kept():
     for output, kept_TE in states._states:
         assert output.last_hidden_state.shape == (1, 48, dense.config.hidden_size)
         assert output.last_hidden_state.data_ptr() == kept_TE.data_ptr()
+
+
+def test_windows_of_several_texts_are_whole_parts_of_each(tmp_path):
+    """As `rap compress` evaluates them, whatever the length of a window."""
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    texts = assets.reference_text("test")[:30_000], assets.reference_text("validation")[:30_000]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    asked = ("--window", 128, "--max-windows", 2, "--json")
+    both = ("--text", ",".join(map(str, files)))
+    found = run("evaluate", "perplexity", "bundled", *both, *asked).json
+    close = run("evaluate", "fidelity", "bundled", "--dense", "bundled", *both, *asked).json
+    alone = [
+        run("evaluate", "perplexity", "bundled", "--text", file, *asked[:2], "--max-windows", 1,
+            "--json").json["nats_per_token"]
+        for file in files
+    ]  # fmt: skip
+    assert found["nats_per_token"] == pytest.approx(sum(alone) / 2, rel=1e-6)
+    assert close["perplexity"]["nats_per_token"] == found["nats_per_token"]

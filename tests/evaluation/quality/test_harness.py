@@ -138,6 +138,30 @@ def test_data_that_cannot_be_had_is_one_line():
     assert "could not run piqa" in result.err
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("doc_to_text", "{{prompt}}", "'prompt' is undefined"),
+        ("test_split", "tests", "KeyError: 'tests'"),
+        ("dataset_path", "text_of_no_builder", "four_questions"),
+    ],
+)
+def test_a_mistake_in_a_task_is_one_line(folder, tmp_path, field, value, said):
+    task = json.loads((folder / "four_questions.yaml").read_text())
+    (tmp_path / "four_questions.yaml").write_text(json.dumps(task | {field: value}))
+    asked = ("--tasks", "four_questions", "--task-folder", tmp_path)
+    result = run("evaluate", "zero-shot", "bundled", *asked)
+    assert result.code == 2
+    assert "Traceback" not in result.err
+    assert said in result.err.splitlines()[-1]
+
+
+def test_a_folder_of_tasks_that_is_not_there_is_named(tmp_path):
+    result = run("evaluate", "zero-shot", "bundled", "--task-folder", tmp_path / "none")
+    assert error_violations(result) == []
+    assert "there is no directory" in result.err
+
+
 def test_without_lm_eval_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     result = run("evaluate", "zero-shot", "bundled")

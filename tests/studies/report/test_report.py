@@ -57,6 +57,10 @@ def test_single_files_are_shown_in_the_order_given(tmp_path: Path) -> None:
     (tmp_path / "plain.json").write_text('{"command": "rap demo"}', encoding="utf-8")
     with pytest.raises(RapError, match=r"plain\.json has no table"):
         markdown_report([tmp_path / "plain.json"])
+    for broken in ({"table": {"title": "T"}}, {"tables": 3}, {"tables": [[1]]}):
+        (tmp_path / "plain.json").write_text(json.dumps(broken), encoding="utf-8")
+        with pytest.raises(RapError, match=r"plain\.json has a table without a header and rows"):
+            markdown_report([tmp_path / "plain.json"])
 
 
 def test_the_commit_is_shown_that_ran_or_else_that_brought_the_file(tmp_path: Path) -> None:

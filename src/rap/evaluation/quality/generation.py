@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from ... import assets
@@ -175,15 +176,17 @@ def read_prompts(source: str) -> list[str]:
 def chat_tokens(prompts: list[str], tokenizer: Any) -> list[Tensor]:
     """Each prompt as the first message of a user, up to where the model answers: tokens [P].
 
-    Special tokens are those of the template, BOS too. Raises RapError without one.
+    Special tokens are those of the template, BOS too. Raises RapError without one, and where it
+    refuses such a chat.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise RapError("the tokenizer has no chat template: remove --chat, or take a chat model")
-    return [
-        torch.tensor(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-            ).input_ids
-        )
-        for prompt in prompts
-    ]
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    how = {"add_generation_prompt": True, "return_dict": True}
+    try:
+        found = [tokenizer.apply_chat_template(chat, **how).input_ids for chat in chats]
+    except TemplateError as error:
+        raise RapError(
+            f"the chat template raises an error for a user's first message ({error}): remove --chat"
+        ) from error
+    return [torch.tensor(ids) for ids in found]

@@ -89,7 +89,7 @@ def run_tasks(
     Raises RapError as `check_questions` does, if lm-eval is missing, a task is unknown, or its data
     cannot be loaded.
     """
-    check_questions(limit, batch_size)
+    check_questions(limit, batch_size, folder)
     lm_eval = _lm_eval()
     metrics, limits = _expand(tasks)
     if limit is None and len(limits) > 1:
@@ -115,8 +115,10 @@ def run_tasks(
     return [_score(task, metrics, found) for task in found["results"] if task in found["n-samples"]]
 
 
-def check_questions(limit: int | None, batch_size: int) -> None:
-    """RapError for a limit or a batch without a question."""
+def check_questions(limit: int | None, batch_size: int, folder: Path | None = None) -> None:
+    """RapError for a limit or a batch without a question, or a folder of tasks that is none."""
+    if folder is not None and not folder.is_dir():
+        raise RapError(f"there is no directory {folder} of tasks: check the path")
     if limit is not None and limit < 1:
         raise RapError(f"limit {limit} leaves nothing to read: give 1 or more, or remove it")
     if batch_size < 1:
@@ -228,13 +230,20 @@ def _lm_eval() -> Any:
 
 @contextmanager
 def _as_rap_error(tasks: Mapping[str, str | None]) -> Iterator[None]:
-    """Data that cannot be had is the user's to mend: hub, network and builders raise many kinds."""
+    """Data that cannot be had is the user's to mend, as is a task of theirs with a mistake.
+
+    Hub, network, builders of datasets, templates and missing columns raise many kinds.
+    """
+    damaged = importlib.import_module("datasets.exceptions").DatasetsError
+    template = importlib.import_module("jinja2").TemplateError
     try:
         yield
     except RapError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, LookupError, damaged, template) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, LookupError):
+            reason = f"{type(error).__name__}: {reason}"
         raise RapError(
             f"lm-eval could not run {', '.join(tasks)} ({reason}): check the network, or the "
             "task's needs"

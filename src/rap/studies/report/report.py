@@ -238,9 +238,17 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise RapError(f"{path} is not JSON ({error}): run what writes it again") from error
     if not isinstance(result, dict) or not {"table", "tables"} & result.keys():
         return None
+    tables = result["tables"] if "tables" in result else [result["table"]]
+    if not isinstance(tables, list) or not all(map(_is_table, tables)):
+        raise RapError(f"{path} has a table without a header and rows: run what writes it again")
     pictures = [path.with_suffix(suffix) for suffix in PICTURES]
     drawn = next((picture for picture in pictures if picture.is_file()), None)
     return result_today(result) | {"path": path} | ({"picture": drawn} if drawn else {})
+
+
+def _is_table(found: Any) -> bool:
+    fields = found if isinstance(found, dict) else {}
+    return all(isinstance(fields.get(name), list) for name in ("header", "rows"))
 
 
 def _section(result: dict[str, Any], tables: Sequence[dict[str, Any]]) -> str:
