@@ -42,9 +42,9 @@ class Stored:
     name: str = "a model"
 
 
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     """Two layers, GQA, untied; its vocabulary is the bundled tokenizer's."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=assets.reference_tokenizer().vocab_size,
         hidden_size=64,

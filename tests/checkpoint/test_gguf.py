@@ -62,6 +62,14 @@ def test_second_use_converts_nothing(tmp_path, monkeypatch):
     assert checkpoint_of(tmp_path / "tiny.gguf") == first
 
 
+def test_a_file_that_was_written_again_is_read_again(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    for seed in (0, 1):
+        model = tiny_llama(seed=seed)
+        write_gguf(path, model)
+        assert _same_logits(path, model, 1e-5)
+
+
 def test_a_command_takes_a_gguf_file(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", tiny_llama())
     result = run("inspect", tmp_path / "tiny.gguf", "--json")

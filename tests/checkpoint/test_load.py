@@ -16,6 +16,7 @@ from rap.checkpoint.load import (
     is_offloaded,
     load,
     load_config,
+    load_dense,
     load_tokenizer,
     without_tensors,
 )
@@ -97,6 +98,15 @@ def test_a_generation_config_that_nothing_loads_is_refused(checkpoint, content):
     (checkpoint / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"cannot read .*generation_config.json.* or remove"):
         StoredModel(checkpoint)
+
+
+@pytest.mark.parametrize("read", [load_dense, StoredModel])
+def test_an_adapter_is_merged_before_anything_is_pruned(checkpoint, read):
+    """Streamed, its config went along and its weights did not, so that nothing loaded."""
+    read(checkpoint)
+    (checkpoint / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"adapter_config.json\): merge it into the weights"):
+        read(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import rap
-from cases.command import run
+from cases.command import error_violations, run
 from cases.models import tiny_model
 from cases.plans import random_plan
 from rap import assets
@@ -221,8 +221,19 @@ def test_relative_directory_is_no_hub_name(tmp_path, monkeypatch):
     (tmp_path / "runs" / "dense").symlink_to(assets.reference_path())
     monkeypatch.chdir(tmp_path)
     small = ("--evaluate", "none", "--windows", 1, "--window", 64)
-    assert run("compress", "runs/dense", "-o", "small", *small).code == 0
+    how = ("--method", "rap:merge=1", "--profile", "stock")
+    assert run("compress", "runs/dense", "-o", "small", *how, *small).code == 0
     assert "base_model" not in (tmp_path / "small" / "README.md").read_text()
+    # Nor where its card is made again from elsewhere.
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert run("export", "stock", "../small", "-o", "plain").code == 0
+    assert "base_model" not in (tmp_path / "other" / "plain" / "README.md").read_text()
+    (tmp_path / "small" / "rap_report.json").write_text('{"a": 1}')
+    damaged = run("export", "stock", "../small", "-o", "damaged")
+    assert error_violations(damaged) == []
+    assert "rap_report.json is damaged (it lacks 'source')" in damaged.err
+    assert not (tmp_path / "other" / "damaged").exists()
 
 
 def test_apply_gives_the_same_tensors_streamed(tmp_path, plan_file):

@@ -11,6 +11,7 @@ import typer
 from transformers import AutoConfig
 
 from cases.command import error_violations, run
+from cases.models import tiny_model
 from rap.cli import EXIT_CODES, TOPICS, app, compress, dry_run, stopped
 from rap.cli.setup import command_tree, completion_script
 from rap.model.errors import RapError
@@ -132,6 +133,12 @@ def test_dry_run_refuses_what_the_run_would(tmp_path):
     assert error_violations(run("compress", "bundled", "-o", taken, "--dry-run")) == []
     unknown = run("compress", "bundled", "-o", tmp_path / "out", "--recover", "x", "--dry-run")
     assert error_violations(unknown) == []
+    short = tmp_path / "short"
+    tiny_model(max_position_embeddings=64).save_pretrained(short)
+    asked = ("compress", short, "-o", tmp_path / "out", "--window", 128, "--dry-run")
+    longer = run(*asked, "--method", "rap:merge=1", "--calibration", "only:bundled")
+    assert error_violations(longer) == []
+    assert "windows have 128 tokens, the model was made for 64" in longer.err
 
 
 def test_dry_run_counts_the_weights_once():

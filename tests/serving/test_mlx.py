@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from rap.serving.stock import export_stock, write_legacy_rope
+from rap.checkpoint.files import write_legacy_rope
+from rap.serving.stock import export_stock
 
 from .test_gguf import PAIRS
 from .test_stock import stock_profile
@@ -44,7 +45,7 @@ def test_mlx_reads_the_frequencies(reference_model, prompts, tmp_path, monkeypat
     # Float32 in both; MLX's CPU kernels sum in another order.
     assert furthest(small, tmp_path / "plain", prompts[-1], tmp_path) <= 2e-4
     # Without the old keys it takes the base 10,000, as it did before they were written.
-    monkeypatch.setattr("rap.serving.stock.write_legacy_rope", lambda file: None)
+    monkeypatch.setattr("rap.checkpoint.files.write_legacy_rope", lambda file: None)
     export_stock(small, tmp_path / "without")
     assert furthest(small, tmp_path / "without", prompts[-1], tmp_path) > 0.1
     write_legacy_rope(tmp_path / "without" / "config.json")

@@ -232,6 +232,27 @@ def test_one_command_writes_what_loads_without_the_package(tmp_path: Path) -> No
     assert "already exists" in again.err or "--force" in again.err
 
 
+def test_a_plain_checkpoint_that_is_recovered_stays_plain(tmp_path: Path) -> None:
+    out, better = tmp_path / "out", tmp_path / "better"
+    given = ("compress", "bundled", "--retain", 0.5, "--target", "plain", "--evaluate", "none")
+    short = ("--windows", 4, "--window", 128, "--recover", "none")
+    assert run(*given, *short, "-o", out).code == 0
+    fit = ("num_windows=4", "window=64", "steps=2", "validation_windows=2")
+    settings = [word for setting in fit for word in ("--set", setting)]
+    asked = ("recover", out, "--teacher", "bundled", "--evaluate", "none", "-o", better)
+    result = run(*asked, "--text", "only:bundled", *settings)
+    assert result.code == 0, result.err
+    for folder in (out, better):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+        assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"]
+        card = (folder / "README.md").read_text()
+        assert "import rap" not in card
+        assert "section `rap`" not in card
+        report = json.loads((folder / "rap_report.json").read_text())
+        assert report["traits"]["ships"] == "stock"
+
+
 def test_methods_without_merging_are_refused_for_the_target(tmp_path: Path) -> None:
     given = ("compress", "bundled", "--retain", 0.5, "--target", "plain", "-o", tmp_path / "out")
     assert "needs a method with" in run(*given, "--method", "palu").err

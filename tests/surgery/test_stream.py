@@ -99,6 +99,19 @@ def test_output_loads_like_any_checkpoint(tmp_path, shard):
         assert torch.equal(loaded(tokens).logits, expected)
 
 
+def test_weights_that_are_stored_coarser_are_converted_as_they_load(tmp_path):
+    dense, streamed, whole = (tmp_path / name for name in ("dense", "streamed", "whole"))
+    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(dense)
+    (dense / "config.json").write_text(json.dumps(_config(dense) | {"dtype": "float32"}))
+    loaded = load(dense)
+    plan = random_plan(loaded, WIDTHS[:2])
+    apply_streamed(dense, plan, streamed)
+    apply(loaded, plan).save_pretrained(whole)
+    found, expected = _tensors(streamed), _tensors(whole)
+    assert {name: x.dtype for name, x in found.items()} == {n: x.dtype for n, x in expected.items()}
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
 @pytest.mark.parametrize("said", ["bfloat16", None], ids=["said", "unsaid"])
 @pytest.mark.parametrize(
     ("model_type", "finer"),

@@ -73,11 +73,9 @@ def model_card(report: dict[str, Any], title: str) -> str:
     """
     about = report.get("traits") or {}
     source = str(report["source"])
-    # Only a hub name is a link that others can follow; a local path stays out of the card.
-    is_local = source.startswith((".", "/", "~")) or Path(source).exists()
-    is_hub_name = source.count("/") == 1 and not is_local
+    on_hub = report.get("on_hub", is_hub_name(source))
     return _TEMPLATE.format(
-        base=f"base_model: {source}\n" if is_hub_name else "",
+        base=f"base_model: {source}\n" if on_hub else "",
         title=title,
         what=_what(report, about),
         imported=_IMPORTS.get(about.get("ships", ""), f"{_IMPORT}\n"),
@@ -88,6 +86,17 @@ def model_card(report: dict[str, Any], title: str) -> str:
         recorded="The full decision is" if about.get("ships") == "stock" else _RECORDED,
         measured=_MEASURED if "provenance" in report else "",
     )
+
+
+def is_hub_name(source: str) -> bool:
+    """Whether others can follow a source as a link; a local path, which there is now, is none."""
+    is_local = source.startswith((".", "/", "~")) or Path(source).exists()
+    return source.count("/") == 1 and not is_local
+
+
+def plain_report(report: dict[str, Any]) -> dict[str, Any]:
+    """The report of the same model as a plain checkpoint, which needs no package."""
+    return {**report, "traits": {**(report.get("traits") or {}), "ships": "stock"}}
 
 
 def unmeasured(
@@ -106,6 +115,7 @@ def unmeasured(
     ]
     return {
         "source": source,
+        "on_hub": is_hub_name(source),
         "model_type": plan.model_type,
         "kept_fraction": plan.kept_fraction,
         "method": plan.method,

@@ -293,18 +293,35 @@ def write_model(model: Any, folder: Path) -> None:
     """`model.save_pretrained`, with the generation config as the model has it.
 
     transformers loads one that sets, say, a temperature without sampling, and raises ValueError
-    where it is to be saved; the same settings are written as they are.
+    where it is to be saved; the same settings are written as they are. A plain model's rope is also
+    written as other readers know it (`write_legacy_rope`).
     """
     own = getattr(model, "generation_config", None)
     if own is None or _is_strict(own):
         model.save_pretrained(folder)
-        return
-    model.generation_config = GenerationConfig()
-    try:
-        model.save_pretrained(folder)
-    finally:
-        model.generation_config = own
-    own.to_json_file(folder / GENERATION_CONFIG_NAME, use_diff=True)
+    else:
+        model.generation_config = GenerationConfig()
+        try:
+            model.save_pretrained(folder)
+        finally:
+            model.generation_config = own
+        own.to_json_file(folder / GENERATION_CONFIG_NAME, use_diff=True)
+    if not hasattr(model.config, "rap"):
+        write_legacy_rope(folder / CONFIG_FILE)
+
+
+def write_legacy_rope(file: Path) -> None:
+    """Write a config's rope also as `rope_theta` and `rope_scaling`, as before transformers 5.
+
+    mlx-lm and other readers know only these, and take a default base where they are missing. A rope
+    for each type of layer had no such form and stays as it is.
+    """
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    scaling = dict(fields.get("rope_parameters") or {})
+    if "rope_theta" in scaling:
+        fields["rope_theta"] = scaling.pop("rope_theta")
+        fields["rope_scaling"] = scaling
+        write_json(file, fields)
 
 
 def _is_strict(config: GenerationConfig) -> bool:

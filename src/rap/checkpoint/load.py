@@ -31,6 +31,7 @@ _PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+_ADAPTER_FILE = "adapter_config.json"
 SOFT_CAP = "attn_logit_softcapping"  # as the configs of Gemma 2 and its kin have it
 
 
@@ -60,6 +61,7 @@ def load_dense(source: str | Path, **kwargs: Any) -> Any:
     config = load_config(source)
     check_dense(config)
     attention_spec(config)
+    check_no_adapter(Path(source))
     return _load(source, config, **kwargs)
 
 
@@ -124,6 +126,14 @@ def check_generation_config(folder: Path) -> None:
     if path.is_file():
         with reading(f"read {path}", "download it again, or remove it"):
             GenerationConfig.from_pretrained(folder)
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise CheckpointError for a checkpoint with an adapter, which loading would add."""
+    if (folder / _ADAPTER_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} has an adapter ({_ADAPTER_FILE}): merge it into the weights first"
+        )
 
 
 def copy_processor(source: str | Path, folder: Path) -> None:

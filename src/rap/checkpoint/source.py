@@ -53,7 +53,13 @@ def check_apart(output: str | Path, *sources: object) -> None:
             )
 
 
-@functools.cache
 def _dequantized(file: str) -> str:
-    """Once a process: a command asks for its source several times, and should say so once."""
+    """A line for each content, as a command asks for its source several times."""
+    path = Path(file)
+    found = path.stat() if path.is_file() else None  # what is missing, the reader says
+    return _converted(file, found and (found.st_mtime_ns, found.st_size))
+
+
+@functools.cache
+def _converted(file: str, _changed: tuple[int, int] | None) -> str:
     return str(checkpoint_of(file, say=lambda line: print(line, file=sys.stderr)))

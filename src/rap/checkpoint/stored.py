@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 from ..model.errors import CheckpointError
 from ..model.fingerprint import Fingerprint, tied_names
 from ..model.layers import attention_spec, check_dense, text_config
-from .load import check_generation_config, load_config, without_tensors
+from .load import check_generation_config, check_no_adapter, load_config, without_tensors
 from .shards import DTYPES, check_depth, find_shards, same_values
 
 
@@ -133,6 +133,7 @@ class StoredModel:
         self.folder = Path(source)
         if not self.folder.is_dir():
             self.folder = Path(snapshot_download(self.name, ignore_patterns=list(_OTHER_FORMS)))
+        check_no_adapter(self.folder)
         check_generation_config(self.folder)
         self.shards = find_shards(self.folder)
         check_depth(self.shards, config)
@@ -161,12 +162,12 @@ class StoredModel:
     def taken_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The type for a tensor that is stored in `dtype`, by the model's name.
 
-        Values are those of the loaded model, which transformers makes of one type, less what the
-        family keeps in float32. So what is stored finer is rounded; the rest stays as it is.
+        It is that of the loaded model, which transformers makes of one type, less what the family
+        keeps in float32: what is made of a tensor rounds as it would there.
         """
-        loaded = torch.float32 if any(x.search(name) for x in self._exact) else self._loaded
-        rounded = dtype.is_floating_point and torch.promote_types(dtype, loaded) != loaded
-        return loaded if rounded else dtype
+        if not dtype.is_floating_point:
+            return dtype
+        return torch.float32 if any(x.search(name) for x in self._exact) else self._loaded
 
     def join(self, name: str, parts: list[tuple[str, str]], read: Any) -> Tensor:
         """What the model joins of stored `parts`, as `Conversions.join`.

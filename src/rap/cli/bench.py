@@ -198,6 +198,8 @@ def _models(
         return {"dense": whole, "pruned": small}
     if retain is not None:
         raise RapError(f"{source} is pruned already: remove --retain")
+    if merge != AUTO:
+        raise RapError(f"{source} is pruned already: remove --merge")
     small = load(source, dtype=dtype, **placed)
     if dense is not None:
         whole = load(dense, dtype=small.dtype, **placed)

@@ -78,7 +78,8 @@ def open_checkpoint(
 
     `model` is what `resolve_source` knows, `outputs` the files that will be written (None: not
     asked for), `quantize` one of KINDS for its weights, `bos` what windows of text begin with.
-    `dtype` auto is float32 on a CPU, as most of them convert lower precisions number by number.
+    `dtype` auto is float32 on a CPU, as most of them convert lower precisions number by number; of
+    weights that are quantized it is their own.
     The fingerprint is that of the weights as they are stored, before they are quantized.
 
     Raises RapError for an unknown `quantize`, CheckpointError for an output that cannot be written
@@ -97,7 +98,8 @@ def open_checkpoint(
     loaded = load(source, dtype=dtype, **placed)
     say_device(loaded)
     known = known_fingerprint(loaded)
-    record = {"model": model, "fingerprint": known, "quantize": quantize}
+    record: dict[str, Any] = {"model": model, "fingerprint": known, "quantize": quantize}
+    record["dtype"] = str(loaded.dtype).removeprefix("torch.")
     if quantize is not None:
         quantize_weights(loaded, quantize)
     return Opened(loaded, tokenizer, record, bos_token(bos, tokenizer, loaded.config))

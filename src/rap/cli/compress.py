@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..calibration.dense_context import DenseContext
+from ..calibration.run import check_length
 from ..checkpoint.card import comparison
 from ..checkpoint.device import AUTO, placement, say_device
 from ..checkpoint.files import check_output, check_output_file
@@ -326,6 +327,8 @@ def _tell(
     device = dry.device_of(read.device, read.device_map)
     dense = dry.unloaded(config, device)
     needs = method.needs_for(dense)
+    if needs:
+        check_length(dense, read.window)
     calibrate, memory = dry.calibration_step(dense, needs, read.windows, read.window)
     # The cut model is not there yet: the dense one's sizes are the most that it can have.
     recovers, held = dry.recovery_step(recover, dense, dense, fit)

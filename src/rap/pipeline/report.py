@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..calibration.dense_context import DenseContext
-from ..checkpoint.card import CARD_FILE, model_card, unmeasured
+from ..checkpoint.card import CARD_FILE, is_hub_name, model_card, plain_report, unmeasured
 from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json, write_model
 from ..checkpoint.load import copy_processor, load_tokenizer
 from ..checkpoint.provenance import provenance
@@ -187,6 +187,8 @@ def save(
             tokenizer = load_tokenizer(source)
         except CheckpointError:
             tokenizer = None
+    if report is not None and not hasattr(small.config, "rap"):
+        report = plain_report(report)
     with whole_directory(output, force=force) as folder:
         write_model(small, folder)
         plan.save(folder / PLAN_FILE)
@@ -211,6 +213,7 @@ def describe(context: DenseContext, method: Method, plan: Plan) -> dict[str, Any
     _, drawn = with_samples(names, context.model, context.tokenizer)
     return {
         "source": context.name,
+        "on_hub": is_hub_name(context.name),
         "model_type": plan.model_type,
         "calibration": context.reading.describe(context.bos),
         **drawn,

@@ -14,7 +14,6 @@ biases (that of W_o zero), Phi-3 a Llama with linears of their own: `plain_forms
 which families have no such form.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoint.card import CARD_FILE, model_card
+from ..checkpoint.card import CARD_FILE, model_card, plain_report
 from ..checkpoint.files import (
     PLAN_FILE,
     REPORT_FILE,
@@ -64,23 +63,10 @@ def export_stock(source: Any, output: str | Path, *, force: bool = False) -> Any
     model = stock_model(load(source) if is_path else source)
     with whole_directory(output, force=force) as folder:
         write_model(model, folder)
-        write_legacy_rope(folder / "config.json")
         if is_path:
             _copy_tokenizer(source, folder)
             _copy_record(Path(source), folder, Path(output).resolve().name)
     return model
-
-
-def write_legacy_rope(file: Path) -> None:
-    """Write a config's rope also as `rope_theta` and `rope_scaling`, as before transformers 5.
-
-    mlx-lm and other readers know only these, and take a default base where they are missing.
-    """
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    scaling = dict(fields["rope_parameters"])
-    fields["rope_theta"] = scaling.pop("rope_theta")
-    fields["rope_scaling"] = scaling
-    write_json(file, fields)
 
 
 def stock_model(small: PreTrainedModel) -> Any:
@@ -250,13 +236,18 @@ def _describe(entry: Any) -> str:
 
 def _copy_record(source: Path, folder: Path, title: str) -> None:
     """The plan and the report of the pruned checkpoint, and a card that needs no package."""
-    for name in (PLAN_FILE, REPORT_FILE):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    if (source / PLAN_FILE).is_file():
+        shutil.copyfile(source / PLAN_FILE, folder / PLAN_FILE)
     if (source / REPORT_FILE).is_file():
-        report = read_json(source / REPORT_FILE, "remove it, or compress again")
-        report["traits"] = {**(report.get("traits") or {}), "ships": "stock"}
-        card = model_card(report, title)
+        report = plain_report(read_json(source / REPORT_FILE, "remove it, or compress again"))
+        write_json(folder / REPORT_FILE, report)
+        try:
+            card = model_card(report, title)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{source / REPORT_FILE} is damaged (it lacks {error}): remove it, or compress "
+                "again"
+            ) from error
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 

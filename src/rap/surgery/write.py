@@ -20,7 +20,14 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..checkpoint.card import CARD_FILE, model_card, unmeasured
-from ..checkpoint.files import PLAN_FILE, REPORT_FILE, whole_directory, write_json
+from ..checkpoint.files import (
+    CONFIG_FILE,
+    PLAN_FILE,
+    REPORT_FILE,
+    whole_directory,
+    write_json,
+    write_legacy_rope,
+)
 from ..checkpoint.load import load_config, load_tokenizer
 from ..checkpoint.shards import DTYPE_NAMES, DTYPES, WEIGHTS_FILE, write_header, write_index
 from ..checkpoint.stored import StoredModel
@@ -35,7 +42,7 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json"),
     *(".h5", ".msgpack", ".onnx", ".onnx_data"),
 )
-_WRITTEN = ("config.json", CARD_FILE, REPORT_FILE)  # a report is of the model it came with
+_WRITTEN = (CONFIG_FILE, CARD_FILE, REPORT_FILE)  # a report is of the model it came with
 
 
 @dataclass(frozen=True)
@@ -278,5 +285,7 @@ def _write_config(output: Path, model: PreTrainedModel, rewriter: _Rewriter) -> 
     if not plain:
         custom_object_save(small, output, config=config)
     config.save_pretrained(output)
+    if plain:
+        write_legacy_rope(output / CONFIG_FILE)
     plan.save(output / PLAN_FILE)
     return small
