@@ -107,6 +107,14 @@ def test_ranks_in_steps_wider_than_the_matrix_are_refused():
         method.plan(model, statistics)
 
 
+@pytest.mark.parametrize("text", ["svdllm", "svdllm2", "palu:ranks=uniform"])
+def test_all_is_kept_where_steps_do_not_divide_it(text):
+    model = tiny_model(heads=4, kv_heads=4)  # 64 rows
+    method = parse_method(f"{text}:multiple=48", 1.0)
+    statistics = calibrate(model, random_tokens(2, 16), method.needs_for(model))
+    assert method.plan(model, statistics).kept_fraction == 1
+
+
 @pytest.mark.parametrize("name", ["llava", "mistral3", "qwen2_vl"])
 @pytest.mark.parametrize("text", ["heads", "kvpruner"])
 def test_baselines_cut_the_text_model_of_a_multimodal_one(name, text):

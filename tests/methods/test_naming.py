@@ -200,6 +200,21 @@ def test_a_result_of_an_earlier_release_is_shown_as_of_today() -> None:
     assert RECORDED["cells"][1]["method"] == "rap"  # nothing is changed in place
 
 
+@pytest.mark.parametrize(
+    ("command", "today"),
+    [
+        ("rap compare a --methods=rap,palu", "rap compare a --methods=rap:merge=1,palu"),
+        ("rap compress a --method=rap -o b", "rap compress a --method=rap:merge=1 -o b"),
+        # Without a list it was of all methods, which today's are not.
+        ("rap compare a --retain 0.7", "rap compare a --retain 0.7 --methods rap:merge=1,palu"),
+        ("rap report a", "rap report a"),
+        ("python rap.py --methods rap", "python rap.py --methods rap"),
+    ],
+)
+def test_a_recorded_command_is_written_as_of_today(command: str, today: str) -> None:
+    assert result_today({**RECORDED, "command": command})["command"] == today
+
+
 def test_a_result_of_this_release_stays() -> None:
     settings = {"name": "rap", "retain": 0.7, "merge": "auto"}
     cells = [{**cell, "settings": settings} for cell in RECORDED["cells"]]

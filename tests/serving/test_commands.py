@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import math
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -30,10 +33,12 @@ from rap.model.cache_layout import CacheLayout
 from rap.model.errors import RapError
 from rap.serving import serve as serving
 from rap.serving.engine import EngineError, run_engine
+from rap.serving.llamacpp.verify import agreement as gguf_agreement
 from rap.serving.llamacpp.verify import verify_llamacpp
 from rap.serving.serve import Server, complete
 from rap.serving.stock import export_stock
 from rap.serving.verify import (
+    agreement,
     bundled_prompts,
     channels,
     dense_caches,
@@ -86,6 +91,30 @@ def test_verify_notices_a_changed_cache(pruned, monkeypatch):
     found = verify(pruned)
     assert not found.passed
     assert found.max_logprob_error > 100 * found.tolerance
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_model_that_computes_nan_is_not_verified(tmp_path, dtype):
+    """Greedy tokens agree there, and a maximum of errors leaves out what is no number."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    result = run("verify", tmp_path, "--dtype", dtype)
+    assert error_violations(result) == []
+    assert "log-probabilities are NaN" in result.err
+
+
+def test_an_engine_that_answers_nan_does_not_agree(pruned):
+    model = load(pruned)
+    one = transcribe(model, [1, 2, 3], 4)
+    assert agreement(model, [one]).max_logprob_error < 1e-5
+    for field in ("logprobs", "prompt_logprobs"):
+        values = [*getattr(one, field)]
+        values[0] = float("nan")
+        assert agreement(model, [replace(one, **{field: values})]).max_logprob_error == math.inf
+    hidden = [[[float("nan")] * model.config.hidden_size] * 3]
+    assert gguf_agreement(model, [[1, 2, 3]], hidden, []).max_logprob_error == math.inf
 
 
 def test_dense_model_keeps_everything():
@@ -224,6 +253,21 @@ def answering(monkeypatch):
 
 def test_a_server_is_asked_past_a_proxy_by_the_name_it_serves(answering):
     assert complete(answering, "a prompt")["choices"][0]["text"] == "to a prompt"
+
+
+def test_a_server_that_dies_while_it_answers_is_one_line():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def die():
+            connection, _ = listening.accept()
+            connection.recv(1)
+            connection.close()
+
+        Thread(target=die, daemon=True).start()
+        with pytest.raises(EngineError, match="the server did not complete a prompt"):
+            complete(Server("OUT", port=listening.getsockname()[1]), "a prompt")
 
 
 @pytest.mark.parametrize(("ends", "said"), [(False, "not in time"), (True, "last words")])

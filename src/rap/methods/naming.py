@@ -126,13 +126,29 @@ def command_today(command: str, names: Mapping[str, str] | None = None) -> str:
 
     >>> command_today("rap compare --methods rap,palu --retain 0.5")
     'rap compare --methods rap:merge=1,palu --retain 0.5'
+    >>> command_today("rap compress bundled --method=rap")
+    'rap compress bundled --method=rap:merge=1'
+
+    A comparison that listed none lists those it had, by `names`.
     """
     words = shlex.split(command)
-    for place, flag in enumerate(words[:-1]):
-        if flag in LISTED and words[0] == "rap":
-            named = words[place + 1].split(",")
-            today = (named_today(n) if names is None else names.get(n, n) for n in named)
-            words[place + 1] = ",".join(today)
+    if words[:1] != ["rap"]:
+        return command
+
+    def today(listed: str) -> str:
+        named = listed.split(",")
+        return ",".join(named_today(n) if names is None else names.get(n, n) for n in named)
+
+    found = False
+    for place, word in enumerate(words):
+        flag, is_joined, listed = word.partition("=")
+        if flag in LISTED and is_joined:
+            words[place], found = f"{flag}={today(listed)}", True
+        elif place and words[place - 1] in LISTED:
+            words[place], found = today(word), True
+    known = names or {}
+    if not found and words[1:2] == ["compare"] and any(old != new for old, new in known.items()):
+        words += ["--methods", ",".join(new for new in known.values() if new != "dense")]
     return command if words == shlex.split(command) else shlex.join(words)
 
 

@@ -24,6 +24,7 @@ from ..model.layers import (
     rotary_module,
 )
 from ..model.rope import AttentionShape
+from ..planning.budgets import nearest_width
 from ..planning.plan import Plan
 from ..planning.scores import Named
 from ..planning.subspace import WeightFactors
@@ -118,14 +119,13 @@ def latent_layer(layer: DenseLayer, keys: WeightFactors, values: WeightFactors) 
 
 
 def nearest_rank(retain: float, size: int, multiple: int = 1) -> int:
-    """The multiple nearest to retain * size, half up, at least one of it and at most `size`.
+    """The multiple nearest to retain * size, half up, or all of `size`; at least one of it.
 
     Raises RapError for a multiple that `size` holds none of.
     """
     if multiple > size:
         raise RapError(f"multiple {multiple} is more than the {size} that there are: give less")
-    steps = max(1, int(retain * size / multiple + 0.5))
-    return min(size, steps * multiple)
+    return max(multiple, nearest_width(retain * size, size, multiple))
 
 
 @dataclass(frozen=True, kw_only=True)

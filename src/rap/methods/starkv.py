@@ -28,8 +28,9 @@ from .replacing import DenseLayer, Replacing, latent_layer
 class StarKv(Replacing):
     """Truncated SVDs, at ranks that a common threshold of singular values leaves.
 
-    gap: how much more of the values than of the keys is kept, as a share of the cache; less where
-        `retain` leaves no room for it. The original's code removes 0.2 more of the keys.
+    gap: how much more of the values than of the keys is kept, as shares of each: keys keep `retain`
+        less half of it, values that half more; less where `retain` leaves no room for it. The
+        original's code removes 0.2 more of the keys.
     whiten: decompose by what the projections read, which the original does not.
     """
 

@@ -1,6 +1,7 @@
 """Starting vLLM's OpenAI-compatible server on a checkpoint, and asking it for one completion."""
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +96,9 @@ def running(server: Server, *, timeout: float = 600) -> Iterator[Server]:
             _wait_until_ready(server, process, time.monotonic() + timeout)
             yield server
         except EngineError:
-            # One that is still running says itself what is wrong.
+            # One that is still running says itself what is wrong; its sockets end first.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
             if process.poll() is None:
                 raise
             log.seek(0)
@@ -111,7 +113,7 @@ def complete(server: Server, prompt: str) -> dict[str, Any]:
         name = _ask(server, "/v1/models")["data"][0]["id"]  # --served-model-name changes it
         body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         return _ask(server, "/v1/completions", body)
-    except urllib.error.URLError as error:
+    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         raise EngineError(f"the server did not complete a prompt: {error}") from error
 
 

@@ -4,6 +4,7 @@ The reference reads the engine's own tokens in one pass without a cache, so a gr
 differs is counted once and does not spoil the ones behind it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,10 @@ class Agreement:
 
 @torch.no_grad()
 def agreement(reference: PreTrainedModel, transcripts: Iterable[Transcript]) -> Agreement:
-    """Compare transcripts with a reference causal LM (run in its own dtype, uncached)."""
+    """Compare transcripts with a reference causal LM (run in its own dtype, uncached).
+
+    Raises CheckpointError for a reference that is not finite.
+    """
     num_tokens = mismatched = 0
     largest = 0.0
     for transcript in transcripts:
@@ -52,7 +56,7 @@ def agreement(reference: PreTrainedModel, transcripts: Iterable[Transcript]) -> 
             read = torch.tensor(transcript.prompt[1:])
             errors += _errors(logprobs_TV[:start], read, transcript.prompt_logprobs)
         num_tokens += len(errors)
-        largest = max([largest, *errors])
+        largest = worst([largest, *errors])
     return Agreement(num_tokens, mismatched, largest)
 
 
@@ -60,7 +64,25 @@ def reference_logprobs(reference: PreTrainedModel, transcript: Transcript) -> Te
     """log p(next token | tokens so far), [T, V] in float64 on the CPU."""
     ids = torch.tensor([transcript.prompt + transcript.tokens[:-1]])
     logits = reference(input_ids=ids.to(reference.device), use_cache=False).logits[0]
-    return logits.double().log_softmax(-1).cpu()
+    return known(logits.double().log_softmax(-1).cpu())
+
+
+def known(logprobs_TV: Tensor) -> Tensor:
+    """Log-probabilities of a reference, which nothing can agree with that are no numbers.
+
+    Raises CheckpointError for those.
+    """
+    if logprobs_TV.isnan().any():
+        raise CheckpointError(
+            "the reference's log-probabilities are NaN: its weights hold NaN or inf, or "
+            "activations overflow; check the checkpoint, in float32"
+        )
+    return logprobs_TV
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest error; infinite with one that is no number, which comparisons would drop."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _errors(logprobs_TV: Tensor, tokens: Tensor, reported: list[float]) -> list[float]:

@@ -282,6 +282,8 @@ def test_what_is_no_press_is_refused(text, message):
 @pytest.mark.parametrize("sizes", [(40, 39, 1), (40, 0, 1), (40, 20, 0)])
 def test_sizes_that_score_nothing_are_refused(sizes, ids):
     window, prefix, piece = sizes
+    with pytest.raises(RapError, match="batch_size must be at least 1"):
+        compressed_perplexity(tiny_model(), ids.flatten(), NOTHING, batch_size=0)
     with pytest.raises(RapError, match="cannot score windows of 40"):
         compressed_perplexity(
             tiny_model(), ids.flatten(), NOTHING, window=window, prefix=prefix, piece=piece

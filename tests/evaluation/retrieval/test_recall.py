@@ -1,5 +1,6 @@
 """Recall and copying, on stub models whose score is known beforehand."""
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+import rap
 from cases.characters import Characters
 from rap.data.protocol import evaluation_rng
+from rap.evaluation.cache.compressed import CacheCompression, compressed_recall
 from rap.evaluation.retrieval import documents, needle, recall
 from rap.model.errors import RapError
 
@@ -243,11 +246,26 @@ def test_a_text_of_just_the_length_will_do(text):
         ),
         (lambda text: recall.copy_loss(None, text, passage=9, distance=3), "or more"),
         (lambda text: recall.copy_loss(None, text, passage=1), "predicts nothing"),
+        (lambda text: recall.copy_loss(None, text, batch_size=0), "batch_size must be at least 1"),
     ],
 )
 def test_wrong_input_is_refused(text, call, message):
     with pytest.raises(RapError, match=message):
         call(text)
+
+
+def test_a_model_that_computes_nan_is_no_poor_one(tokenizer):
+    model = copy.deepcopy(rap.assets.reference_model())
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    text = np.asarray(tokenizer(rap.assets.reference_text("test")[:20000]).input_ids)
+    sizes = {"distances": [64], "facts": [1], "num_documents": 1}
+    with pytest.raises(RapError, match="the loss of an answer is NaN"):
+        recall.recall_grid(model, tokenizer, text, **sizes)
+    with pytest.raises(RapError, match="the loss of an answer is NaN"):
+        compressed_recall(model, tokenizer, text, CacheCompression(), **sizes)
+    with pytest.raises(RapError, match="batch_size must be at least 1"):
+        recall.recall_grid(model, tokenizer, text, batch_size=0, **sizes)
 
 
 def test_a_model_in_training_mode_is_judged_without_dropout():

@@ -27,8 +27,15 @@ from ...runtime.logits import decoder_of
 from ...runtime.memory import in_precision
 from ...runtime.state import evaluating
 from ..quality.intervals import exponential
-from ..quality.perplexity import whole_windows
-from ..retrieval.documents import ANSWER, NAMES, Document, FactWriter, check_grid
+from ..quality.perplexity import check_sizes, whole_windows
+from ..retrieval.documents import (
+    ANSWER,
+    NAMES,
+    Document,
+    FactWriter,
+    check_grid,
+    check_numbers,
+)
 from ..retrieval.recall import RecallCell, recall_documents
 from .presses import Press, check_press, pressed
 from .quantized_cache import check_cache_kind, quantized_cache
@@ -114,6 +121,7 @@ def compressed_perplexity(
     nothing to score.
     """
     check_pieces(window, prefix, piece)
+    check_sizes(window, max_windows, batch_size)
     bos = bos_token(bos, config=model.config)
     windows_NT, _ = whole_windows(model, token_ids, window, max_windows, bos)
     model = in_precision(model, dtype)
@@ -222,6 +230,7 @@ def _answered(
     prefix, ids_T = question_start(document, writer), torch.from_numpy(document.ids)
     rest = len(ids_T) - prefix
     continued = _continue(model, ids_T[None], prefix, rest, compression)
+    check_numbers(continued.losses_BN)
     right: np.ndarray = continued.right_BN[0].numpy()
     return right[document.kinds[prefix + 1 :] == ANSWER]
 

@@ -139,8 +139,10 @@ def num_shared(pieces: Iterable[Sequence[int]]) -> int:
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
-def check_documents(num_documents: int) -> None:
-    """RapError for a number of documents that is too small for an evaluation."""
+def check_documents(num_documents: int, batch_size: int = 1) -> None:
+    """RapError for a number of documents, in all or at once, that is too small to evaluate."""
+    if batch_size < 1:
+        raise RapError(f"batch_size must be at least 1, not {batch_size}")
     if num_documents < 1:
         raise RapError(f"cannot evaluate on {num_documents} documents; use at least one")
 
@@ -286,8 +288,10 @@ def score_documents(
 
     Documents of a batch are padded on the right, where a causal model cannot look. With a `kind`
     only its tokens are scored, and the others are NaN and False: logits of a thousand tokens of
-    which five are an answer take longer than the layers below them.
+    which five are an answer take longer than the layers below them. Raises RapError for a loss that
+    is NaN, and for a batch without a document.
     """
+    check_documents(max(1, len(documents)), batch_size)
     device = next(model.parameters()).device
     for start in range(0, len(documents), batch_size):
         batch = documents[start : start + batch_size]
@@ -305,11 +309,21 @@ def score_documents(
         targets = ids_BT[:, places + 1].to(device)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         wanted_BP = wanted_BT[:, places]
+        check_numbers(loss.view_as(targets)[wanted_BP.to(loss.device)])
         loss_BT[wanted_BT] = loss.view_as(targets)[wanted_BP].cpu().numpy()
         right_BT[wanted_BT] = (logits.argmax(-1) == targets)[wanted_BP].cpu().numpy()
         for document, losses, right in zip(batch, loss_BT, right_BT, strict=True):
             last = len(document.ids) - 1
             yield document, losses[:last], right[:last]
+
+
+def check_numbers(loss: Tensor) -> None:
+    """Raise RapError for losses (nats) of which one is NaN: that would count as a wrong answer."""
+    if loss.isnan().any():
+        raise RapError(
+            "the loss of an answer is NaN: the weights hold NaN or inf, or activations overflow; "
+            "check the checkpoint, in float32"
+        )
 
 
 def _logits_at(model: torch.nn.Module, ids_BT: Tensor, places: Tensor) -> Tensor:

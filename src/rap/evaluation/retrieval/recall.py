@@ -144,7 +144,7 @@ def copy_loss(
     document as in `perplexity`. Raises RapError for no documents, a text that is short, or a
     passage that is longer than the distance.
     """
-    check_documents(num_documents)
+    check_documents(num_documents, batch_size)
     text, bos = np.asarray(text_ids), bos_token(bos, config=getattr(model, "config", None))
     if passage < 2:
         raise RapError(f"a passage of {passage} tokens predicts nothing: give 2 or more")

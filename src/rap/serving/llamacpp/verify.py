@@ -35,6 +35,8 @@ from ..verify import (
     check_tolerance,
     dense_caches,
     kept_fraction,
+    known,
+    worst,
 )
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -305,7 +307,7 @@ def agreement(
         states_TE = torch.tensor(states, device=model.device)
         found_TV = model.lm_head(states_TE).double().log_softmax(-1).cpu()
         error = (_logprobs(model, prompt) - found_TV).abs().max()
-        largest, num_tokens = max(largest, float(error)), num_tokens + len(prompt)
+        largest, num_tokens = worst([largest, float(error)]), num_tokens + len(prompt)
     for each in completions:
         start = len(each.prompt) - 1
         logprobs_TV = _logprobs(model, each.prompt + each.tokens[:-1])[start:]
@@ -314,7 +316,7 @@ def agreement(
             ids = torch.tensor([token for token, _ in listed])
             found = torch.tensor([value for _, value in listed], dtype=torch.float64)
             behind = (row_V[ids] - row_V[ids[0]]) - (found - found[0])
-            largest = max(largest, float(behind.abs().max()))
+            largest = worst([largest, float(behind.abs().max())])
         num_tokens += len(each.tokens)
     return Agreement(num_tokens, mismatched, largest)
 
@@ -323,4 +325,4 @@ def _logprobs(model: Any, ids: Sequence[int]) -> Tensor:
     """log p(next token | tokens so far) [T, V] of the reference, uncached."""
     ids_1T = torch.tensor([list(ids)], device=model.device)
     logits = model(input_ids=ids_1T, use_cache=False).logits[0]
-    return logits.double().log_softmax(-1).cpu()
+    return known(logits.double().log_softmax(-1).cpu())
