@@ -34,6 +34,7 @@ PARTS = {
     "fidelity-wikitext2-test.json": "fidelity_wikitext2",
     "default-whole-test.json": "fidelity_full_test_set",
 }
+ALONE = "perplexity-full-test-set.json"
 LENGTHS = (1024, 4096, 8192)
 ANSWERS = {
     "tokens": ("length", ".0f"),
@@ -59,14 +60,15 @@ class Kept:
     """A compressed model: the report of its compression, and the folder of its evaluations.
 
     Or without a report, a row of `recovered-forms`, one file that has all of them. `name` is what
-    tables call it. Where each model read the full test set by itself, `alone` has the pruned
-    model's result and the dense model's.
+    tables call it. Where each model read the full test set by itself, `whole` is the dense model's
+    result, and `alone` the pruned one's, if it is not in `folder`.
     """
 
     report: str
     folder: str
     name: str = TODAY
-    alone: tuple[str, str] | None = None
+    whole: str = ""
+    alone: str = ""
 
     def read(self, file: str) -> dict[str, Any]:
         """A result file of the folder; empty where there is none."""
@@ -88,8 +90,9 @@ class Kept:
         Of novels they are the report's, where there is no other.
         """
         found = self.read(file)
-        if not found and self.alone and DATASETS[file] == WHOLE:
-            pruned, dense = (_read(one) for one in self.alone)
+        pruned = _read(self.alone) if self.alone else self.read(ALONE)
+        if pruned and self.whole and DATASETS[file] == WHOLE:
+            dense = _read(self.whole)
             return {"perplexity": pruned, "dense_perplexity": dense.get("dense_perplexity", dense)}
         report = self.compressed()
         if found or file != NOVELS or "perplexity" not in report["pruned"]:
@@ -137,37 +140,30 @@ class Model:
         return _score(rows[0])
 
 
-# The full test set as each model read it by itself: that of the pruned one, and the dense one's.
-DENSE_WHOLE = "smollm2-default-articles/default-whole-test.json"
-WHOLE_70, WHOLE_50 = (
-    (f"smollm2-default-far-{ratio}-again/perplexity-full-test-set.json", DENSE_WHOLE)
-    for ratio in (0.7, 0.5)
-)
-GEMMA_70, GEMMA_50 = (
-    (f"gemma3-whole-test/{name}.json", "gemma3-whole-test/dense.json")
-    for name in ("rap-0.7", "rap-0.5")
-)
+def _smollm2(model: str, folder: str, name: str = TODAY) -> Kept:
+    """What the command in the folder SMOLLM2 + `model` kept; evaluated in SMOLLM2 + `folder`."""
+    whole = "smollm2-default-articles/default-whole-test.json"
+    return Kept(f"{SMOLLM2}-{model}/compress.json", f"{SMOLLM2}-{folder}", name, whole)
 
 
-def _kept(
-    model: str, folder: str = "", name: str = TODAY, alone: tuple[str, str] | None = None
-) -> Kept:
-    """What the command in the folder `model` kept; evaluated in `folder`."""
-    return Kept(f"{model}/compress.json", folder, name, alone)
+def _gemma3(folder: str, name: str = TODAY, alone: str = "") -> Kept:
+    """What the command in the folder GEMMA3 + `folder` + `-model` kept; evaluated in `folder`."""
+    path, whole = f"{GEMMA3}-{folder}", "gemma3-whole-test/dense.json"
+    return Kept(f"{path}-model/compress.json", path, name, whole, alone)
 
 
-SMOLLM2 = "smollm2-default-far"
+SMOLLM2, GEMMA3 = "smollm2-default-far", "gemma3-default"
 MODELS = (
     Model(
         "SmolLM2-135M-Instruct",
         (
-            _kept(f"{SMOLLM2}-0.7-again-plain", f"{SMOLLM2}-0.7-again", alone=WHOLE_70),
-            _kept(f"{SMOLLM2}-0.7-merged", f"{SMOLLM2}-0.7-merged-kept", UNTARGETED),
-            _kept(f"{SMOLLM2}-0.7-per-head", f"{SMOLLM2}-0.7-per-head-kept", SEPARATE),
+            _smollm2("0.7-again-plain", "0.7-again"),
+            _smollm2("0.7-merged", "0.7-merged-kept", UNTARGETED),
+            _smollm2("0.7-per-head", "0.7-per-head-kept", SEPARATE),
             Kept("", f"{FORMS}/smollm2-palu-0.7.json", PALU),
-            _kept(f"{SMOLLM2}-0.5-again-plain", f"{SMOLLM2}-0.5-again", alone=WHOLE_50),
-            _kept(f"{SMOLLM2}-0.5-merged", f"{SMOLLM2}-0.5-merged-kept", UNTARGETED),
-            _kept(f"{SMOLLM2}-0.5-per-head", f"{SMOLLM2}-0.5-per-head-kept", SEPARATE),
+            _smollm2("0.5-again-plain", "0.5-again"),
+            _smollm2("0.5-merged", "0.5-merged-kept", UNTARGETED),
+            _smollm2("0.5-per-head", "0.5-per-head-kept", SEPARATE),
             Kept("", f"{FORMS}/smollm2-palu-0.5.json", PALU),
         ),
         "smollm2-zero-shot/zero-shot.json",
@@ -180,10 +176,10 @@ MODELS = (
     Model(
         "Gemma 3 270M",
         (
-            _kept("gemma3-default-far-0.7-model", "gemma3-default-far-0.7", alone=GEMMA_70),
-            _kept("gemma3-default-palu-0.7-model", "gemma3-default-palu-0.7", PALU),
-            _kept("gemma3-default-far-0.5-model", "gemma3-default-far-0.5", alone=GEMMA_50),
-            _kept("gemma3-default-palu-0.5-model", "gemma3-default-palu-0.5", PALU),
+            _gemma3("far-0.7", alone="gemma3-whole-test/rap-0.7.json"),
+            _gemma3("palu-0.7", PALU),
+            _gemma3("far-0.5", alone="gemma3-whole-test/rap-0.5.json"),
+            _gemma3("palu-0.5", PALU),
         ),
         "gemma3-zero-shot/dense.json",
         tuple(f"gemma3-needles/dense-{length}.json" for length in LENGTHS),

@@ -121,11 +121,16 @@ def test_models_that_read_the_full_test_set_by_themselves_are_compared(monkeypat
     written(tmp_path, files)
     monkeypatch.setattr(SCRIPT, "EXPERIMENTS", tmp_path)
     for dense, expected in (("dense.json", 10.0), ("both.json", 12.0)):
-        kept = SCRIPT.Kept("report.json", "none", alone=("pruned.json", dense))
+        kept = SCRIPT.Kept("report.json", "none", whole=dense, alone="pruned.json")
         found = kept.fidelity(name)
         assert (found["perplexity"]["value"], found["dense_perplexity"]["value"]) == (15, expected)
         assert "kl" not in found
         assert kept.fidelity("fidelity-code.json") == {}
+    # Without another file, that of its own folder; and nothing where there is none.
+    kept = SCRIPT.Kept("report.json", ".", whole="dense.json")
+    assert kept.fidelity(name) == {}
+    written(tmp_path, {SCRIPT.ALONE: {"value": 14.0}})
+    assert kept.fidelity(name)["perplexity"]["value"] == 14
 
 
 def test_a_dense_score_is_a_row_or_a_file_of_its_own(monkeypatch, tmp_path):
