@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import rap
 from cases.models import random_tokens, tiny_model
@@ -178,6 +179,12 @@ def test_soft_caps_are_obeyed_unless_something_else_is_asked_for(tmp_path):
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "dense")(ids).logits, model(ids).logits)
     assert load(tmp_path / "small").config._attn_implementation == "eager"
+    # By transformers alone, too: "rap" obeys the cap.
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert plain.config._attn_implementation == "rap"
+    with torch.no_grad():
+        expected = load(tmp_path / "small")(ids).logits
+        torch.testing.assert_close(plain(ids).logits, expected, rtol=0, atol=1e-5)
     chosen = load(tmp_path / "small", attn_implementation="sdpa")
     assert chosen.config._attn_implementation == "sdpa"
     tiny_model("llama").save_pretrained(tmp_path / "llama")

@@ -10,7 +10,9 @@ import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cases.models import random_tokens, tiny_model
@@ -269,6 +271,30 @@ def test_a_family_without_sdpa_keeps_its_attention(tmp_path, monkeypatch):
     monkeypatch.setattr(type(small), "_supports_sdpa", False)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config._attn_implementation == "eager"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("widths", [[(2, 14)] * 3, [(7, 4)] * 3], ids=["values", "keys"])
+def test_flash_attention_takes_keys_and_values_of_different_widths(widths, monkeypatch):
+    """transformers pads values to the width of keys, and so cuts those that are wider."""
+    model = tiny_model(heads=6, kv_heads=2, hidden=36, layers=3)
+    small = apply(model, random_plan(model, widths))
+    expected, seen = _logits(small), []
+
+    def flash(module, q, k, v, mask, **kwargs):
+        seen.append((k.shape[-1], v.shape[-1]))
+        width = v.shape[-1]
+        v = torch.nn.functional.pad(v, (0, k.shape[-1] - width))
+        output, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)
+        return output[..., :width], None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_like", flash)
+    small.config._attn_implementation_internal = "flash_like"
+    cache = DynamicCache(config=small.config)
+    torch.testing.assert_close(_logits(small), expected, rtol=0, atol=1e-5)
+    small(TOKENS, past_key_values=cache)
+    assert cache.layers[0].keys.shape[-1] == 2 * widths[0][0]
+    assert all(keys >= values for keys, values in seen)
 
 
 def test_attention_weights_are_the_zeroed_dense_ones_and_eager_equals_sdpa():

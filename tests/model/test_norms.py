@@ -15,6 +15,7 @@ from rap.calibration.run import calibrate
 from rap.checkpoint.load import load
 from rap.methods import Rap
 from rap.methods.dense import dense_layers
+from rap.model.attention import RapAttention
 from rap.model.errors import RapError
 from rap.model.layers import attention_layers
 from rap.model.norms import normalise_dense
@@ -71,6 +72,28 @@ def test_a_row_for_every_dropped_channel_is_exact(name: str):
     few = _error(apply(model, _with_rows(model, plan, 3)), dense)
     constant = _error(apply(model, _with_rows(model, plan, 0)), dense)
     assert 3 * full < few < constant
+
+
+@pytest.mark.parametrize("name", ["hunyuan_v1_dense", "nanochat"])
+@torch.no_grad()
+def test_whole_keys_rotate_on_the_kernel_before_their_norm(name: str, monkeypatch):
+    """It takes an index for each KV head; the reference would spread one of all."""
+    triton = pytest.importorskip("rap.model.kernels.rope_pairs.triton")
+    case = _case(name)
+    model = case.model()
+    plan = dataclasses.replace(random_case_plan(model, case), qk_norm="exact")
+    small = apply(model, plan)
+    expected, launched = small(TOKENS).logits, []
+
+    def launch(module, q, k, tables, index=None):
+        launched.append(index is not None)
+        own = module.frequency_index if index is None else index
+        given = module._pair_tables(tables), module.spec.clockwise
+        return triton.rotate(q, k, *given[0], own, given[1])
+
+    monkeypatch.setattr(RapAttention, "rotate", launch)
+    torch.testing.assert_close(small(TOKENS).logits, expected, rtol=0, atol=1e-4)
+    assert any(launched)
 
 
 @torch.no_grad()

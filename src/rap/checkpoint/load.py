@@ -20,7 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from .. import assets
 from ..model.errors import CheckpointError
 from ..model.fingerprint import fingerprint_model
-from ..model.layers import PREFIX, attention_spec, check_dense, text_config
+from ..model.layers import PREFIX, SOFT_CAP, attention_spec, check_dense, text_config
 from ..model.modeling import auto_class, register
 from .reading import reading
 from .shards import INDEX_FILE, WEIGHTS_FILE, check_depth, find_shards
@@ -32,7 +32,6 @@ _PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 _ADAPTER_FILE = "adapter_config.json"
-SOFT_CAP = "attn_logit_softcapping"  # as the configs of Gemma 2 and its kin have it
 
 
 def load_config(source: str | Path) -> Any:

@@ -153,6 +153,8 @@ class RapAttention(nn.Module):
             k, v = self.cached(k, v, cache, kwargs)
             if self.sliding_window is not None:
                 kwargs["sliding_window"] = self.sliding_window
+            if v.shape[-1] > k.shape[-1] and "flash" in self.config._attn_implementation:
+                q, k = _as_wide(q, v), _as_wide(k, v)
             output, weights = attend(
                 self,
                 q,
@@ -260,7 +262,8 @@ class RapAttention(nn.Module):
         assert self.norm is not None
         norm, order = self.norm, self.dense_shape.geometry.canonical_order().to(q.device)
         every_pair = torch.arange(self.dense_shape.geometry.num_pairs, device=q.device)
-        q, k = self.rotate(q[..., order], k[..., order], tables, every_pair[None])
+        index = every_pair.expand(k.shape[1], -1)
+        q, k = self.rotate(q[..., order], k[..., order], tables, index)
         back = order.argsort()
         q, k = (
             select_channels(normalise_dense(norm, module, x[..., back]), self.kept_channels)
@@ -345,6 +348,11 @@ def _with_repeated_heads(
     groups = module.num_key_value_groups
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     return attend(module, q, k, v, *args, **more)
+
+
+def _as_wide(x: Tensor, v: Tensor) -> Tensor:
+    """Queries or keys with zeros up to the width of values, to which flash attention cuts those."""
+    return nn.functional.pad(x, (0, v.shape[-1] - x.shape[-1]))
 
 
 def _narrowed(attention: RapAttention, old: nn.Linear, projections: tuple[str, ...]) -> nn.Linear:

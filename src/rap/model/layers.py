@@ -17,6 +17,7 @@ from .rope import AttentionShape, HeadGeometry, Tables
 from .specs import PROJECTIONS, AttentionSpec, QKNorm
 
 PREFIX = "rap_"
+SOFT_CAP = "attn_logit_softcapping"  # as the configs of Gemma 2 and its kin have it
 # Layers of these types cache no more tokens than their window, or chunk, holds.
 BOUNDED = ("sliding_attention", "chunked_attention")
 

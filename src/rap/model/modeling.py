@@ -37,12 +37,14 @@ from .fingerprint import fingerprint_saved
 from .kv_sharing import SharingAttention, plain_attention
 from .layers import (
     PREFIX,
+    SOFT_CAP,
     AttentionLayer,
     attention_layers,
     attention_spec,
     base_model_type,
     layer_rotary,
     rotary_module,
+    text_config,
 )
 from .refusals import NO_BATCHING
 from .specs import NORM_MODES, AttentionSpec, QKNorm
@@ -129,13 +131,15 @@ class RapModelMixin(_Model):
         """As the base class; where nobody asked and SDPA would be taken, "rap" if there is one.
 
         It is SDPA for prefill, and reads the cache once for all queries of a head in decoding.
-        Loaded as remote code, without the package, there is none.
+        Loaded as remote code, without the package, there is none; then models that cap their scores
+        take eager attention, for SDPA would leave the cap out.
         """
         chosen: str = super().get_correct_attn_implementation(requested_attention, is_init_check)
-        able = ATTENTION in ALL_ATTENTION_FUNCTIONS.valid_keys()
-        # SDPA leaves out caps of scores and sinks, which "rap" does not: such families stay as is.
-        able &= not attention_spec(self.config).arguments
-        return ATTENTION if able and requested_attention is None and chosen == "sdpa" else chosen
+        if requested_attention is not None or chosen != "sdpa":
+            return chosen
+        if ATTENTION in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            return ATTENTION
+        return "eager" if getattr(text_config(self.config), SOFT_CAP, None) is not None else chosen
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise UnsupportedModelError: its paged cache has one head size for all layers."""

@@ -85,6 +85,18 @@ def test_rotation_with_tables_of_every_sequence():
     check_rotation(triton.rotate, Layer(Shape(), torch.float32), clockwise=False, batch=2)
 
 
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    """Triton takes the current one, which is another for layers that are spread over several."""
+    from rap.model.kernels.rope_pairs import triton
+
+    guarded, guard = [], torch.cuda.device_of
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: guarded.append(x) or guard(x))
+    layer = Layer(Shape(), torch.float32)
+    check_rotation(triton.rotate, layer, clockwise=False)
+    check_decode(DECODE_CASES[0], layer)
+    assert [x.shape[-1] for x in guarded] == [layer.states()[0].shape[-1]] * 2
+
+
 @pytest.mark.parametrize("case", DECODE_CASES, ids=_names(DECODE_CASES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decode(case, dtype):

@@ -367,22 +367,24 @@ def launch(
     top, total = q_BHW.new_empty(2, batch, heads, splits, dtype=torch.float32)
     (key_rows, value_rows), align = (t.stride()[2:] for t in cache), _alignment(cache)
     tensors, strides = _inputs(q_BHW, cache, new, pages_BL, keep_BS, lengths_B, align)
-    decode_split_kernel[(splits, groups * tiles, batch)](
-        *tensors, acc, top, total, *strides,
-        num_cached, splits, scale * cache_scales[0], softcap or 1.0,
-        *key_rows, *value_rows, align, PAGE=0 if pages_BL is None else cache[0].shape[2],
-        NUM_QUERIES=heads // groups, NUM_SLOTS=0 if new is None else new[4].shape[1],
-        WIDTH=width, VALUE_WIDTH=value_width, FUSED=new is not None, CLOCKWISE=clockwise,
-        MASKED=keep_BS is not None, LENGTHS=lengths_B is not None, CAPPED=softcap is not None,
-        TILES=tiles, **blocks, num_warps=4,
-        num_stages=num_stages(batch * groups * tiles, blocks, q_BHW.device),
-    )  # fmt: skip
     output = q_BHW.new_empty(batch, heads, value_width)
-    decode_reduce_kernel[(heads, batch)](
-        acc, top, total, q_BHW if sinks_H is None else sinks_H.contiguous(), output, splits,
-        cache_scales[1], VALUE_WIDTH=value_width, SINKS=sinks_H is not None,
-        BN=triton.next_power_of_2(splits), BC=triton.next_power_of_2(value_width),
-    )  # fmt: skip
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(q_BHW):
+        decode_split_kernel[(splits, groups * tiles, batch)](
+            *tensors, acc, top, total, *strides,
+            num_cached, splits, scale * cache_scales[0], softcap or 1.0,
+            *key_rows, *value_rows, align, PAGE=0 if pages_BL is None else cache[0].shape[2],
+            NUM_QUERIES=heads // groups, NUM_SLOTS=0 if new is None else new[4].shape[1],
+            WIDTH=width, VALUE_WIDTH=value_width, FUSED=new is not None, CLOCKWISE=clockwise,
+            MASKED=keep_BS is not None, LENGTHS=lengths_B is not None, CAPPED=softcap is not None,
+            TILES=tiles, **blocks, num_warps=4,
+            num_stages=num_stages(batch * groups * tiles, blocks, q_BHW.device),
+        )  # fmt: skip
+        decode_reduce_kernel[(heads, batch)](
+            acc, top, total, q_BHW if sinks_H is None else sinks_H.contiguous(), output, splits,
+            cache_scales[1], VALUE_WIDTH=value_width, SINKS=sinks_H is not None,
+            BN=triton.next_power_of_2(splits), BC=triton.next_power_of_2(value_width),
+        )  # fmt: skip
     return output
 
 

@@ -99,21 +99,23 @@ def rotate(
     align = math.gcd(16, *(step for strides in given for step in strides[:3]))
     scaled = [(*(step // align for step in strides[:3]), strides[3]) for strides in given]
     block = min(triton.next_power_of_2(tokens), 16)
-    rope_pairs_kernel[(triton.cdiv(tokens, block), groups, batch)](
-        q, k, *tables, index, *outputs,
-        *scaled[:2],
-        *(table.expand(batch, -1, -1).stride() for table in tables),
-        index.stride(),
-        *scaled[2:],
-        tokens,
-        NUM_QUERIES=heads // groups,
-        NUM_SLOTS=slots,
-        NUM_FREE=width - 2 * slots,
-        CLOCKWISE=clockwise,
-        ALIGN=align,
-        BT=block,
-        BM=triton.next_power_of_2(max(slots, 1)),
-        BN=triton.next_power_of_2(max(width - 2 * slots, 1)),
-        num_warps=4,
-    )  # fmt: skip
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(q):
+        rope_pairs_kernel[(triton.cdiv(tokens, block), groups, batch)](
+            q, k, *tables, index, *outputs,
+            *scaled[:2],
+            *(table.expand(batch, -1, -1).stride() for table in tables),
+            index.stride(),
+            *scaled[2:],
+            tokens,
+            NUM_QUERIES=heads // groups,
+            NUM_SLOTS=slots,
+            NUM_FREE=width - 2 * slots,
+            CLOCKWISE=clockwise,
+            ALIGN=align,
+            BT=block,
+            BM=triton.next_power_of_2(max(slots, 1)),
+            BN=triton.next_power_of_2(max(width - 2 * slots, 1)),
+            num_warps=4,
+        )  # fmt: skip
     return outputs
