@@ -35,8 +35,9 @@ decoding, left-padded generation, saving and loading.
 * **vLLM**: pruned checkpoints run in [vLLM](how-to/serve-vllm.md). All were compared with
   transformers on a CPU, also with two ranks (`--tensor-parallel-size 2`) and in every QK-norm mode
   (`make test-families`). `rap verify OUT --engine vllm` compares one checkpoint.
-* **plain**: the family of the checkpoint that `--target plain` or `--profile stock` writes. Engines
-  run it without `rap`. Families `llama` and `mistral` can also be
+* **plain**: the family of the checkpoint that `--target plain` writes, or that `rap export stock`
+  writes after `--profile stock`. Engines run it without `rap`. `phi3` with a sliding window becomes
+  `mistral`. Families `llama` and `mistral` can also be
   [exported to GGUF](how-to/serve-llamacpp.md).
 
 ## What a head keeps

@@ -19,7 +19,7 @@ from rap.calibration.registry import STATISTICS
 from rap.cli import app
 from rap.cli.setup import command_tree
 from rap.methods import METHODS
-from rap.recovery.config import RecoveryConfig
+from rap.recovery.config import PRESETS, RecoveryConfig
 from rap.recovery.layer_fit import FitConfig
 
 REPOSITORY = Path(__file__).parents[1]
@@ -169,6 +169,22 @@ def test_settings_of_methods_and_recoveries_are_documented():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_presets_are_documented_as_they_are():
+    page = (REPOSITORY / "docs/reference/settings.md").read_text(encoding="utf-8")
+    for name, preset in PRESETS.items():
+        count = "all," if preset.num_windows is None else f"{preset.num_windows:,}"
+        length = preset.steps if preset.steps is None else f"{preset.steps:,}"
+        row = (
+            f"`{name}`",
+            f"{count} of {preset.window:,} tokens",
+            length or f"{preset.epochs} epochs",
+            str(preset.global_batch),
+            f"{preset.learning_rate:f}".rstrip("0"),
+            "LoRA" if preset.tune == "lora" else "projections",
+        )
+        assert f"| {' | '.join(row)} |" in page, name
+
+
 def test_code_of_the_first_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (REPOSITORY / "README.md").read_text("utf-8")

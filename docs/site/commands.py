@@ -33,6 +33,8 @@ def page() -> str:
         "",
         "Generated from the commands. The value of an option comes from the command line, then",
         "from a YAML file (`--config run.yaml`, with flag names as keys), then from its default.",
+        "A section of the file that is named after a command, such as `compress:`, is of that",
+        "command alone. Section `shared` is for YAML anchors, and `paper` for published figures.",
         "Results are printed to standard output, everything else to standard error. `--json`",
         "prints one JSON object. Colors and progress bars appear only on a terminal, and not if",
         "`NO_COLOR` is set.",
