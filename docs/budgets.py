@@ -21,7 +21,7 @@ ROWS = (
     ("smollm2-budgets", "SmolLM2", "separate", ("rap:merge=1:budget=uniform", "rap:merge=1")),
     ("gemma3-budgets", "Gemma 3", "one KV head", ("rap:budget=uniform", "rap")),
 )
-RETAINS = (0.7, 0.5)
+RETAINS = (0.7, 0.5, 0.35)
 HEADER = ("model", "heads", "retain", "`uniform`", "`error`")
 HEADER += ("`uniform`, recovered", "`error`, recovered")
 
