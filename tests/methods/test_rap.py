@@ -150,14 +150,28 @@ def test_stock_profile_at_full_width_is_dense(calibrated: tuple, keys: str) -> N
     assert torch.equal(small(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("budget", ["error", "tempered"])
 @pytest.mark.parametrize("metric", ["loss", "output"])
-def test_error_budget_meets_the_ratio(calibrated: tuple, metric: str) -> None:
+def test_error_budget_meets_the_ratio(calibrated: tuple, metric: str, budget: str) -> None:
     model, statistics = calibrated
     for retain in (0.3, 0.5, 0.7, 0.9):
-        method = rap.Rap(retain=retain, budget="error", metric=metric, merge=1)
+        method = rap.Rap(retain=retain, budget=budget, metric=metric, merge=1)
         plan = method.plan(model, statistics)
         # Half a step of one layer: 2 of 3 * 32 channels, up or down.
         assert plan.kept_fraction == pytest.approx(retain, abs=1 / 48)
+
+
+def test_tempered_widths_are_nearer_to_equal_ones_than_those_of_errors() -> None:
+    model = tiny_model("llama", dtype=torch.float64, heads=4, kv_heads=2, head_dim=16, layers=3)
+    method = rap.Rap(retain=0.5, budget="uniform", align=2, merge=2)
+    statistics = rap.calibrate(model, random_tokens(4, 48), replace(method, budget="error").needs)
+    plans = [
+        replace(method, budget=budget).plan(model, statistics)
+        for budget in ("uniform", "tempered", "error")
+    ]
+    assert [plan.kept_fraction for plan in plans] == [0.5] * 3
+    apart = [sum(abs(layer.value_width - 16) for layer in plan.layers) for plan in plans]
+    assert 0 == apart[0] < apart[1] < apart[2]
 
 
 def test_keys_and_values_compete_where_they_are_pooled(calibrated: tuple) -> None:

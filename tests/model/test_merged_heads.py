@@ -137,7 +137,7 @@ def test_what_cannot_be_merged_stays_and_says_why() -> None:
         ({"merge": 3}, "4 KV heads cannot be merged by 3: use one of 1, 2, 4"),
         ({"merge": 0}, "merge cannot be 0"),
         ({"merge": 2, "keys": "pairs"}, "needs keys 'fold' and values 'subspace'"),
-        ({"merge": 2, "budget": "adaptive"}, "needs budget 'uniform', 'error' or 'search'"),
+        ({"merge": 2, "budget": "adaptive"}, "needs another budget than 'adaptive'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict, message: str) -> None:

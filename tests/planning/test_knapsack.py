@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rap.model.errors import RapError
-from rap.planning.knapsack import allocate_by_error
+from rap.planning.knapsack import allocate_by_error, tempered
 
 Curves = list[list[float]]
 retains = st.floats(0.01, 1, exclude_min=True)
@@ -56,6 +56,21 @@ def least(sizes: Sequence[int], heads: Sequence[int], unit: int) -> float:
     """The smallest retain at which every layer can keep a unit."""
     floors = [min(unit, size) for size in sizes]
     return total(floors, heads) / total(sizes, heads)
+
+
+def test_a_smaller_total_is_taken_where_it_loses_less():
+    """Of layers with 3 and 2 heads, one of which needs nothing more: 7 channels beat 8."""
+    curves = [[9.0, 0.0, 0.0], [9.0, 5.0, 0.0]]
+    assert allocate_by_error(curves, 0.8, [2, 2], heads=[3, 2]) == [1, 2]
+
+
+def test_tempered_errors_go_half_of_the_way():
+    """Halving with every channel, layers that lose 256 times as much are 8 channels apart."""
+    curves = [[scale * 2.0**-kept for kept in range(17)] for scale in (1, 256, 16)]
+    sizes = [16] * 3
+    assert allocate_by_error(curves, 0.5, sizes) == [4, 12, 8]
+    assert allocate_by_error([tempered(one, 8) for one in curves], 0.5, sizes) == [6, 10, 8]
+    assert tempered([2.0, 0.0], 1) == [2.0, 0.0]  # a layer that loses nothing there stays
 
 
 @given(problems(), retains)

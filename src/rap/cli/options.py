@@ -124,8 +124,8 @@ Budget = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help="Budget: error (estimated loss), search (measured loss), retrieval (wider layers that "
-        "copy), adaptive or uniform.",
+        help="Budget: error (estimated loss), uniform, tempered (between both), search (measured "
+        "loss), retrieval (wider layers that copy) or adaptive.",
     ),
 ]
 Metric = Annotated[

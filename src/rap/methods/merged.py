@@ -225,7 +225,7 @@ def _excluded(method: Any) -> str:
     if method.keys != "fold" or method.values != "subspace":
         return "keys 'fold' and values 'subspace'"
     if method.budget == "adaptive" or method.key_share != 0.5:
-        return "budget 'uniform', 'error' or 'search' and key_share 0.5"
+        return "another budget than 'adaptive', and key_share 0.5"
     return ""
 
 

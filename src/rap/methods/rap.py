@@ -15,7 +15,7 @@ from ..calibration.statistics import Statistics
 from ..model.errors import RapError
 from ..model.layers import attention_layers, base_model_type
 from ..model.rope import AttentionShape
-from ..planning.budgets import Budget, LayerBudget, layer_budget, num_wide, widened
+from ..planning.budgets import BY_ERROR, Budget, LayerBudget, layer_budget, num_wide, widened
 from ..planning.folding import FoldedHead
 from ..planning.knapsack import above_floor
 from ..planning.losses import DIRECTIONS, Metric, Orders, one_width
@@ -68,7 +68,8 @@ class Rap(PairPruning):
         needs no gradients and so less memory.
     budget: beside `adaptive` and `uniform`, `error` spends where it removes most expected error;
         `auto` is `error`, or `uniform` where heads are merged, where the profile wants one width or
-        where errors of this `key_share` do not compare; `search` begins with `error`, and lets
+        where errors of this `key_share` do not compare; `tempered` is half of the way from equal
+        widths to those of `error`; `search` begins with `error`, and lets
         layers trade widths by what the model loses once it is cut; `retrieval` makes a tenth of the
         layers wider, those without which copying fails, and the others alike narrower. With
         `key_share` "pooled" K and V of a layer may differ in width: better at the same cache, but
@@ -127,7 +128,7 @@ class Rap(PairPruning):
             raise RapError("folded keys, subspaces and these widths read no score: remove it")
         if self.budget == "retrieval" and self.key_share != 0.5:
             raise RapError("budget 'retrieval' gives K and V one width: it needs key_share 0.5")
-        if self.budget in ("error", "search") and not self._spends_by_error():
+        if self.budget in BY_ERROR and not self._spends_by_error():
             raise RapError(
                 f"budget {self.budget!r} gives K and V one width (key_share 0.5), or lets them "
                 f"compete by metric 'loss' (pooled): key_share cannot be {self.key_share} here"
@@ -186,8 +187,7 @@ class Rap(PairPruning):
 
     @property
     def _reads_metric(self) -> bool:
-        by_error = self.budget in ("error", "search")
-        return by_error or self.keys == "fold" or self.values == "subspace"
+        return self.budget in BY_ERROR or self.keys == "fold" or self.values == "subspace"
 
     @property
     def _reach(self) -> int | None:
@@ -197,7 +197,7 @@ class Rap(PairPruning):
     def needs(self) -> frozenset[str]:
         """What the score, the folding and the subspace ask of calibration, of whatever model."""
         needs = SCORES[self._ranking].needs
-        by_error = self.budget in ("error", "search", "auto")
+        by_error = self.budget in (*BY_ERROR, "auto")
         needs |= {"pairs"} if self.keys == "fold" or by_error else set()
         needs |= {"values"} if self.values == "subspace" or by_error else set()
         if self.metric == "loss" and needs & {"pairs", "values"}:
@@ -291,7 +291,7 @@ class Rap(PairPruning):
         whole = [merge * shape.head_dim // 2 for shape, merge in present]
         sizes = [merged_steps(shape.head_dim, merge) for shape, merge in present]
         heads = [shape.num_kv_heads // merge for shape, merge in present]
-        if self.budget in ("error", "search", "auto"):
+        if self.budget in (*BY_ERROR, "auto"):
             above_floor(self.retain, sizes, heads, unit, dense=whole)
             return
         for shape, merge in present:
@@ -323,7 +323,7 @@ class Rap(PairPruning):
         self, scores: Sequence[LayerScores | None], dense: DenseLayers
     ) -> list[LayerBudget | None]:
         """By score or alike (base), or by the error of every width."""
-        if self.budget == "error":
+        if self.budget in ("error", "tempered"):
             return self._budgets_of(self.widths(scores, dense).by_layer(), dense)
         alone = [x if merge == 1 else None for x, merge in zip(scores, dense.merges, strict=True)]
         budgets, unit = super().budgets(alone, dense), self._unit(dense.shapes)
@@ -374,7 +374,7 @@ class Rap(PairPruning):
         return planned(Search(self, model, statistics).widths(start, planned))
 
     def widths(self, scores: Sequence[LayerScores | None], dense: DenseLayers) -> Widths:
-        """What budget `error` gives every layer, and what it could have."""
+        """What errors by width give every layer, and what it could have."""
         curves = [
             (layer, curve)
             for layer in dense.present
@@ -382,7 +382,7 @@ class Rap(PairPruning):
         ]
         layers, errors = [layer for layer, _ in curves], [curve for _, curve in curves]
         positions = Positions.of(layers, self.alignment(dense.shapes))
-        return positions.by_errors(self.retain, errors)
+        return positions.by_errors(self.retain, errors, half=self.budget == "tempered")
 
     def orders(self, layer: PrunableLayer, scores: LayerScores | None) -> Orders:
         """What a layer keeps as it is, for it is not mixed, in the order of its scores."""

@@ -50,6 +50,7 @@ from ..planning.knapsack import (
     local_search,
     most_measures,
     offered_widths,
+    tempered,
 )
 from ..planning.merging import merged_steps
 from ..planning.plan import Plan
@@ -251,9 +252,18 @@ class Positions:
             max(1, align // 2),
         )
 
-    def by_errors(self, retain: float, errors: Sequence[Sequence[float]]) -> Widths:
-        """The widths of least error, of which `errors` has a curve for each position."""
+    def by_errors(
+        self, retain: float, errors: Sequence[Sequence[float]], *, half: bool = False
+    ) -> Widths:
+        """The widths of least error, of which `errors` has a curve for each position.
+
+        Or `half` of the way from equal widths to those, by tempered errors.
+        """
         sizes = [len(curve) - 1 for curve in errors]
+        if half:
+            asked = (round(retain * whole) for whole in self.whole)
+            alike = [min(n, size) for n, size in zip(asked, sizes, strict=True)]
+            errors = [tempered(curve, n) for curve, n in zip(errors, alike, strict=True)]
         spent = allocate_by_error(
             errors, retain, sizes, heads=self.heads, unit=self.unit, dense=self.whole
         )

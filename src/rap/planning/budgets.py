@@ -17,7 +17,8 @@ from torch import Tensor
 from ..model.errors import RapError
 from .scores import LayerScores
 
-Budget = Literal["auto", "adaptive", "uniform", "error", "search", "retrieval"]
+Budget = Literal["auto", "adaptive", "uniform", "error", "tempered", "search", "retrieval"]
+BY_ERROR = ("error", "tempered", "search")  # spend by the error of every width
 # Layers that copy are few: half as much again for a tenth costs the others an eighteenth.
 WIDE_LAYERS, WIDER = 0.1, 1.5
 KeyShare = float | Literal["pooled"]

@@ -97,6 +97,19 @@ def above_floor(
     return asked
 
 
+def tempered(errors: Sequence[float], alike: int) -> list[float]:
+    """A layer's errors by width over the root of that at width `alike`, which all layers have.
+
+    Errors over the whole of it would make all layers equal there, and so their widths nearly; over
+    its root, the logarithms of layers' scales are half as far apart. A layer without error stays.
+
+    >>> tempered([4.0, 1.0, 0.25], 1), tempered([16.0, 4.0, 1.0], 1)
+    ([4.0, 1.0, 0.25], [8.0, 2.0, 0.5])
+    """
+    scale = math.sqrt(errors[alike]) if errors[alike] > 0 else 1.0
+    return [error / scale for error in errors]
+
+
 def offered_widths(sizes: Sequence[int], unit: int) -> list[list[int]]:
     """What each of `sizes` may keep, ascending: whole units, and all of it."""
     return [[*range(unit, size, unit), size] for size in sizes]
