@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Is it exact and reliable?": ("gguf-fidelity", "qk-norm", "reliability"),
     "Which parts of the method matter?": (
         *("smollm2-analyses", "smollm2-defaults", "smollm2-search", "analyses", "matched"),
-        *("smollm2-budgets", "gemma3-budgets"),
+        *("smollm2-budgets*", "gemma3-budgets*"),
         *("compare-ablations", "compare-pooled", "gemma3-qk-norm*", "gemma3-windows*"),
     ),
 }
