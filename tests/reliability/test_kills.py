@@ -92,7 +92,7 @@ LONG = {
         (
             *("compare", "dense", "--methods", "random,magnitude", "--retain", "0.5", "-o", "out"),
             *("--calibration", "text.txt", "--windows", 2, "--window", 32),
-            *("--measure", "text=text.txt", "--measure", "window=32"),
+            *("--measure", "text=bundled", "--measure", "window=32"),
             *("--measure", "num_windows=1", "--measure", "recall_documents=0"),
             *("--measure", "decode_steps=2"),
         ),
