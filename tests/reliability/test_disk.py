@@ -34,7 +34,7 @@ WRITING: dict[str, Command] = {
     "compare": (
         *("compare", "dense", "--methods", "random", "--retain", "0.5", "-o", "disk/out"),
         *("--calibration", "text.txt", "--windows", 2, "--window", 32),
-        *("--measure", "text=text.txt", "--measure", "window=32", "--measure", "num_windows=1"),
+        *("--measure", "text=bundled", "--measure", "window=32", "--measure", "num_windows=1"),
         *("--measure", "recall_documents=0", "--measure", "decode_steps=0"),
     ),
     "evaluate": (
