@@ -55,7 +55,7 @@ def split(calibration: str | Path, evaluate: str | Path | None) -> tuple[str, st
         kept = list(evaluated.values())
     else:
         check_apart(calibration, evaluate)
-        kept = [_once(name) for name in named_sources(evaluate)]
+        kept = [*named_sources(evaluate)]
     tails = {_read_by(name) for name in kept if name and TAIL in name}
     training = [
         _training_part_of(name) if _has_tail(other) and _read_by(name) in tails else name
