@@ -88,7 +88,7 @@ def pruning(dense: str, retain: float) -> Any:
     from rap.checkpoint.source import resolve_source
     from rap.methods import parse_method
     from rap.model.layers import text_config
-    from rap.planning.shared import target_settings
+    from rap.serving.targets import target_settings
 
     config = text_config(load_config(resolve_source(dense)))
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

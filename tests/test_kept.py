@@ -14,6 +14,7 @@ from cases.scripts import REPOSITORY, load_script
 from rap import assets
 from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.evaluation.cache.compressed import CacheCompression
+from rap.serving.targets import target_settings
 
 
 @pytest.fixture
@@ -185,5 +186,5 @@ def test_the_serving_benchmark_prunes_to_widths_that_need_no_padding() -> None:
     script = load_script("benchmarks/serving.py")
     method = script.pruning("bundled", 0.5)
     dim = assets.reference_model().config.head_dim
-    wanted = rap.planning.shared.target_settings("cpu", dim, "error")
+    wanted = target_settings("cpu", dim, "error")
     assert (method.retain, method.align) == (0.5, wanted["align"])

@@ -223,6 +223,7 @@ CASES = [
         "--stream copies weights without a device; remove --device",
     ),
     (("inspect", "plan"), "name the plan file: rap inspect plan FILE"),
+    (("inspect", "plan", "file", "--retain", "0.5"), "a plan has its own ratio"),
     (("inspect", "plan", "file"), "cannot read a plan from file"),
     (("inspect", "bundled", "pruned"), "one target at a time"),
     *[(("inspect", source), message) for source, message in WEIGHTS[5:]],

@@ -19,11 +19,11 @@ from rap.cli.compress import CompressionRun, say_report
 from rap.cli.groups import PruningOptions, ReadingOptions
 from rap.data.held_out import dataset_name, split
 from rap.pipeline import Defaults
-from rap.planning.shared import TARGETS
 from rap.recovery import stages
 from rap.recovery.config import recovery_config
 from rap.recovery.layer_fit import FitConfig
 from rap.serving.capacity import EngineCapacity
+from rap.serving.targets import TARGETS
 
 SERVED = [EngineCapacity("vLLM on a CPU", "as they are", 1.4, "")]
 PRUNED = SimpleNamespace(model_type="rap_llama")

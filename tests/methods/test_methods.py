@@ -204,10 +204,10 @@ def test_the_output_can_be_refitted(name: str, calibrated: tuple) -> None:
 @pytest.mark.parametrize(
     ("name", "says", "not_so"),
     [
-        ("rap", "Nothing is reconstructed", "rebuilt"),
-        ("rap", "import rap # or pass trust_remote_code=True", "rebuilt"),
-        ("palu", "Keys are rebuilt from the cache", "trust_remote_code"),
-        ("svdllm", "Keys and values are rebuilt from the cache", "trust_remote_code"),
+        ("rap", "Nothing is reconstructed from the cache", "are reconstructed"),
+        ("rap", "import rap # or pass trust_remote_code=True", "are reconstructed"),
+        ("palu", "Keys are reconstructed from the cache", "trust_remote_code"),
+        ("svdllm", "Keys and values are reconstructed from the cache", "trust_remote_code"),
         ("heads", "made by method `heads`", "RoPE-Aligned"),
         ("heads", "It keeps whole KV heads", "import rap"),
     ],

@@ -19,7 +19,7 @@ from rap.data.text import named_sources
 from rap.methods import Rap
 from rap.model.errors import RapError
 from rap.pipeline import defaults
-from rap.pipeline.defaults import AUTO, Defaults
+from rap.pipeline.defaults import DEFAULT, Defaults
 from rap.pipeline.run import chosen
 from rap.planning.plan import Plan
 from rap.recovery import stages
@@ -39,7 +39,7 @@ def people_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "sources"),
     [
-        (AUTO, ["bundled", "own", "repeated:encyclopedia", "python"]),
+        (DEFAULT, ["bundled", "own", "repeated:encyclopedia", "python"]),
         ("bundled", ["bundled", "repeated:bundled", "own", "python"]),
         ("mine.txt", ["mine.txt", "repeated:mine.txt", "own", "python"]),
         ("wikitext2", ["wikitext2", "repeated:wikitext2", "own", "python"]),
@@ -61,22 +61,22 @@ def test_one_source_is_completed_and_what_is_said_exactly_is_not(
 def test_a_model_that_cannot_write_is_given_no_samples() -> None:
     found = named_sources(SILENT.calibration("mine.txt"))
     assert found == ["mine.txt", "repeated:mine.txt", "python"]
-    found = named_sources(SILENT.calibration(AUTO))
+    found = named_sources(SILENT.calibration(DEFAULT))
     assert found == ["bundled", "repeated:bundled", "python"]
 
 
 def test_fewer_windows_than_sources_are_of_the_given_one() -> None:
     assert WRITES.calibration("mine.txt", 3) == "mine.txt"
-    assert WRITES.calibration(AUTO, 3) == "bundled"
-    assert len(named_sources(WRITES.calibration(AUTO, 4))) == 4
+    assert WRITES.calibration(DEFAULT, 3) == "bundled"
+    assert len(named_sources(WRITES.calibration(DEFAULT, 4))) == 4
     assert len(named_sources(WRITES.calibration("mine.txt", 4))) == 4
 
 
-@pytest.mark.parametrize("asked", [AUTO, "bundled"])
+@pytest.mark.parametrize("asked", [DEFAULT, "bundled"])
 def test_a_test_model_reads_what_it_is_given_and_is_left_as_pruned(asked: str) -> None:
     assert TEST_MODEL.calibration(asked) == "bundled"
-    assert (TEST_MODEL.recovery(AUTO), TEST_MODEL.recovery("fit")) == ("none", "fit")
-    assert (WRITES.recovery(AUTO), WRITES.recovery("none")) == ("fit", "none")
+    assert (TEST_MODEL.recovery(DEFAULT), TEST_MODEL.recovery("fit")) == ("none", "fit")
+    assert (WRITES.recovery(DEFAULT), WRITES.recovery("none")) == ("fit", "none")
 
 
 def test_pretrained_is_by_parameters_and_reads_no_weights(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_method_that_is_named_by_its_text_has_the_same_defaults() -> None:
 
 def test_a_comparison_reads_what_it_is_told_and_nothing_else() -> None:
     assert named_sources("only:mine.txt") == ["mine.txt"]
-    assert (ReadingOptions().calibration, CompletedOptions().calibration) == ("bundled", AUTO)
+    assert (ReadingOptions().calibration, CompletedOptions().calibration) == ("bundled", DEFAULT)
 
 
 @pytest.mark.usefixtures("people_use")

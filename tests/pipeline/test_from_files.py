@@ -217,7 +217,9 @@ def test_a_fit_that_is_no_better_is_left_out(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_statistics_of_a_file_take_any_method_that_cuts(tokenizer: Any, tmp_path: Path) -> None:
+def test_statistics_of_a_file_take_any_method_that_cuts(
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     dense = _dense(tmp_path / "dense", tokenizer, "qwen3", dtype=torch.float32)
     model = load_dense(dense)
     method = rap.Rap(retain=0.5)
@@ -228,7 +230,8 @@ def test_statistics_of_a_file_take_any_method_that_cuts(tokenizer: Any, tmp_path
     text.write_text("not read", encoding="utf-8")
     given: dict[str, Any] = {"statistics": tmp_path / "statistics", "evaluate": None}
     given["calibration"] = text
-    report = compress(dense, 0.5, tmp_path / "out", **given, stream=True).report
+    report = compress(dense, 0.5, tmp_path / "out", **given, stream=True, progress=True).report
+    assert "calibrating" not in capsys.readouterr().err
     made = report["provenance"]["settings"]
     assert (made["num_windows"], made["window"]) == (2, 32)
     assert made["statistics"] == str(tmp_path / "statistics")

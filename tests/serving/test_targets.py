@@ -4,8 +4,9 @@ import pytest
 
 from cases.command import error_violations, run
 from cases.models import tiny_model
+from rap.cli.groups import PruningOptions
 from rap.model.errors import RapError
-from rap.planning.shared import MAX_WIDTHS, TARGETS, target_settings
+from rap.serving.targets import MAX_WIDTHS, TARGETS, target_settings
 
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -78,6 +79,19 @@ def test_a_plain_form_that_an_engine_does_not_read_is_refused(tmp_path, target, 
     result = run("compress", tmp_path / "dense", "-o", tmp_path / "out", *given, "--dry-run")
     assert said in result.err
     assert (error_violations(result) == []) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("target", "budget", "align"),
+    [("flash", None, 8), ("vllm", None, 16), ("cpu", None, 32), ("flash", "error", 64)],
+)
+def test_widths_of_merged_heads_are_those_that_their_budget_needs(
+    tmp_path, target: str, budget: str | None, align: int
+) -> None:
+    # Merged by default, layers have one width, and a cached head up to 256 channels of its two.
+    tiny_model("llama", heads=4, kv_heads=2, head_dim=128).save_pretrained(tmp_path)
+    options = PruningOptions(retain=0.7, budget=budget, target=target)
+    assert options.build(str(tmp_path), seed=0).align == align
 
 
 def test_stock_sets_the_profile() -> None:

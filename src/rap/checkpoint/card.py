@@ -138,10 +138,10 @@ def _what(report: dict[str, Any], about: dict[str, str]) -> str:
         f"dense model's, made by method `{name}` of the rap package. "
     )
     if about:
-        rebuilt = about["reconstructs"].capitalize()
+        what = about["reconstructs"].capitalize()
         text += f"It keeps {about['summary']}. "
-        text += f"{rebuilt} are rebuilt from the cache" if rebuilt else "Nothing is reconstructed"
-        text += " when it decodes."
+        text += f"{what} are" if what else "Nothing is"
+        text += " reconstructed from the cache when it decodes."
     return textwrap.fill(text.strip(), 100)
 
 

@@ -164,7 +164,7 @@ def _show(result: dict[str, Any], report: Path, as_json: bool) -> None:
     left = "the same command again measures only what is missing"
     if failed:
         number = len(failed) + len(result["cells"])
-        left = f"{len(failed)} of {number} cells failed: the same command tries them again"
+        left = f"{len(failed)} of {number} runs failed: the same command tries them again"
     console.print(f"wrote {report}; {left}")
 
 

@@ -25,8 +25,7 @@ from ..data.text import check_sources, check_windows, named_sources
 from ..methods import Method, traits_of
 from ..model.errors import CalibrationError, RapError
 from ..model.layers import attention_spec, check_dense, text_config
-from ..pipeline import AUTO as DEFAULT
-from ..pipeline import PRETRAINED, Defaults, check_placing, compress, forward_only, save
+from ..pipeline import DEFAULT, PRETRAINED, Defaults, check_placing, compress, forward_only, save
 from ..planning.plan import Plan, write_shapes
 from ..recovery.layer_fit import FitConfig, fit_config
 from ..recovery.stages import RECOVERIES, check_recovery

@@ -13,26 +13,12 @@ from ..calibration.dense_context import CalibrationText
 from ..checkpoint.device import AUTO
 from ..checkpoint.load import load_config
 from ..data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
-from ..methods import METHODS, Method, parse_method
-from ..methods.merged import most_merged
+from ..methods import Method, parse_method
 from ..methods.naming import read_method
-from ..model.errors import RapError
-from ..model.layers import text_config
-from ..pipeline import AUTO as DEFAULT
-from ..planning.budgets import nearest_width
-from ..planning.shared import STOCK_TARGETS, target_settings
+from ..pipeline import DEFAULT
 from ..runtime.settings import read_value
-from ..serving.gguf.plain import check_plain
-from ..serving.layout import head_dim
-from ..serving.plain_forms import check_stock, check_widely_read
+from ..serving.targets import check_pruned, settings_for
 from . import options
-
-# What a method lacks that has no such setting of a target.
-NEEDS = {
-    "align": "widths to align (align)",
-    "profile": "one width for all heads (profile)",
-    "merge": "heads to merge (merge)",
-}
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -106,52 +92,16 @@ class PruningOptions:
             for name, value in vars(self).items()
             if name not in others and value is not None
         }
-        if self.target is not None:
-            given |= self._for_target(source, dict(read_method(self.method).settings) | given)
-        return parse_method(self.method, self.retain, given, seed=seed, **defaults)
-
-    def _for_target(self, source: str, given: dict[str, Any]) -> dict[str, Any]:
-        """What the target asks for; RapError if the method has not all, or it was given by hand."""
-        target = str(self.target)
-        whole = load_config(source)
-        check_target(whole, target)
-        config = text_config(whole)
-        dim = head_dim(config)
-        budget = given.get("budget") or ("uniform" if target in STOCK_TARGETS else "error")
-        wanted = target_settings(target, dim, budget)
-        name = read_method(self.method).name
-        known = {one.name for one in fields(METHODS[name])}
-        for setting in wanted:
-            if setting not in known:
-                raise RapError(
-                    f"--target {target} needs a method with {NEEDS[setting]}, which {name!r} has "
-                    "not: remove --target, or take another method"
-                )
-        if "merge" in wanted and "merge" in given:
-            wanted["merge"] = given["merge"]
-        for name in wanted:
-            if name in given and name != "merge":
-                raise RapError(f"--target {target} decides {name}: remove --{name}, or the target")
-        if wanted.get("profile") == "stock" and self.retain < 1:
-            if "merge" in wanted:
-                heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-                unit = wanted["align"] // 2
-                most = most_merged(heads, dim, self.retain, absorbed=True, unit=unit)
-                named = {"auto": most, "all": heads}
-                merged = named.get(wanted["merge"], wanted["merge"])
-                dim *= merged if isinstance(merged, int) else 1  # what is no number, Rap refuses
-            width = nearest_width(self.retain * dim, dim, wanted["align"])
-            if width in (0, dim):
-                align = wanted["align"]
-                remedy = "choose another ratio, or remove --target"
-                if dim <= align:
-                    remedy = "there is none, so remove --target"
-                raise RapError(
-                    f"retain {self.retain} of heads of {dim} channels rounds to {width}, where "
-                    f"nothing can be pruned; --target {target} supports multiples of {align} below "
-                    f"{dim}: {remedy}"
-                )
-        return {name: value for name, value in wanted.items() if name not in given}
+        shared: dict[str, Any] = {"seed": seed, **defaults}
+        method = parse_method(self.method, self.retain, given, **shared)
+        if self.target is None:
+            return method
+        config = load_config(source)
+        every = dict(read_method(self.method).settings) | given
+        given |= settings_for(self.target, config, method, every)
+        method = parse_method(self.method, self.retain, given, **shared)
+        check_pruned(self.target, config, method)
+        return method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,16 +160,3 @@ class StreamingOptions:
             "gradients of the loss.",
         ),
     ] = None
-
-
-def check_target(config: Any, target: str) -> None:
-    """Raise UnsupportedModelError for a dense config whose pruned form `target` cannot load.
-
-    Read from the config alone, so that nobody pays for a profile that leads nowhere.
-    """
-    if target in STOCK_TARGETS:
-        check_stock(config)
-    if target == "mlx":
-        check_widely_read(config, "mlx-lm")
-    if target == "llamacpp":
-        check_plain(config)

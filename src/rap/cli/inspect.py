@@ -38,9 +38,12 @@ def inspect_command(
     target: Annotated[str, typer.Argument(help="A model, or the word 'plan'.")],
     path: Annotated[Path | None, typer.Argument(help="Plan file, after the word 'plan'.")] = None,
     retain: Annotated[
-        float,
-        typer.Option(help="Also show the cache at this ratio, with equal head dimensions."),
-    ] = 0.7,
+        float | None,
+        typer.Option(
+            help="Also show the cache of a model at this ratio, with equal head dimensions.",
+            show_default="0.7",
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Show a model's layers (RoPE, heads, eligible or why not, KV bytes), or a plan.
@@ -50,11 +53,13 @@ def inspect_command(
     if target == "plan":
         if path is None:
             raise RapError("name the plan file: rap inspect plan FILE")
+        if retain is not None:
+            raise RapError("a plan has its own ratio: leave out --retain")
         report = describe_plan(Plan.load(path))
     elif path is not None:
         raise RapError(f"one target at a time: what is {path}? (plans: rap inspect plan FILE)")
     else:
-        report = describe_model(target, retain)
+        report = describe_model(target) if retain is None else describe_model(target, retain)
     if as_json:
         print_json(report)
         return
@@ -69,7 +74,7 @@ def inspect_command(
         typer.echo(note)
     if target != "plan":
         size = f"{report['kv_bytes_per_token_at_retain']:,} KV bytes per token"
-        typer.echo(f"at retain {retain:g}, with equal widths in all layers: {size}")
+        typer.echo(f"at retain {report['retain']:g}, with equal widths in all layers: {size}")
         if report["windowed_layers"]:
             typer.echo(_windows(report))
 

@@ -28,7 +28,7 @@ from ..data.bos import check_bos
 from ..methods import METHODS
 from ..methods.naming import GRAMMAR
 from ..model.errors import RapError
-from ..planning.shared import TARGETS
+from ..serving.targets import TARGETS
 
 # Plain text in, plain text out: messages name extras with brackets, and paths stay in one piece.
 console = Console(stderr=True, markup=False, soft_wrap=True)

@@ -22,8 +22,7 @@ from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
 from ..methods.base import traits
 from ..model.errors import RapError
-from ..pipeline import AUTO as DEFAULT
-from ..pipeline import Defaults, measure, measure_against, save
+from ..pipeline import DEFAULT, Defaults, measure, measure_against, save
 from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, recovery_config
 from ..recovery.layer_fit import FitConfig, fit_config
@@ -325,7 +324,7 @@ def _say(report: dict[str, Any], output: Path, as_json: bool) -> None:
         print_json(report)
         return
     recovery = report["recovery"]
-    steps = {"perplexity_before": "pruned", "perplexity_fitted": "fitted"}
+    steps = {"perplexity_before": "pruned", "perplexity_fitted": "layer-wise distilled"}
     steps |= {"perplexity_refitted": "refitted"}
     steps |= {"perplexity_distilled": "distilled", "perplexity_after": "saved"}
     rows = [[label, f"{recovery[key]:.3f}"] for key, label in steps.items() if key in recovery]

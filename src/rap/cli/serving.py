@@ -146,7 +146,7 @@ def _rows(verdict: Verification) -> list[tuple[str, str]]:
         ("the dense model's", f"{verdict.dense_tokens_per_gib:,}"),
         ("ratio", f"{verdict.capacity_ratio:.3f}"),
         ("1 / kept fraction", f"{1 / verdict.kept_fraction:.3f}"),
-        *(("cut into other tokens", repr(text)) for text in verdict.tokenizer_differences),
+        *(("tokenized differently", repr(text)) for text in verdict.tokenizer_differences),
     ]
 
 

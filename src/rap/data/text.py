@@ -236,7 +236,7 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
     A JSONL line gives its `text` field, else its first string field. A dataset is
     `name[:config[:split]]`, split `train` unless told; `paper`, `wikitext-2-raw-v1` and `c4` are
     short names. `max_characters` bounds what is read of a streamed dataset, nothing else.
-    `repeated:NAME` is that text with all its passages twice, as `repeats.repeat_passages` has it;
+    `repeated:NAME` is that text with all its passages twice, as `splits.repeat_passages` has it;
     `train:NAME` and `held-out:NAME` are its parts by `splits`.
 
     Raises CalibrationError as `check_sources` does, and for a file that cannot be read or a dataset

@@ -5,13 +5,13 @@ Out: a smaller checkpoint, and a report of what was pruned and what it costs.
 """
 
 from ..data.protocol import EVALUATION_WINDOWS
-from .defaults import AUTO, PRETRAINED, Defaults
+from .defaults import DEFAULT, PRETRAINED, Defaults
 from .objective import forward_only
 from .report import measure, measure_against, save
 from .run import Compression, check_placing, compress
 
 __all__ = [
-    "AUTO",
+    "DEFAULT",
     "EVALUATION_WINDOWS",
     "PRETRAINED",
     "Compression",

@@ -18,7 +18,7 @@ from ..data.text import ENCYCLOPEDIA, completed_source
 from ..model.errors import RapError
 from ..runtime.layerwise import stand_alone
 
-AUTO = "auto"
+DEFAULT = "auto"
 PRETRAINED = 20_000_000  # parameters; the bundled test model has 4.6 million
 # Where nobody gives a text. What the model writes keeps its facts, passages that come twice keep
 # retrieval, and are articles: novels and samples have few facts (docs/log.md, 2026-11-27).
@@ -65,16 +65,16 @@ class Defaults:
         As asked where the model is not pretrained, or there would be more sources than windows. A
         model that does not write completes `bundled`.
         """
-        named = UNASKED[0] if asked == AUTO else str(asked)
+        named = UNASKED[0] if asked == DEFAULT else str(asked)
         if not self.pretrained:
             return named
-        if asked == AUTO and self.writes and (num_windows or len(UNASKED)) >= len(UNASKED):
+        if asked == DEFAULT and self.writes and (num_windows or len(UNASKED)) >= len(UNASKED):
             return ",".join(UNASKED)
         return completed_source(named, own=self.writes, most=num_windows)
 
     def recovery(self, asked: str) -> str:
         """A name of `recovery.stages.RECOVERIES`."""
-        if asked != AUTO:
+        if asked != DEFAULT:
             return asked
         return "fit" if self.pretrained and self.alone else "none"
 

@@ -120,18 +120,20 @@ def announce(
     console.print(str(objective))
     model = context.model
     needs, whole = objective.method.needs_for(model), objective.statistics == "in memory"
-    parts = {"calibrating": estimate_layers(model, context.windows, needs)["total"]}
-    if whole:
-        parts["calibrating"] = in_memory(context, needs)
+    parts, read = {}, context.reading
+    if context.given is None:  # else nothing is calibrated, and the text need not even be there
+        layers = estimate_layers(model, _sizes(read.num_windows, read.window), needs)["total"]
+        parts["calibrating"] = in_memory(context, needs) if whole else layers
     if fit is not None:
         sizes = _sizes(fit.num_windows, fit.window)
         parts["fitting"] = sum(estimate_fit(model, model, sizes, fit).values())
     if tokens is not None:
         sizes = _sizes(EVALUATION_WINDOWS, evaluation_window(model, None))
         parts["measuring"] = estimate_layers(model, sizes, (), kept=2)["total"]
-    total = parts | {"total": max(parts.values())}
     how = "" if whole else "layer by layer "
-    console.print(describe_memory(total, f"{how}it takes at most about", "in all"))
+    if parts:
+        total = parts | {"total": max(parts.values())}
+        console.print(describe_memory(total, f"{how}it takes at most about", "in all"))
     say_device(context.stored.device)
 
 

@@ -29,8 +29,7 @@ from ..recovery.stages import check_recovery, recover_stage, work_folder
 from ..runtime.layerwise import check_layers
 from ..runtime.progress import Stopwatch
 from ..surgery.apply import prune
-from .defaults import AUTO as DEFAULT
-from .defaults import Defaults
+from .defaults import DEFAULT, Defaults
 from .objective import Objective, announce, choose, forward_only
 from .report import describe, held_out, made_with, measure_pruned, write
 

@@ -1,10 +1,9 @@
-"""Deployment profiles: which pairs to keep when heads and layers must share one list.
+"""Which pairs to keep, or slots, when heads and layers must share one list.
 
 Shapes: G KV heads, P pairs.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,42 +18,6 @@ from .folding import (
     group_directions,
     usual_reach,
 )
-
-# What an engine's attention takes without padding. vLLM on CPUs declares no size between 32 and 64;
-# a stock export must suit every engine, so it takes the strictest of the usual ones.
-TARGETS = ("any", "cpu", "flash", "llamacpp", "mlx", "plain", "stock", "vllm")
-# Engines that run plain checkpoints alone, where every head of every layer is of one width.
-STOCK_TARGETS = ("llamacpp", "mlx", "plain", "stock")
-MAX_WIDTHS = 6
-
-
-def target_settings(target: str, head_dim: int, budget: str) -> dict[str, Any]:
-    """Settings of a method whose result the target serves without padding.
-
-    `align` in channels, and `profile` for targets that run plain checkpoints. Engines keep metadata
-    per distinct width: where layers differ (a `budget` other than uniform), at most six widths are
-    possible.
-    Raises RapError for an unknown target or a head that leaves no width to choose.
-    """
-    if target not in TARGETS:
-        raise RapError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
-    if target == "plain":  # merged heads may be wider than the dense ones
-        return {"align": 32, "profile": "stock", "merge": "auto"}
-    align = 8 if target == "flash" else 16
-    # llama.cpp quantizes caches in blocks of 32 values, and decodes widths between slowly. vLLM on
-    # CPUs takes no 48, and every multiple of 32 up to 256.
-    in_steps = head_dim <= 64 or head_dim % 32 == 0
-    if target in ("llamacpp", "mlx") or (target == "cpu" and in_steps):
-        align = 32
-    if budget != "uniform":
-        while head_dim / align > MAX_WIDTHS:
-            align *= 2
-    if head_dim <= align:
-        raise RapError(
-            f"heads of {head_dim} channels have no smaller width that target {target!r} serves "
-            "without padding: use --align instead"
-        )
-    return {"align": align} | ({"profile": "stock"} if target in STOCK_TARGETS else {})
 
 
 def shared_pairs(score_GP: Sequence[Tensor], num_pairs: int) -> list[int]:

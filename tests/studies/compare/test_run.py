@@ -338,7 +338,7 @@ def test_a_command_whose_cell_failed_ends_in_exit_code_1(tiny, tmp_path, monkeyp
         failed, closing = result.err.splitlines()[-2:]
         assert failed.startswith("failed: broken at 0.5, recovery none: ZeroDivisionError")
         assert closing.startswith(f"wrote {tmp_path / 'out' / 'report.html'}; ")
-        assert closing.endswith("1 of 2 cells failed: the same command tries them again")
+        assert closing.endswith("1 of 2 runs failed: the same command tries them again")
     monkeypatch.setattr(Broken, "apply", Rap.apply)
     assert run("compare", *asked).code == 0
 

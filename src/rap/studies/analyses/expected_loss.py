@@ -74,7 +74,7 @@ def table(data: Data) -> Data:
         "title": "Estimated and measured loss increase of pruning",
         "note": (
             f"{data['how']} Folded keys and value subspaces; dense {data['dense']:.2f}. Expected: "
-            "half the gradient's second moment times what is cut, summed over layers as if they "
+            "half the gradient's second moment times what is pruned, summed over layers as if they "
             "did not interact, in nats per token."
         ),
         "header": [
@@ -107,4 +107,4 @@ def draw(data: Data, axes: Axes) -> None:
     axes.set_ylabel("measured, nats per token")
 
 
-ANALYSIS = Analysis("loss", "Is a cut's loss what was expected?", measure, table, draw)
+ANALYSIS = Analysis("loss", "Is the loss of pruning what was estimated?", measure, table, draw)

@@ -60,8 +60,8 @@ def draw(data: Data, axes: Axes) -> None:
     dense_line(axes, data["dense"])
     label = "retain {:g}".format
     curve_a_group(axes, data["rows"], by="retain", x="layer", y="perplexity", label=label)
-    axes.set_xlabel("layer that is cut")
+    axes.set_xlabel("layer that is pruned")
     axes.set_ylabel("perplexity")
 
 
-ANALYSIS = Analysis("probe", "Which layer does a cut hurt?", measure, table, draw)
+ANALYSIS = Analysis("probe", "Which layer does pruning hurt?", measure, table, draw)

@@ -68,7 +68,7 @@ def comparison_of(cells: Sequence[Record], prefix: str) -> Comparison | None:
         return None
     styles = styles_of(list(dict.fromkeys(cell["method"] for cell in cut)), matters)
     labels = {
-        recover: "cut, not recovered" if recover == "none" else f"recovery: {recover}"
+        recover: "no recovery" if recover == "none" else f"recovery: {recover}"
         for recover in dict.fromkeys(cell["recover"] for cell in cut)
     }
     kinds = [(_loss_chart, label) for label in SHARES]
