@@ -44,6 +44,15 @@ class Choices:
         self.settings = result["provenance"]["settings"]
         rows = [row | {"folder": COMBINED} for row in result["rows"] if row["weights"] == AS_IT_IS]
         self.dense = next(row for row in rows if row["share"] == 1 and row["method"] == "dense")
+        short = {
+            cell["fingerprint"]
+            for folder in (*SHORT, "smollm2-merged-aligned")
+            for cells in _comparisons(experiments, folder)
+            for cell in cells
+            if cell["recover"] == "fit"
+        }
+        for row in rows:
+            row["length"] = "short " if row.get("fingerprint") in short else ""
         self.plain = [row for row in rows if row["method"] == "dense"]
         self.combined = [row for row in rows if row["method"].partition(":")[0] == "rap"]
         first = result_today(_read(experiments / COMPARED[0] / "compare.json"))
@@ -63,11 +72,16 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def _comparisons(experiments: Path, folder: str) -> list[list[Row]]:
+    """The cells of each result file of a comparison."""
+    files = sorted((experiments / folder).glob("*.json"))
+    return [result_today(_read(file)).get("cells") or [] for file in files]
+
+
 def _alone(experiments: Path, folder: str) -> Iterator[Row]:
     """Models of a comparison as rows: their share of the cache, KL and perplexity over dense."""
     length = "short " if folder in SHORT else ""
-    for file in sorted((experiments / folder).glob("*.json")):
-        cells = result_today(_read(file)).get("cells") or []
+    for cells in _comparisons(experiments, folder):
         dense = next((cell for cell in cells if cell["method"] == "dense"), None)
         for cell in cells:
             if dense is None or cell is dense or cell["recover"] not in RECOVERED:
@@ -85,7 +99,8 @@ def _alone(experiments: Path, folder: str) -> Iterator[Row]:
 
 def combined_name(row: Row) -> str:
     """What a row of the combinations is called: its model unless dense, eviction, bits."""
-    model = f"`{named_today(row['method'])}` {row['retain']:g}, {RECOVERED[row['recover']]}"
+    how = f"{row['length']}{RECOVERED[row['recover']]}"
+    model = f"`{named_today(row['method'])}` {row['retain']:g}, {how}"
     parts = ["" if row["method"] == "dense" else model]
     parts += [f"`{one}`" for one in (row["press"], row["bits"]) if one]
     return " + ".join(filter(None, parts))

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sources import REPOSITORY, put, with_error
+from sources import REPOSITORY, put, runs, with_error
 
 from rap.checkpoint.card import interval_text
 from rap.studies.report.report import markdown_table
 
 EXPERIMENTS = REPOSITORY / "experiments"
 PAGE, README = "docs/measurements/defaults.md", "README.md"
+CHOICE = "docs/how-to/choose.md"
 BEGIN = "<!-- measured: python docs/default_tables.py {} -->\n"
 END = "<!-- end of the defaults -->\n"
 NOVELS, WHOLE = "fidelity-novels.json", "full WikiText-2"
@@ -187,9 +188,18 @@ MODELS = (
 )
 
 DISTILLED = {
-    "smollm2-plain-0.5": "layer-wise distillation, the default",
-    "smollm2-plain-0.5-distilled": "end-to-end distillation after it",
-}  # rows of FORMS
+    "layer-wise distillation, the default": Kept("", f"{FORMS}/smollm2-plain-0.5.json"),
+    "end-to-end distillation after it": Kept("", f"{FORMS}/smollm2-plain-0.5-distilled.json"),
+}
+
+
+# What a checkpoint can be, by the name of its row: its option, where it runs, its W_q and W_o.
+PLUGIN = "Transformers, vLLM (plugin)"
+FORMS_OF = {
+    TODAY: ("plain checkpoint", "`--target plain`", "any engine, without `rap`", "may grow"),
+    UNTARGETED: ("merged heads", "none: the default", PLUGIN, "may grow"),
+    SEPARATE: ("separate heads", f"`--method {SEPARATE[1:]}", PLUGIN, "shrink"),
+}
 
 
 def _score(found: dict[str, Any]) -> str:
@@ -251,10 +261,12 @@ def _against(found: dict[str, Any]) -> str:
     return f"{value:.2f} ({value / dense - 1:+.0%})"
 
 
-def retrieval(task: str, lengths: Sequence[int]) -> dict[str, Any]:
+def retrieval(
+    task: str, lengths: Sequence[int], models: Sequence[Model] | None = None
+) -> dict[str, Any]:
     """Accuracy at a task by length, of the dense model and each kept."""
     rows = []
-    for model in MODELS:
+    for model in models or MODELS:
         found = [_read(file) for file in model.retrieved]
         rows.append([model.row(), "100%", *_accuracies(found, task, lengths)])
         for kept in model.kept:
@@ -289,8 +301,7 @@ def distilled() -> dict[str, Any]:
     """What end-to-end distillation adds, perplexity over that of the dense model."""
     files, columns = _asked("PPL ratio", (WHOLE,))
     rows = []
-    for name, recovery in DISTILLED.items():
-        kept = Kept("", f"{FORMS}/{name}.json")
+    for recovery, kept in DISTILLED.items():
         rows.append([recovery, kept.share(), *(_ratio(kept.fidelity(file)) for file in files)])
     return {"header": ["recovery", "KV cache", *columns], "rows": rows}
 
@@ -304,6 +315,40 @@ def _answered(side: dict[str, Any]) -> list[str]:
     return [interval_text(side[key], format_) for key, format_ in ANSWERS.values()]
 
 
+def beside(table: dict[str, Any], other: dict[str, Any], column: str) -> dict[str, Any]:
+    """A table, and under a header of its own the last column of another one of the same rows."""
+    pairs = zip(table["rows"], other["rows"], strict=True)
+    rows = [[*row, more[-1]] for row, more in pairs]
+    return {"header": [*table["header"], column], "rows": rows}
+
+
+def forms() -> dict[str, Any]:
+    """The forms that a checkpoint can have, and what each loses of the first model at half."""
+    asked = ("fidelity-wikitext2-test.json", "fidelity-code.json")
+    rows = []
+    for kept in MODELS[0].kept:
+        dense, pruned = kept.cache()
+        if kept.name in FORMS_OF and 2 * pruned == dense:
+            losses = [_against(kept.fidelity(file)) for file in asked]
+            rows.append([*FORMS_OF[kept.name], *losses])
+    columns = [f"PPL, {DATASETS[file]}" for file in asked]
+    return {"header": ["form", "option", "runs in", "W_q and W_o", *columns], "rows": rows}
+
+
+def shown() -> str:
+    """Links to the commands of every result that the page shows, a paragraph a model."""
+    distilled = Model(MODELS[0].name, tuple(DISTILLED.values()))
+    folders: dict[str, set[str]] = {}
+    for model in (*MODELS, distilled):
+        files = [
+            x for kept in model.kept for x in (kept.report, kept.folder, kept.whole, kept.alone)
+        ]
+        files += [model.scored, *model.retrieved]
+        folders.setdefault(model.name, set()).update(file.partition("/")[0] for file in files)
+    found = [runs(sorted(some - {"", FORMS}), PAGE, name) for name, some in folders.items()]
+    return "\n\n".join([*found, f"On a GPU: [{FORMS}](../../experiments/{FORMS}/README.md)."])
+
+
 def filled(table: dict[str, Any]) -> str:
     """A table in Markdown, of the rows of which everything was measured."""
     return str(markdown_table({**table, "rows": [row for row in table["rows"] if all(row)]}))
@@ -311,8 +356,11 @@ def filled(table: dict[str, Any]) -> str:
 
 def made() -> dict[str, dict[str, str]]:
     """What is generated, by page and by the name in the mark above it."""
+    own = today()
+    found = retrieval("single-needle", (4096,), own)
     return {
-        README: {"quality": filled(quality(today(), "WikiText-2"))},
+        README: {"quality": filled(beside(quality(own, "WikiText-2"), found, "needle"))},
+        CHOICE: {"forms": filled(forms()).replace("---:", "---")},
         PAGE: {
             "quality": filled(quality(MODELS, WHOLE)),
             "full test set": filled(full_test_set()),
@@ -321,6 +369,7 @@ def made() -> dict[str, dict[str, str]]:
             "one of several keys": filled(retrieval("multi-key", LENGTHS[:2])),
             "answers": filled(answers()),
             "distilled": filled(distilled()),
+            "runs": shown(),
         },
     }
 

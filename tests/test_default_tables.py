@@ -9,7 +9,7 @@ from cases.scripts import REPOSITORY, load_script
 SCRIPT = load_script("docs/default_tables.py")
 
 
-@pytest.mark.parametrize("page", [SCRIPT.README, SCRIPT.PAGE])
+@pytest.mark.parametrize("page", [SCRIPT.README, SCRIPT.PAGE, SCRIPT.CHOICE])
 def test_the_committed_tables_are_built_from_the_committed_results(page):
     """If they are not: python docs/default_tables.py."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")
@@ -44,11 +44,19 @@ def test_a_row_that_was_not_measured_whole_is_left_out():
 
 def test_what_is_measured_today_is_in_every_table():
     """Nobody would miss a row of the default otherwise; the answers are of half of the cache."""
-    for page, tables in SCRIPT.made().items():
+    for page in (SCRIPT.README, SCRIPT.PAGE):
+        tables = SCRIPT.made()[page]
         names = {model.row(kept) for model in SCRIPT.today() for kept in model.kept}
-        for name in tables.keys() - {"answers", "distilled"}:
+        for name in tables.keys() - {"answers", "distilled", "runs"}:
             shown = [line.split("|")[1].strip() for line in tables[name].splitlines()]
             assert [one for one in names if shown.count(one) != 2] == [], (page, name)
+
+
+def test_the_page_links_to_every_result_that_it_shows(monkeypatch):
+    read, real = set(), SCRIPT._read
+    monkeypatch.setattr(SCRIPT, "_read", lambda file: read.add(file.split("/")[0]) or real(file))
+    made = SCRIPT.made()[SCRIPT.PAGE]["runs"]
+    assert sorted(folder for folder in read if f"[{folder}]" not in made) == []
 
 
 def test_the_first_page_shows_todays_default_alone(monkeypatch):
