@@ -10,8 +10,7 @@ from torch import Tensor
 import rap
 from cases.models import random_tokens, tiny_model
 from rap.methods.dense import dense_layers
-from rap.methods.keys import folded_apart, free_subspace
-from rap.methods.values import in_subspace
+from rap.methods.keys import folded_apart
 from rap.model.errors import RapError
 from rap.model.rope import AttentionShape, HeadGeometry
 from rap.planning.folding import (
@@ -23,7 +22,14 @@ from rap.planning.folding import (
     spectrum,
     usual_reach,
 )
-from rap.planning.losses import free_moments, key_moments, part_losses, value_moments, width_errors
+from rap.planning.losses import (
+    free_moments,
+    key_moments,
+    part_losses,
+    value_moments,
+    value_subspace,
+    width_errors,
+)
 from rap.planning.merging import (
     check_merge,
     merged_channels,
@@ -35,6 +41,7 @@ from rap.planning.merging import (
 )
 from rap.planning.plan import PairPlan
 from rap.planning.shared import shared_slots
+from rap.planning.subspace import weighted_subspace
 
 PAIRS, HEADS, DIM, CONTEXT = 5, 3, 10, 400
 SIZE = HEADS * PAIRS
@@ -68,7 +75,7 @@ def logits(keys, queries, distance, fields=None):
     keys, queries = (x.unflatten(1, (HEADS, PAIRS)) for x in (keys, queries))
     frequency = FREQUENCIES
     if fields is not None:
-        frequency = FREQUENCIES[fields["frequency_NM"][0].long()]
+        frequency = FREQUENCIES[fields["frequency_GM"][0].long()]
         key_mix, query_mix = (
             torch.view_as_complex(fields[f"{side}_mix_GMP2"]) for side in ("key", "query")
         )
@@ -83,7 +90,7 @@ def test_all_slots_are_the_dense_heads(distance):
     keys, queries = samples(0), samples(1)
     head = fold_head(apart(queries), moment(keys), FREQUENCIES, SIZE, CONTEXT)
     fields = merged_slots([head], HEADS)
-    assert fields["frequency_NM"].tolist() == [[p for p in range(PAIRS) for _ in range(HEADS)]]
+    assert fields["frequency_GM"].tolist() == [[p for p in range(PAIRS) for _ in range(HEADS)]]
     assert fields["key_mix_GMP2"].shape == (HEADS, SIZE, PAIRS, 2)
     torch.testing.assert_close(
         logits(keys, queries, distance, fields), logits(keys, queries, distance)
@@ -229,7 +236,7 @@ def calibrated():
 
 
 @pytest.mark.parametrize("metric", ["loss", "output"])
-def test_a_group_of_one_is_todays_head_to_the_bit(calibrated, metric):
+def test_a_group_of_one_is_the_head_itself_to_the_bit(calibrated, metric):
     model, statistics = calibrated
     layer = dense_layers(model).with_statistics(statistics).layers[1]
     found, shape, frequencies = layer.statistics, layer.shape, layer.frequencies
@@ -242,26 +249,29 @@ def test_a_group_of_one_is_todays_head_to_the_bit(calibrated, metric):
         for key, read in zip(*keys, strict=True)
     ]
     slots = merged_slots(heads, 1)
+    for index, head in enumerate(heads):
+        assert torch.equal(slots["frequency_GM"][index], head.frequency.int())
+        for name in ("key_mix", "query_mix"):
+            mix = torch.view_as_complex(slots[f"{name}_GMP2"][index])
+            assert torch.equal(mix, getattr(head, name))
     rows = [[*range(width)]] * 4
     plain = PairPlan.of_indices(rows, rows, [[]] * 4)
-    expected = folded_apart(plain, layer, CONTEXT, metric)
-    assert torch.equal(slots.pop("frequency_NM"), expected.pop("frequency_GM"))
-    assert slots.keys() == expected.keys()
-    assert all(torch.equal(slots[name], expected[name]) for name in slots)
+    folded = folded_apart(plain, layer, CONTEXT, metric)
+    assert slots.keys() == folded.keys()
+    assert all(torch.equal(slots[name], folded[name]) for name in slots)
 
     width = shape.geometry.num_free - 1
     channels = merged_channels(free, width, 1)
-    expected = free_subspace(free_moments(found, metric), width)
-    assert torch.equal(channels.pop("free_NN"), expected.pop("free_GN"))
-    assert channels.keys() == expected.keys()
-    assert all(torch.equal(channels[name], expected[name]) for name in channels)
+    factors = weighted_subspace(*free_moments(found, metric), width)
+    assert channels["free_GN"].tolist() == [[*range(width)]] * 4
+    assert torch.equal(channels["key_free_mix_GNF"], factors.down)
+    assert torch.equal(channels["query_free_mix_GNF"], factors.up.mT)
 
     values = merged_values(found, w_o, shape, 1, metric)
-    rows = [[0, 1, 2]] * 4
-    plan = PairPlan.of_indices(rows, rows, rows)
-    plan = in_subspace(plan, value_moments(found, w_o, shape, metric), shrinkage=0.1)
+    factors = value_subspace(value_moments(found, w_o, shape, metric), 3, 0.1)
     latent = merged_latent(values, 3, 1, shrinkage=0.1)
-    assert all(torch.equal(getattr(plan, name), x) for name, x in latent.items())
+    assert torch.equal(latent["value_down_GCD"], factors.down)
+    assert torch.equal(latent["value_up_GDC"], factors.up)
 
 
 @pytest.mark.parametrize("merge", [2, 4])
@@ -361,7 +371,7 @@ def test_all_free_channels_of_a_group_stay_plain(calibrated):
     free = merged_free(found, shape, 2, "loss")
     num_free = shape.geometry.num_free
     fields = merged_channels(free, 2 * num_free, 2)
-    assert fields["free_NN"].tolist() == [list(range(2 * num_free))] * 2
+    assert fields["free_GN"].tolist() == [list(range(2 * num_free))] * 2
     unit = torch.eye(num_free).double()
     for side in ("key", "query"):
         mixes = fields[f"{side}_free_mix_GNF"]

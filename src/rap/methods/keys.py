@@ -16,12 +16,12 @@ from ..calibration.moments import behind_norm
 from ..calibration.statistics import Statistics
 from ..model.kinds.factored import FactoredPlan
 from ..model.rope import AttentionShape
-from ..planning.folding import FoldedHead, fold_head
-from ..planning.losses import Metric, Moments, free_moments, key_moments
+from ..planning.folding import fold_head
+from ..planning.losses import Metric, free_moments, key_moments
+from ..planning.merging import merged_channels, merged_slots
 from ..planning.plan import PairPlan
 from ..planning.scores import LayerScores
 from ..planning.shared import shared_frequencies, shared_pairs, shared_slots
-from ..planning.subspace import weighted_subspace
 from .dense import DenseLayers, PrunableLayer
 
 
@@ -44,26 +44,10 @@ def folded_apart(
             fold_head(read, key, own, width, context, reach=reach, turned=turned)
             for key, read in zip(*key_moments(layer.statistics, metric), strict=True)
         ]
-        fields |= _folded(heads)
+        fields |= merged_slots(heads, 1)
     if plain.num_free:
-        fields |= free_subspace(free_moments(layer.statistics, metric), plain.num_free)
+        fields |= merged_channels(free_moments(layer.statistics, metric), plain.num_free, 1)
     return fields
-
-
-def free_subspace(moments: Moments, width: int) -> dict[str, Tensor]:
-    """Channels that never rotate, for which any real map is free: the best subspace of them.
-
-    All of them stay plain, so that full width is exact.
-    """
-    heads, dim = moments[0].shape[:2]
-    if not 0 < width < dim:
-        return {}
-    factors = weighted_subspace(*moments, width)
-    return {
-        "free_GN": torch.arange(width, dtype=torch.int32).expand(heads, -1).contiguous(),
-        "key_free_mix_GNF": factors.down.contiguous(),
-        "query_free_mix_GNF": factors.up.mT.contiguous(),
-    }
 
 
 def folded_alike(
@@ -86,7 +70,7 @@ def folded_alike(
     )
     fields: list[dict[str, Tensor]] = [{} for _ in plain]
     for layer, heads in zip(folded, slots, strict=True):
-        fields[layer.index] = _folded(heads)
+        fields[layer.index] = merged_slots(heads, 1)
     return fields
 
 
@@ -103,17 +87,6 @@ def shared_dense(
         else {}
         for layer in plain
     ]
-
-
-def _folded(heads: Sequence[FoldedHead]) -> dict[str, Tensor]:
-    mixes = {
-        "key_mix_GMP2": torch.stack([head.key_mix for head in heads]),
-        "query_mix_GMP2": torch.stack([head.query_mix for head in heads]),
-    }
-    return {
-        "frequency_GM": torch.stack([head.frequency for head in heads]).to(torch.int32),
-        **{name: torch.view_as_real(mix).contiguous() for name, mix in mixes.items()},
-    }
 
 
 # `absorbed` in W_q and W_o, which change their size; `factored` into the dense ones and a map of

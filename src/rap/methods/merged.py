@@ -80,17 +80,13 @@ class Merged:
         keys, values, free = self.moments(layer)
         if slots is None:
             slots = self._slots(keys, layer.frequencies, budget.pairs)
-        fields: dict[str, Any] = merged_channels(free, budget.free, layer.merge)
+        empty = torch.zeros(len(values[0]), 0, dtype=torch.int32)
+        fields: dict[str, Any] = {"frequency_GM": empty, "free_GN": empty}
+        fields |= merged_channels(free, budget.free, layer.merge)
         fields |= merged_latent(values, budget.values, layer.merge, self.shrinkage)
-        groups = len(values[0])
-        empty = torch.zeros(groups, 0, dtype=torch.int32)
         if slots:
             fields |= merged_slots(slots, layer.merge)
-        return PairPlan(
-            frequency_GM=fields.pop("frequency_NM", empty),
-            free_GN=fields.pop("free_NN", empty),
-            **fields,
-        )
+        return PairPlan(**fields)
 
     def _slots(self, keys: Moments, frequencies: Tensor, num_slots: int) -> list[FoldedHead]:
         if not num_slots:

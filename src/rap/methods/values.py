@@ -1,6 +1,7 @@
 """What methods ask of one layer: its values' moments and subspace, and what widths would lose."""
 
 from dataclasses import replace
+from typing import Any
 
 from ..planning.losses import (
     DIRECTIONS,
@@ -12,9 +13,9 @@ from ..planning.losses import (
     key_moments,
     part_losses,
     value_moments,
-    value_subspace,
     width_errors,
 )
+from ..planning.merging import merged_latent
 from ..planning.plan import PairPlan
 from .dense import PrunableLayer
 
@@ -50,11 +51,6 @@ def layer_errors(layer: PrunableLayer, context: int, orders: Orders = DIRECTIONS
 
 
 def in_subspace(layer: PairPlan, values: Moments, shrinkage: float = 0.0) -> PairPlan:
-    """A layer's plan with as many directions of the values as it had channels: `value_subspace`."""
-    factors = value_subspace(values, layer.value_width, shrinkage)
-    return replace(
-        layer,
-        channels_GC=None,
-        value_down_GCD=factors.down.contiguous(),
-        value_up_GDC=factors.up.contiguous(),
-    )
+    """A layer's plan with as many directions of the values as it had channels."""
+    latent: dict[str, Any] = merged_latent(values, layer.value_width, 1, shrinkage)
+    return replace(layer, channels_GC=None, **latent)

@@ -314,13 +314,13 @@ def merged_values(
 
 
 def merged_slots(groups: Sequence[FoldedHead], merge: int) -> dict[str, Tensor]:
-    """Slots of N groups as fields of a plan: frequency [N, M] and mixes [G, M, P, 2] per head."""
+    """Slots of N groups of `merge` heads as fields of a plan: mixes [G, M, P, 2] per head."""
     mixes = {
         "key_mix_GMP2": torch.stack([group.key_mix for group in groups]),
         "query_mix_GMP2": torch.stack([group.query_mix for group in groups]),
     }
     return {
-        "frequency_NM": torch.stack([group.frequency for group in groups]).to(torch.int32),
+        "frequency_GM": torch.stack([group.frequency for group in groups]).to(torch.int32),
         **{name: torch.view_as_real(_per_head(mix, merge)) for name, mix in mixes.items()},
     }
 
@@ -341,7 +341,7 @@ def merged_channels(moments: Moments, width: int, merge: int) -> dict[str, Tenso
         factors = weighted_subspace(*moments, width)
         down, up = factors.down, factors.up.mT
     return {
-        "free_NN": torch.arange(width, dtype=torch.int32).expand(groups, -1).contiguous(),
+        "free_GN": torch.arange(width, dtype=torch.int32).expand(groups, -1).contiguous(),
         "key_free_mix_GNF": _per_head(down, merge),
         "query_free_mix_GNF": _per_head(up, merge),
     }
