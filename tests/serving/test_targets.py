@@ -24,7 +24,7 @@ def test_few_widths_where_layers_differ(target: str, head_dim: int) -> None:
     assert align % 8 == 0
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("budget", ["uniform", "error"])
 def test_cpu_widths_are_declared(head_dim: int, budget: str) -> None:
     align = target_settings("cpu", head_dim, budget)["align"]

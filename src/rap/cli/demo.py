@@ -22,7 +22,7 @@ from ..model.errors import CheckpointError, RapError
 from ..pipeline import Defaults
 from ..recovery.layer_fit import FitConfig
 from ..recovery.stages import recover_stage
-from ..studies.report.charts import quality_against_cache
+from ..studies.report.charts import LABELS, quality_against_cache
 from . import options
 from .options import console, print_json, print_table
 
@@ -162,7 +162,7 @@ def run_demo(show: DemoSettings, seed: int = 0, device: str = AUTO) -> dict[str,
     small = model
     for retain in show.retains:
         for name, recipe in recipes.items():
-            console.print(f"pruning to {retain:g}: {_NAMES[name]}", highlight=False)
+            console.print(f"pruning to {retain:g}: {LABELS[name]}", highlight=False)
             method = replace(recipe, retain=retain)
             small = method.apply(model, context.plan(method))
             row = _measure(small, tokens, context.bos, show) | {"method": name, "retain": retain}
@@ -212,11 +212,8 @@ def _answer(model: Any, tokenizer: Any, show: DemoSettings) -> str:
     return " ".join(str(tokenizer.decode(ids[start:], skip_special_tokens=True)).split())
 
 
-_NAMES = {"paper": "RAP as published", "rap": "rap", "recovered": "rap, recovered"}
-
-
 def _label(row: dict[str, Any]) -> str:
-    name = _NAMES.get(row["method"])
+    name = LABELS.get(row["method"])
     return f"{row['retain']}, {name}" if name is not None else "dense"
 
 

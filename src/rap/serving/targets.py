@@ -29,13 +29,11 @@ class Target:
     """What an engine's attention takes without padding.
 
     step: head dimensions are multiples of so many channels.
-    fallback: the step for heads wider than 64 that are no multiple of `step`; None is `step`.
     plain: whether it runs plain checkpoints alone, where every head of every layer has one width.
     merges: whether KV heads are merged, which may then be wider than the dense ones.
     """
 
     step: int
-    fallback: int | None = None
     plain: bool = False
     merges: bool = False
 
@@ -45,7 +43,7 @@ class Target:
 # suit every engine, so it takes the strictest of the usual ones.
 TARGETS = {
     "any": Target(16),
-    "cpu": Target(32, fallback=16),
+    "cpu": Target(32),
     "flash": Target(8),
     "llamacpp": Target(32, plain=True),
     "mlx": Target(32, plain=True),
@@ -93,8 +91,7 @@ def target_settings(target: str, width: int, budget: str) -> dict[str, Any]:
     plain = {"profile": "stock"} if engine.plain else {}
     if engine.merges:
         return {"align": engine.step, **plain, "merge": "auto"}
-    odd = width > 64 and width % engine.step != 0
-    align = engine.fallback if odd and engine.fallback else engine.step
+    align = engine.step
     if budget != "uniform":
         while width / align > MAX_WIDTHS:
             align *= 2
