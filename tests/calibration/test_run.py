@@ -246,7 +246,7 @@ def test_the_output_layer_in_chunks_is_the_whole_one(name, windows, monkeypatch)
     assert float(loss) == pytest.approx(float(next_token_loss(model, ids).detach()), rel=1e-6)
     whole = states.clone().requires_grad_()
     output.last_hidden_state = whole
-    made = logits.head_logits(model, logits.decoder_of(model)[0], output)[0, :-1].float()
+    made = next(logits.Head(model).chunks(output, whole[0], len(ids[0])))[:-1].float()
     cross_entropy(made, ids[0, 1:]).backward()
     torch.testing.assert_close(gradient, whole.grad, rtol=1e-4, atol=1e-7)
     assert gradient[0, -1].abs().max() == 0  # nothing is known of what follows

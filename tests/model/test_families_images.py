@@ -18,7 +18,7 @@ from rap.evaluation.cost.footprint import footprint
 from rap.evaluation.quality.perplexity import perplexity
 from rap.methods import Rap
 from rap.pipeline import save
-from rap.runtime.logits import Head, decoder_of, head_logits
+from rap.runtime.logits import Head, decoder_of
 from rap.surgery.apply import apply
 
 IMAGE_TOKEN = 127
@@ -111,13 +111,11 @@ def test_logits_of_hidden_states_alone_are_those_of_the_model(name: str):
     """Recovery hands a head hidden states and nothing else; some pass on more than they get."""
     model = next(case for case in CASES if case.name == name).model(dtype=torch.float32)
     tokens = random_tokens(1, 9)
-    child, decoder = decoder_of(model)
-    hidden = decoder(input_ids=tokens, use_cache=False)[0]
-    output = BaseModelOutputWithPast(last_hidden_state=hidden)
-    found = head_logits(model, child, output)
-    torch.testing.assert_close(found, model(tokens).logits)
-    (chunked,) = Head(model).chunks(output, hidden[0], 9)
-    torch.testing.assert_close(chunked, found[0])
+    hidden = decoder_of(model)[1](input_ids=tokens, use_cache=False)[0]
+    found = Head(model)(hidden[0])
+    torch.testing.assert_close(found, model(tokens).logits[0])
+    (chunked,) = Head(model).chunks(BaseModelOutputWithPast(), hidden[0], 9)
+    torch.testing.assert_close(chunked, found)
 
 
 @pytest.mark.parametrize("name", ["Gemma-3", "Mistral-Small-3.2", "Llama-4-Scout"])

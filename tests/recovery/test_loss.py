@@ -10,7 +10,7 @@ from rap.model.errors import RapError
 from rap.recovery import loss as module
 from rap.recovery.config import PRESETS, RecoveryConfig, recovery_config
 from rap.recovery.loss import distillation_loss, matching_loss, token_loss
-from rap.recovery.trainer import logits_head
+from rap.runtime.logits import Head
 
 VARIANTS = {
     "paper": RecoveryConfig(),
@@ -195,7 +195,7 @@ def test_hidden_states_and_head_of_a_model_give_its_own_loss():
     model, tokens = tiny_model(tie_word_embeddings=True), random_tokens(2, 9)
     hidden = model.model(input_ids=tokens, use_cache=False)[0]
     expected = model(input_ids=tokens, labels=tokens).loss
-    head = logits_head(model, "model")
+    head = Head(model)
     flat = hidden[:, :-1].flatten(0, 1).detach()
     found = distillation_loss(
         flat, flat, tokens[:, 1:].flatten(), (head, head), RecoveryConfig(), chunk=5

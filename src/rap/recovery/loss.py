@@ -26,14 +26,14 @@ from .config import RecoveryConfig
 
 LOSS_LOGITS = 2**24  # logits of a chunk, tokens x vocabulary: 64 MiB of float32
 
-Head = Callable[[Tensor], Tensor]
+Logits = Callable[[Tensor], Tensor]  # of decoder outputs: [C, E] to [C, V]
 
 
 def distillation_loss(
     hidden_NE: Tensor,
     teacher_NE: Tensor,
     targets_N: Tensor,
-    heads: tuple[Head, Head],
+    heads: tuple[Logits, Logits],
     config: RecoveryConfig,
     *,
     chunk: int | None = None,
@@ -91,7 +91,7 @@ class _Chunked(torch.autograd.Function):
         hidden_NE: Tensor,
         teacher_NE: Tensor,
         targets_N: Tensor,
-        heads: tuple[Head, Head],
+        heads: tuple[Logits, Logits],
         config: RecoveryConfig,
         chunk: int | None,
     ) -> Tensor:
@@ -127,7 +127,7 @@ class _Chunked(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _chunk(head: Head, hidden_1E: Tensor) -> int:
+def _chunk(head: Logits, hidden_1E: Tensor) -> int:
     return max(1, LOSS_LOGITS // head(hidden_1E).shape[-1])
 
 

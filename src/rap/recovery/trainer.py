@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
     Trainer,
@@ -19,17 +18,16 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.trainer_callback import ExportableState
 
 from ..evaluation.quality.perplexity import perplexity
 from ..model.errors import RapError
-from ..runtime.logits import decoder_of, head_logits
+from ..runtime.logits import Head, decoder_of
 from ..runtime.products import multiplying
 from ..runtime.progress import Progress
 from .config import RecoveryConfig
 from .data import WindowDataset
-from .loss import Head, attention_outputs, distillation_loss, last_outputs, matching_loss
+from .loss import attention_outputs, distillation_loss, last_outputs, matching_loss
 from .runs import COMPLETE
 
 MAX_BAD_STEPS = 3
@@ -126,8 +124,7 @@ class DistillationTrainer(Trainer):
         student = self.accelerator.unwrap_model(model).get_base_model()
         if self.state.global_step < self.config.match_steps:
             return self._match(model, student, ids_BT)
-        name, decoder = decoder_of(student)
-        teacher_name, _ = decoder_of(self.teacher)
+        _, decoder = decoder_of(student)
         teacher_BTE = self._teach(ids_BT)
         with last_outputs([decoder]) as hidden:
             self._run(model, ids_BT)
@@ -135,7 +132,7 @@ class DistillationTrainer(Trainer):
             hidden[0].to(student.dtype)[:, :-1].flatten(0, 1),
             teacher_BTE[:, :-1].flatten(0, 1),
             ids_BT[:, 1:].flatten(),
-            (logits_head(student, name), logits_head(self.teacher, teacher_name)),
+            (Head(student), Head(self.teacher)),
             self.config,
         )
 
@@ -278,13 +275,3 @@ def _halve_rate(optimizer: Any, scheduler: Any) -> None:
     # A schedule that is a factor of the first rate would undo the halving at its next step.
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [rate * 0.5 for rate in scheduler.base_lrs]
-
-
-def logits_head(model: PreTrainedModel, name: str) -> Head:
-    """The function from decoder outputs [C, E] to logits [C, V] of a causal LM."""
-
-    def logits(hidden_CE: Any) -> Tensor:
-        output = BaseModelOutputWithPast(last_hidden_state=hidden_CE.unsqueeze(0))
-        return head_logits(model, name, output)[0]
-
-    return logits

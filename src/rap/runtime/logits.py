@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..model.errors import RapError
 from ..model.layers import text_decoder
@@ -42,21 +43,12 @@ def vocabulary(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def head_logits(model: Any, name: str, output: Any) -> Tensor:
-    """Logits that the family's own forward makes of decoder outputs already computed.
-
-    Some families scale or cap logits after the head's matrix, which this keeps. It runs the class's
-    forward on a shallow copy whose decoder is a constant; the model itself is not touched.
-    """
-    headed = _headed(model)
-    constant = _Constant(_Complete(output), _plain(getattr(headed, name)))
-    return _with_decoder(headed, name, constant).logits
-
-
 class Head:
     """A causal LM above its decoder, to make logits of outputs that are kept.
 
-    It holds no part of the decoder: a model that is not needed otherwise is freed but for its head.
+    Some families scale or cap logits after the head's matrix, which this keeps: it runs the class's
+    own forward on a shallow copy whose decoder is a constant. It holds no part of the decoder: a
+    model that is not needed otherwise is freed but for its head.
     """
 
     def __init__(self, model: Any) -> None:
@@ -69,13 +61,17 @@ class Head:
         """Logits [C, V] of hidden states, `step` tokens at a time; `output` is overwritten."""
         for hidden_CE in hidden_NE.split(step):
             output.last_hidden_state = hidden_CE.unsqueeze(0)
-            constant = _Constant(_Complete(output), self._read)
-            yield _with_decoder(self._model, self.name, constant).logits[0]
+            yield self._logits(output)
 
+    def __call__(self, hidden_CE: Tensor) -> Tensor:
+        """Logits [C, V] of hidden states [C, E] alone."""
+        hidden: Any = hidden_CE.unsqueeze(0)
+        return self._logits(BaseModelOutputWithPast(last_hidden_state=hidden))
 
-def _with_decoder(headed: Any, name: str, decoder: nn.Module) -> Any:
-    view = _view(headed, name, decoder)
-    return type(headed).forward(view, input_ids=None, use_cache=False)
+    def _logits(self, output: Any) -> Tensor:
+        view = _view(self._model, self.name, _Constant(_Complete(output), self._read))
+        logits: Tensor = type(self._model).forward(view, input_ids=None, use_cache=False).logits
+        return logits[0]
 
 
 def _view(headed: Any, name: str, decoder: nn.Module | None) -> Any:
