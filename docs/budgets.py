@@ -29,8 +29,9 @@ MERGED = {
     "`error`": "rap:budget=error",
 }
 RETAINS = (0.7, 0.5, 0.35)
-HEADER = ("model", "heads", "retain", "`uniform`", "`error`")
-HEADER += ("`uniform`, recovered", "`error`, recovered")
+SHOWN = "PPL ratio, KL"
+HEADER = ("model", "heads", "retain", f"`uniform`: {SHOWN}", f"`error`: {SHOWN}")
+HEADER += (f"`uniform`, recovered: {SHOWN}", f"`error`, recovered: {SHOWN}")
 
 
 def rows_of(
@@ -65,7 +66,8 @@ def main() -> None:
     tables = {"recovery": {"header": list(HEADER), "rows": rows}}
     cells = _cells("smollm2-budgets") + _cells("smollm2-budgets-tempered")
     rows = rows_of(cells, list(MERGED.values()), ["fit"])
-    tables["merged"] = {"header": ["retain", *MERGED], "rows": rows}
+    header = ["retain", *(f"{name}: {SHOWN}" for name in MERGED)]
+    tables["merged"] = {"header": header, "rows": rows}
     page = REPOSITORY / PAGE
     text = page.read_text("utf-8")
     for name, table in tables.items():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sources import REPOSITORY, put, runs, with_error
+from sources import INDEX, REPOSITORY, put, runs, with_error, wrapped
 
 from rap.checkpoint.card import interval_text
 from rap.studies.report.report import markdown_table
@@ -322,17 +322,25 @@ def beside(table: dict[str, Any], other: dict[str, Any], column: str) -> dict[st
     return {"header": [*table["header"], column], "rows": rows}
 
 
+def _forms_at_half() -> list[Kept]:
+    caches = [(kept, *kept.cache()) for kept in MODELS[0].kept if kept.name in FORMS_OF]
+    return [kept for kept, dense, pruned in caches if 2 * pruned == dense]
+
+
 def forms() -> dict[str, Any]:
     """The forms that a checkpoint can have, and what each loses of the first model at half."""
     asked = ("fidelity-wikitext2-test.json", "fidelity-code.json")
     rows = []
-    for kept in MODELS[0].kept:
-        dense, pruned = kept.cache()
-        if kept.name in FORMS_OF and 2 * pruned == dense:
-            losses = [_against(kept.fidelity(file)) for file in asked]
-            rows.append([*FORMS_OF[kept.name], *losses])
+    for kept in _forms_at_half():
+        losses = [_against(kept.fidelity(file)) for file in asked]
+        rows.append([*FORMS_OF[kept.name], *losses])
     columns = [f"PPL, {DATASETS[file]}" for file in asked]
     return {"header": ["form", "option", "runs in", "W_q and W_o", *columns], "rows": rows}
+
+
+def compared() -> str:
+    """Links to the commands of what `forms` compares."""
+    return runs([one.folder for one in _forms_at_half()], CHOICE)
 
 
 def shown() -> str:
@@ -345,8 +353,15 @@ def shown() -> str:
         ]
         files += [model.scored, *model.retrieved]
         folders.setdefault(model.name, set()).update(file.partition("/")[0] for file in files)
-    found = [runs(sorted(some - {"", FORMS}), PAGE, name) for name, some in folders.items()]
-    return "\n\n".join([*found, f"On a GPU: [{FORMS}](../../experiments/{FORMS}/README.md)."])
+    index = (REPOSITORY / INDEX).read_text(encoding="utf-8")
+    found = []
+    for name, some in folders.items():
+        listed = {folder for folder in some if f"\n### {folder}\n" in index}
+        found.append(runs(sorted(listed), PAGE, name))
+        # What makes a model has no figure of its own, and so no place in the index.
+        others = [f"[{x}](../../experiments/{x}/README.md)" for x in sorted(some - listed - {""})]
+        found.append(wrapped(f"{name}, the models: {', '.join(others)}."))
+    return "\n\n".join(found)
 
 
 def filled(table: dict[str, Any]) -> str:
@@ -360,7 +375,7 @@ def made() -> dict[str, dict[str, str]]:
     found = retrieval("single-needle", (4096,), own)
     return {
         README: {"quality": filled(beside(quality(own, "WikiText-2"), found, "needle"))},
-        CHOICE: {"forms": filled(forms()).replace("---:", "---")},
+        CHOICE: {"forms": f"{filled(forms()).replace('---:', '---')}\n\n{compared()}"},
         PAGE: {
             "quality": filled(quality(MODELS, WHOLE)),
             "full test set": filled(full_test_set()),

@@ -19,19 +19,24 @@ NAMES = {
     "dense": "dense, time of a step",
     "rap:merge=1@0.7": "separate heads",
     "rap:merge=1@0.5": "separate heads",
-    "rap:merge=2@0.7": "pairs of heads merged",
+    "rap:merge=2@0.7": "pairs of heads merged (default)",
     "rap:merge=2@0.5": "pairs of heads merged",
-    "rap:profile=stock:merge=2@0.5": "the same, plain checkpoint",
+    "rap:profile=stock:merge=2@0.5": "the same, plain checkpoint (default with `--target plain`)",
+    "rap:merge=4@0.5": "four heads merged (default)",
+    "rap:profile=stock:merge=4@0.5": "the same, plain checkpoint",
     "palu@0.5": "PaLU",
 }
 
 
 def table(result: Path) -> str:
-    """A row of every model, a column of every point, in Markdown."""
-    cells = {
-        (row["model"], row["batch"], row["context"]): row
-        for row in json.loads(result.read_text(encoding="utf-8"))["rows"]
-    }
+    """A row of every model, a column of every point, in Markdown.
+
+    Ends the program if the rows are of several shapes or types, which no column names.
+    """
+    found_rows = json.loads(result.read_text(encoding="utf-8"))["rows"]
+    if len(sorts := {(row["shape"], row["dtype"]) for row in found_rows}) != 1:
+        raise SystemExit(f"{result.name} has rows of several shapes or types: {sorted(sorts)}")
+    cells = {(row["model"], row["batch"], row["context"]): row for row in found_rows}
     dense = {point: cells["dense", *point] for point in POINTS}
     rows = []
     for model, name in NAMES.items():

@@ -77,8 +77,10 @@ the command of every run.
 <!-- end of what is measured -->
 
 * Layer-wise: `--recover fit`, 160 steps of two samples of 512 tokens. The samples are 96 of the
-  calibration data. They are longer by default now. End-to-end: `--recover fit+full`, 64 more steps
-  (default 120).
+  calibration data. They are longer by default now.
+* End-to-end: `--recover fit+full`, 64 more steps (default 120). The learning rate was 0.003. For
+  merged heads it was 0.001, which is the default
+  ([smollm2-merged-distil](../results/README.md#smollm2-merged-distil)).
 * KV, parameters, FLOPs: attention, % of the dense model. They are counted on caches, weights and
   products (FLOPs of one decode step at {context:,} tokens of context).
 * Decode, prefill: time on a CPU, % of the dense model, interleaved with it. A prompt has
@@ -101,6 +103,8 @@ SWEEP_NOTE = """Perplexity, and KL in brackets, without recovery:
 
 After layer-wise distillation, as above. An asterisk marks a short one: 60 steps per layer on 48
 samples, in two fifths of the time.
+
+{short}
 
 {recovered}
 
@@ -224,6 +228,19 @@ class Evidence:
         """The folders of the comparisons that measured or timed something at a ratio."""
         named = (*COMPARED, *MERGED, *MORE, *TIMED)
         return [f for f in named if any(key.retain == retain for key, _ in self._cells(f))]
+
+    def followed(self) -> list[str]:
+        """The folders that measured or timed a method of FOLLOWED, as `sweep_tables` show it.
+
+        Without those of short distillations.
+        """
+        named = (*COMPARED, *MERGED, *MORE, *TIMED)
+        recoveries = {"none", SHOWN}
+        return [
+            folder
+            for folder in named
+            if any(k.method in FOLLOWED and k.recover in recoveries for k, _ in self._cells(folder))
+        ]
 
     def at(self, retain: float, *recoveries: str) -> list[Key]:
         """The models of a ratio after any of some recoveries, in the order of tables."""
@@ -452,11 +469,12 @@ def methods_page(evidence: Evidence) -> str:
     """The page of all methods."""
     about = {"protocol": evidence.protocol, "prompt": evidence.prompt}
     about["context"] = evidence.dense["attention_flops"]["context"]
-    sweeps = " and ".join(link(folder, METHODS) for folder in SWEPT)
+    sweeps = ", ".join(link(folder, METHODS) for folder in SWEPT)
     parts = [_filled(METHODS_HEAD.format(**about)), _filled(FIGURE_NOTE.format(sweeps=sweeps))]
     parts += [_at_ratio(evidence, retain) for retain in RATIOS]
-    swept = runs([*SWEPT, *SHORT, *MERGED], METHODS)
-    swept += f"\n\n{_filled(SWEEP_NOTE).format(**sweep_tables(evidence))}"
+    swept = runs(evidence.followed(), METHODS)
+    short = runs(SHORT, METHODS, "Runs with an asterisk")
+    swept += f"\n\n{_filled(SWEEP_NOTE).format(short=short, **sweep_tables(evidence))}"
     parts.append(f"## From 90% to 25% of the KV cache\n\n{swept}")
     dense, *cells = evidence.another
     scored = dense["evaluation"]

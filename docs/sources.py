@@ -33,7 +33,12 @@ def link(folder: str, page: str) -> str:
 def runs(folders: Iterable[str], page: str, what: str = "Runs and commands") -> str:
     """A paragraph of links, for what stands above or below it; each folder once."""
     links = ", ".join(link(folder, page) for folder in dict.fromkeys(folders))
-    return textwrap.fill(f"{what}: {links}.", 100, break_long_words=False, break_on_hyphens=False)
+    return wrapped(f"{what}: {links}.")
+
+
+def wrapped(paragraph: str) -> str:
+    """A paragraph in lines of a page, with links in one piece."""
+    return textwrap.fill(paragraph, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def with_error(mean: float, error: float) -> str:

@@ -13,7 +13,7 @@ from ..evaluation.cost.footprint import cached_channels
 from ..methods import Rap
 from ..methods.base import aligned
 from ..methods.dense import key_mixing_limit, merge_limit, value_mixing_limit
-from ..methods.merged import most_merged
+from ..methods.merged import merged_budget, most_merged
 from ..model.errors import RapError
 from ..model.layers import (
     AttentionLayer,
@@ -121,7 +121,7 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     growing = [index for index in range(len(layers)) if index not in windowed]
     total = sum(layers[index]["kv_bytes_per_token"] for index in growing)
     dense = sum(layers[index]["dense_kv_bytes_per_token"] for index in growing)
-    counted = [shape for index in growing if (shape := joint[index]) is not None]
+    counted = [(x, merging[index][0]) for index in growing if (x := joint[index]) is not None]
     state = f"pruned to {total / dense:.1%}" if is_pruned(config) else "dense"
     rotating = [shape for shape in shapes if shape.geometry.num_pairs]
     rotated = sorted({f"{s.geometry.rotary_dim}/{s.head_dim}" for s in rotating})
@@ -146,14 +146,21 @@ def describe_config(config: Any, target: str, retain: float = 0.7) -> dict[str, 
     }
 
 
-def _projected_bytes(shapes: list[AttentionShape], retain: float, element: int) -> int:
-    """KV bytes per token of equal budgets in every layer, in the default alignment."""
-    scores = [equal_scores(shape) for shape in shapes]
+def _projected_bytes(layers: list[tuple[AttentionShape, int]], retain: float, element: int) -> int:
+    """KV bytes per token of equal budgets in every layer, in the default alignment.
+
+    A layer is its shape, and how many of its KV heads are merged into one.
+    """
+    shapes = [shape for shape, _ in layers]
     align = Rap(retain=retain).alignment(shapes)
-    budgets = kv_budgets(scores, retain, budget="uniform", align=align)
-    widths = [2 * item.pairs + item.free + item.values for item in budgets if item is not None]
-    heads = [shape.num_kv_heads for shape in shapes]
-    return sum(count * width for count, width in zip(heads, widths, strict=True)) * element
+    budgets = kv_budgets(list(map(equal_scores, shapes)), retain, budget="uniform", align=align)
+    total = 0
+    for (shape, merge), alone in zip(layers, budgets, strict=True):
+        kept = merged_budget(retain, merge, shape, max(1, align // 2)) if merge > 1 else alone
+        if kept is not None:
+            width = 2 * kept.pairs + kept.free + kept.values
+            total += shape.num_kv_heads // merge * width
+    return total * element
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
