@@ -17,9 +17,10 @@ from rap.recovery.stages import REFIT_TOKENS
 from rap.studies.analyses.study import Study
 from rap.studies.compare.grid import Grid
 from rap.studies.compare.measurement import Measures
-from rap.studies.report.report import DEFAULT, caption, tables_of
+from rap.studies.report.report import caption, tables_of
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"
+DEFAULT = "The default protocol has"
 BY_DEFAULT = ("merged-bundled",)  # comparisons that read what commands read by default
 
 
@@ -80,17 +81,22 @@ def test_a_table_names_data_samples_and_bos(comparison):
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
-    [(("num_windows",), 64), (("window",), 512), (("n",), 48), (("w",), 512)],
+    ("place", "value", "said"),
+    [
+        (("num_windows",), 64, "32 x 1,024 tokens to calibrate"),
+        (("window",), 512, "32 x 1,024 tokens to calibrate"),
+        (("n",), 48, "8 x 2,048 tokens to evaluate"),
+        (("w",), 512, "8 x 2,048 tokens to evaluate"),
+    ],
 )
-def test_another_protocol_is_said(comparison, place, value):
+def test_another_protocol_is_said(comparison, place, value, said):
     changed = copy.deepcopy(comparison)
     settings, scored = changed["provenance"]["settings"], changed["cells"][0]["evaluation"]
     names = {"n": "num_windows", "w": "window"}
     where = scored if place[0] in names else settings
     where[names.get(place[0], place[0])] = value
     assert DEFAULT not in caption(comparison, _table("T", "PPL"))
-    assert caption(changed, _table("T", "PPL")).endswith(DEFAULT)
+    assert caption(changed, _table("T", "PPL")).endswith(f". {DEFAULT} {said}.")
 
 
 def test_times_are_those_of_the_table(comparison):
@@ -118,7 +124,7 @@ def test_analyses_and_single_evaluations(comparison):
     said = caption(result, _table("Perplexity by budget"))
     assert said == (
         "Calibrated on 16 samples of 512 tokens of c; evaluated on at most 12 windows of 512 "
-        f"tokens of e. {DEFAULT}"
+        f"tokens of e. {DEFAULT} 32 x 1,024 tokens to calibrate and 8 x 2,048 tokens to evaluate."
     )
     settings["evaluate_window"] = 2048
     assert "12 windows of 2,048" in caption(result, _table("Perplexity by budget"))

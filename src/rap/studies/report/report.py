@@ -28,10 +28,6 @@ from ...data.protocol import (
 from ...methods.naming import result_today
 from ...model.errors import RapError
 
-DEFAULT = (
-    f"Not the default protocol, which is {CALIBRATION_WINDOWS} x {CALIBRATION_WINDOW:,} tokens to "
-    f"calibrate and {EVALUATION_WINDOWS} x {EVALUATION_WINDOW:,} to evaluate."
-)
 TIMED = ("decode", "prefill")  # columns of times
 OTHER_TEXTS = "Other datasets"  # how the titles of tables begin that show those of `other_texts`
 UNKNOWN = object()  # whether windows began with BOS, in results that do not record it
@@ -85,9 +81,17 @@ def _data_read(sizes: Sizes, data: str, bos: Any) -> str:
 
 
 def _other(calibrated: Sizes, evaluated: Sizes) -> str:
-    """That it is not the protocol of today."""
-    default = (CALIBRATION_WINDOWS, CALIBRATION_WINDOW), (EVALUATION_WINDOWS, EVALUATION_WINDOW)
-    return "" if (calibrated, evaluated) == default else f" {DEFAULT}"
+    """What the default protocol has instead of these."""
+    sizes = {
+        "calibrate": (calibrated, (CALIBRATION_WINDOWS, CALIBRATION_WINDOW)),
+        "evaluate": (evaluated, (EVALUATION_WINDOWS, EVALUATION_WINDOW)),
+    }
+    instead = [
+        f"{count} x {length:,} tokens to {what}"
+        for what, (used, (count, length)) in sizes.items()
+        if used != (count, length)
+    ]
+    return f" The default protocol has {' and '.join(instead)}." if instead else ""
 
 
 def _timed(cells: list[dict[str, Any]], table: dict[str, Any]) -> str:
