@@ -30,7 +30,7 @@ DEFAULT = {
     "cuda": ("tests", "roofline", "fit"),
     "cpu": ("roofline", "rope", "alignment", "attention", "memory", "decode"),
 }
-QUICK = ("roofline", "fit")  # those with tiny sizes
+QUICK = ("roofline", "fit")  # those with tiny sizes, by --quick; others reject it
 # At most this share of the time, so that the others have some.
 SHARE = {"tests": 0.4, "roofline": 0.4}
 
@@ -41,7 +41,7 @@ def command(name: str, arguments: argparse.Namespace, seconds: float | None) -> 
     if name == "tests":
         return [sys.executable, first, *rest]
     made = [sys.executable, str(HERE / first), *rest, "--device", arguments.device]
-    made += ["--quick"] if arguments.quick else []
+    made += ["--quick"] if arguments.quick and name in QUICK else []
     if name == "roofline" and seconds is not None:
         # It stops by itself, with its tables printed, a little before.
         made += ["--minutes", f"{0.8 * seconds / 60:.1f}"]
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", choices=tuple(COMMANDS))
     parser.add_argument("--minutes", type=float, help="of all; default: 10 on a GPU, else no limit")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that they run")
+    parser.add_argument("--quick", action="store_true", help=f"tiny sizes of {' and '.join(QUICK)}")
     parser.add_argument("--output", type=Path, help="folder of results [benchmarks/results]")
     arguments = parser.parse_args()
     kind = "cpu" if arguments.device == "cpu" else "cuda"

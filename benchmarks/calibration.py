@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speed import resident_peak
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -131,9 +132,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task:
         task(arguments.task)(*model_and_windows())
-        # Not ru_maxrss: a child inherits its parent's.
-        status = Path("/proc/self/status").read_text()
-        print(1024 * int(status.split("VmHWM:")[1].split()[0]))
+        print(resident_peak())
         return
     result = measure(arguments.rounds)
     result["provenance"] = provenance(

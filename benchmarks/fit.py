@@ -5,8 +5,10 @@
 
 One layer of Llama-3-8B's shape, and one of SmolLM2-135M's as a check against a real run, with
 random weights in float32. The fit's time is a number of steps and a number of windows: three short
-runs tell what one of each takes, and the defaults of `--recover fit` are added up from that. Peak
-memory is the process's (Linux) or the device's, beyond the weights that are there before.
+runs tell what one of each takes, and the defaults of `--recover fit` are added up from that. It is
+an upper bound: a layer may try learning rates that it then discards, and as many steps as those
+take at most are counted. Peak memory is the process's (Linux) or the device's, beyond the weights
+that are there before.
 With `--whole` (for a GPU, where short runs differ by their launches alone) nothing is computed: all
 layers of SmolLM2's shape and one of the 8B's are distilled with the default settings.
 """
@@ -25,7 +27,7 @@ from transformers import LlamaConfig
 from rap.evaluation.cost.latency import synchronize
 from rap.evaluation.cost.random_models import random_model, uniform_config
 from rap.recovery.fit import fit_layers
-from rap.recovery.layer_fit import FitConfig, Scope
+from rap.recovery.layer_fit import TRIAL_STEPS, FitConfig, Scope
 
 SHAPES = {"SmolLM2-135M": SMOLLM2, "Llama-3-8B": LLAMA_3_8B}
 WHOLE = {"SmolLM2-135M": 30, "Llama-3-8B": 1}  # layers that --whole distils
@@ -118,10 +120,17 @@ def peak(device: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def most_steps(settings: FitConfig) -> int:
+    """Steps of a layer that discards every learning rate but the last."""
+    trials = settings.rate_choices - 1 if settings.steps > TRIAL_STEPS else 0
+    return settings.steps + trials * TRIAL_STEPS
+
+
 def row(found: dict[str, Any], settings: FitConfig) -> list[str]:
     """Of the table; what is added up follows what was measured."""
     layers = SHAPES[found["shape"]]["num_hidden_layers"]
-    layer = found["rest"] + settings.num_windows * found["window"] + settings.steps * found["step"]
+    steps = most_steps(settings)
+    layer = found["rest"] + settings.num_windows * found["window"] + steps * found["step"]
     return [
         found["shape"],
         figure(found["step"], ".2f", " s"),
@@ -140,8 +149,9 @@ def main() -> None:
     made.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
     made.add_argument("--shape", choices=tuple(SHAPES), help="measure one, print JSON")
     made.add_argument("--whole", action="store_true", help="time all of it: SmolLM2, an 8B layer")
-    made.add_argument("--quick", action="store_true", help="with --whole: tiny sizes")
+    made.add_argument("--quick", action="store_true", help="--whole, at tiny sizes")
     arguments = made.parse_args()
+    arguments.whole |= arguments.quick
     if arguments.shape:
         measured = measure_whole if arguments.whole else measure
         print(json.dumps(measured(arguments, arguments.shape)))
@@ -166,8 +176,10 @@ def main() -> None:
             f"Measured: a step of {settings.batch} windows of {settings.window} tokens, what one "
             "window adds (streams of both models; not its judging), and peak memory with eight "
             "windows. "
-            f"Computed from them: a layer with {settings.num_windows} windows and {settings.steps} "
-            f"steps, and all layers. Float32, random weights, {torch.get_num_threads()} thread."
+            f"Computed from them, an upper bound: a layer with {settings.num_windows} windows, "
+            f"{settings.steps} steps and {most_steps(settings) - settings.steps} of discarded "
+            "learning rates, and all layers. Float32, random weights, "
+            f"{torch.get_num_threads()} thread."
         ),
         "header": [
             *("shape", "step", "window", "peak memory"),

@@ -11,11 +11,10 @@ shape in float32. Prompts are read in pieces of 1,024 tokens, as servers do.
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from speed import config_of, dtype_of, figure, is_cuda, parser, write
+from speed import config_of, dtype_of, figure, is_cuda, parser, resident_peak, write
 
 from rap.evaluation.cost.footprint import footprint
 from rap.evaluation.cost.latency import synchronize
@@ -70,12 +69,6 @@ def largest_batch(model: Any, context: int) -> int:
         else:
             fits = middle
     return fits
-
-
-def resident_peak() -> int:
-    """Most memory this process held, in bytes (Linux). Not ru_maxrss: a child inherits that."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:

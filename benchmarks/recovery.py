@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speed import resident_peak
 
 from rap import Rap, apply, assets, calibrate, load_windows
 from rap.checkpoint.provenance import provenance
@@ -119,7 +120,7 @@ def main() -> None:
     if options.perform:
         kind, name = options.perform
         row = measure_loss(name) if kind == "loss" else measure_teacher(name, options.steps)
-        print(json.dumps(row | {"peak_mib": round(_peak(), 1)}))
+        print(json.dumps(row | {"peak_mib": round(resident_peak() / MIB, 1)}))
         return
     losses = {name: run("loss", name, options.steps) for name in LOSSES}
     teachers = {name: run("teacher", name, options.steps) for name in TEACHERS}
@@ -139,12 +140,6 @@ def main() -> None:
         losses["chunked"]["peak_mib"] - losses["inputs"]["peak_mib"]
     )
     print(f"the plain loss holds {ratio:.1f} times what the chunked one does")
-
-
-def _peak() -> float:
-    # Not ru_maxrss: in a new process it starts at the peak of the one that started it.
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / MIB
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the speed benchmarks share: shapes, devices, and the form of their result files."""
+"""What benchmarks share: shapes, devices, peak memory, and the form of their result files."""
 
 import argparse
 import json
@@ -105,6 +105,12 @@ def slug(device: str) -> str:
 def output_path(name: str, arguments: argparse.Namespace) -> Path:
     """Where a benchmark's result goes."""
     return arguments.output or RESULTS / f"{name}-{slug(arguments.device)}.json"
+
+
+def resident_peak() -> int:
+    """Most memory this process held, in bytes (Linux). Not ru_maxrss: a child inherits that."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def write(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from speed import resident_peak
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rap.checkpoint.provenance import provenance
@@ -92,7 +93,7 @@ def write_plan(folder: Path, path: Path) -> None:
 
 def perform(task: str, source: Path, plan: Path, output: Path) -> dict[str, float]:
     """One task in this process: wall and CPU seconds, peak resident set before and after."""
-    imported = _peak()
+    imported = resident_peak()
     start, start_cpu = time.perf_counter(), time.process_time()
     if task == "copy":
         shutil.copytree(source, output, copy_function=_copy_bytes)
@@ -104,8 +105,8 @@ def perform(task: str, source: Path, plan: Path, output: Path) -> dict[str, floa
     return {
         "seconds": round(time.perf_counter() - start, 3),
         "cpu_seconds": round(time.process_time() - start_cpu, 3),
-        "imports_mib": round(imported, 1),
-        "peak_mib": round(_peak(), 1),
+        "imports_mib": round(imported / MIB, 1),
+        "peak_mib": round(resident_peak() / MIB, 1),
     }
 
 
@@ -113,12 +114,6 @@ def _copy_bytes(source: str, output: str) -> None:
     # Through user space, as any rewriting must go; copyfile could share blocks on some systems.
     with open(source, "rb") as read, open(output, "wb") as write:
         shutil.copyfileobj(read, write, 16 * MIB)
-
-
-def _peak() -> float:
-    # Not ru_maxrss: in a new process it starts at the peak of the one that started it.
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / MIB
 
 
 def measure(gigabytes: float, num_shards: int, repeats: int) -> dict:

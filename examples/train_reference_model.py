@@ -129,7 +129,7 @@ class Rows:
     def recall_row(self, rng: Generator, length: int, reach: int) -> Document:
         """Text with facts, each asked for once, near ones more often than far ones."""
         filler = self.text_ids(rng, length)
-        most = min(length // 28, len(self.writer.names))
+        most = min(length // 28, len(documents.NAMES))
         count = round(math.exp(rng.uniform(0.0, math.log(most))))
         events = []
         for name, number in documents.draw_facts(self.writer, rng, count):

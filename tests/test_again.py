@@ -4,13 +4,17 @@ import json
 import math
 import subprocess
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 
 from cases.scripts import REPOSITORY, load_script
+from rap.data.protocol import CALIBRATION_WINDOW, CALIBRATION_WINDOWS
+from rap.pipeline.defaults import UNASKED
 from rap.recovery.config import PRESETS
 from rap.recovery.layer_fit import FitConfig
 
+RECORDED = load_script("experiments/recorded_commands.py")
 SCRIPT = """import json, os, pathlib
 runs = pathlib.Path("runs.txt")
 runs.write_text((runs.read_text() if runs.exists() else "") + "x")
@@ -111,13 +115,36 @@ def test_what_reads_a_text_that_is_not_there_is_left_out(again, tmp_path):
     assert "no own.jsonl" in again.missing("rap compare --calibration bundled,own.jsonl", tmp_path)
 
 
-def test_heads_that_were_separate_are_separate_again(tmp_path, again):
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rap evaluate cache smollm2 --press keydiff:0.5",
+        "python experiments/composition/composition.py",
+    ],
+)
+def test_what_needs_a_package_that_is_not_there_is_left_out(again, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(again, "_importable", lambda package: package != "kvpress")
+    assert again.missing(command, tmp_path) == "left out, there is no package kvpress"
+    monkeypatch.setattr(again, "_importable", lambda package: True)
+    assert again.missing(command, tmp_path) is None
+
+
+def test_packages_are_looked_up_and_all_of_them_are_of_some_command():
+    module = load_script("experiments/again.py")
+    assert module._importable("json")
+    assert not module._importable("json.no_such_part")
+    assert not module._importable("no_such_package.part")
+    words = {word for _, command in module.commands([]) for word in module._words(command)}
+    assert words >= module.PACKAGES.keys()
+
+
+def test_heads_that_were_separate_are_separate_again(tmp_path):
     command = "rap compare --methods rap,rap:paper --retain 0.5 -o experiments/old"
     cells = [{"method": name, "settings": {"name": "rap"}} for name in ("rap", "rap:paper")]
-    found = again._complete({"command": command, "cells": cells})
+    found = RECORDED.complete({"command": command, "cells": cells}, tmp_path)
     assert found == command.replace("rap,rap:paper", "rap:merge=1,rap:paper")
     cells[0]["settings"]["merge"] = "auto"
-    assert again._complete({"command": command, "cells": cells}) == command
+    assert RECORDED.complete({"command": command, "cells": cells}, tmp_path) == command
 
 
 KEEPER = """import pathlib
@@ -125,7 +152,7 @@ cell = pathlib.Path("experiments/keeper/models/rap-0.7-fit-1")
 cell.mkdir(parents=True)
 (cell / "weights").write_text("2")
 pathlib.Path("keeper.txt").write_text("once")
-figures = '{"command": "python experiments/keeper/keeper.py wikitext2-test.txt"}'
+figures = '{"command": "python experiments/keeper/keeper.py wikitext2-test.txt --keep"}'
 pathlib.Path("experiments/keeper/keeper.json").write_text(figures)
 """
 READER = """import json, pathlib, sys
@@ -140,7 +167,7 @@ pathlib.Path("experiments/reader/reader.json").write_text(json.dumps({"command":
 def models(again, tmp_path, monkeypatch):
     """Two more experiments: one reads a model that the other keeps."""
     commands = {
-        "keeper": "python experiments/keeper/keeper.py wikitext2-test.txt",
+        "keeper": "python experiments/keeper/keeper.py wikitext2-test.txt --keep",
         "reader": "python experiments/reader/reader.py 'rap 0.7=fitted/rap'",
     }
     for name, script in {"keeper": KEEPER, "reader": READER}.items():
@@ -176,20 +203,43 @@ def test_a_model_whose_text_is_not_there_or_that_was_not_kept_is_said(models, tm
     assert "its model fitted/rap is not in keeper: 0 of keeper" in capsys.readouterr().out
 
 
+def test_the_keeper_of_a_model_may_read_it_afterwards(again, tmp_path, monkeypatch):
+    """One command of an experiment makes a model, another measures it: each runs once."""
+    folder = tmp_path / "experiments" / "wide"
+    folder.mkdir()
+    (folder / "README.md").write_text("Question: ?\n")
+    make = "rap compress smollm2 --retain 0.5 -o experiments/wide/out"
+    measure = "python experiments/wide/after.py fitted/wide"
+    for name, command in {"after": measure, "compress": make}.items():
+        (folder / f"{name}.json").write_text(json.dumps({"command": command}))
+    monkeypatch.setattr(again, "MODELS", {"fitted/wide": "wide/out"})
+    ran = []
+
+    def run(words, **_):
+        ran.append(" ".join(words))
+        (again.TREE / "experiments" / "wide" / "out").mkdir(parents=True, exist_ok=True)
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(again.subprocess, "run", run)
+    rows = [again.again("wide", command, tmp_path) for command in (measure, make)]
+    assert ran == [make, measure]
+    assert not any(row.get("failed") for row in rows)
+
+
 def test_every_model_that_an_experiment_reads_has_its_keeper():
     module = load_script("experiments/again.py")
     commands = module.commands([])
     words = {word for _, command in commands for word in module._words(command)}
     read = {word for word in words if word.startswith(("cut/", "fitted/", "distilled/"))}
     assert read == module.MODELS.keys()
-    makers = dict(commands)
-    for kept in module.MODELS.values():
+    for model, kept in module.MODELS.items():
+        (maker,) = module._making(model)
         experiment, kind, cells = kept.partition("/models/")
         if not kind:  # the command writes a single checkpoint
             experiment = kept.partition("/")[0]
-            assert makers[experiment].endswith(f" -o {module.folder_of(experiment)}/out")
+            assert maker.endswith(f" -o {module.folder_of(experiment)}/out")
             continue
-        assert "--keep" in makers[experiment]
+        assert "--keep" in maker
         then = cells.replace("-merge=1", "")  # what heads that are not merged were recorded as
         assert len(list((REPOSITORY / module.folder_of(experiment) / "cells").glob(then))) == 1
 
@@ -270,9 +320,67 @@ def test_one_end_to_end_is_in_float32_too(tmp_path):
     assert repeated(tmp_path, command, config) == f"{command} --set products=float32"
 
 
-def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given():
+def kept_without_cells(time, **settings):
+    """A comparison after `fit`, of which no cells were kept."""
+    settings = {"num_windows": 24, "window": 1024, "recoveries": ["none", "fit"]} | settings
+    command = "rap compare --windows 24 --window 1024 --recover none,fit -o x"
+    return {"command": command, "provenance": {"settings": settings, "time": time}}
+
+
+@pytest.mark.parametrize(
+    ("time", "recoveries", "more"),
+    [
+        ("2026-11-21T13:22:39Z", ["none", "fast"], "--set products=float32"),
+        (
+            "2026-11-26T12:00:00Z",
+            ["none", "fit", "fit+full"],
+            "--set fit.rate_choices=1",
+        ),
+        ("2026-11-21T13:22:39Z", ["none", "closed-form"], ""),
+        ("2026-11-29T01:34:29Z", ["none", "fit"], ""),
+        (None, ["none", "fit"], ""),
+    ],
+)
+def test_a_comparison_without_cells_is_set_to_what_its_time_tells(tmp_path, time, recoveries, more):
+    made = kept_without_cells(time, recoveries=recoveries)
+    assert RECORDED.complete(made, tmp_path) == f"{made['command']} {more}".rstrip()
+
+
+def test_settings_that_no_cells_record_are_said(again, capsys):
+    folder = again.ROOT / "experiments" / "speed"
+    (folder / "compare.json").write_text(json.dumps(kept_without_cells("2026-11-26T12:00:00Z")))
+    again.run("--list")
+    said = capsys.readouterr().out
+    assert "speed: no cells record the settings of fit: those that its command does not " in said
+    assert "give are today's, but fit.rate_choices=1" in said
+    (folder / "cells" / "one" / "config.json").write_text("{}")
+    again.run("--list")
+    assert "no cells record" not in capsys.readouterr().out
+
+
+def test_a_compression_of_other_defaults_is_given_what_it_read_and_was_set_to(tmp_path):
+    default = {name: x for name, x in asdict(FitConfig()).items() if name != "rate_choices"}
+    fit = default | {"steps": default["steps"] + 7, "window": 512, "seed": 3}
+    settings = {"calibration": "bundled,own", "num_windows": 16, "window": 512}
+    made = {
+        "command": "rap compress smollm2 --window 512 --set fit.window=512 -o x/out",
+        "provenance": {"settings": settings},
+        "recovery": {"fit": {"config": fit}},
+    }
+    assert RECORDED.complete(made, tmp_path) == (
+        "rap compress smollm2 --calibration bundled,own --windows 16 --set fit.rate_choices=1 "
+        f"--set fit.steps={fit['steps']} --window 512 --set fit.window=512 -o x/out"
+    )
+    sources = ",".join(UNASKED)
+    settings = {"calibration": sources, "num_windows": CALIBRATION_WINDOWS}
+    made["provenance"] = {"settings": settings | {"window": CALIBRATION_WINDOW}}
+    made["recovery"]["fit"]["config"] = asdict(FitConfig())
+    assert RECORDED.complete(made, tmp_path) == made["command"]
+
+
+def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given(tmp_path):
     """The default protocol has changed since; results keep the settings that they were made by."""
-    complete = load_script("experiments/again.py")._complete
+    complete = partial(RECORDED.complete, folder=tmp_path)
     settings = {"num_windows": 64, "window": 512}
     settings["measures"] = {"text": "bundled", "window": 512, "num_windows": None}
     made = {
@@ -292,8 +400,8 @@ def test_sizes_that_a_command_left_to_the_defaults_of_its_time_are_given():
     assert complete({"command": "python experiments/x.py"}) == "python experiments/x.py"
 
 
-def test_foldings_end_where_they_did_before_a_default_was_farther():
-    complete = load_script("experiments/again.py")._complete
+def test_foldings_end_where_they_did_before_a_default_was_farther(tmp_path):
+    complete = partial(RECORDED.complete, folder=tmp_path)
     command = "rap compress smollm2 --retain 0.5 --target plain -o experiments/x/out"
     method = {"name": "rap", "keys": "fold"}
     near = "rap compress smollm2 --method rap:reach=90 --retain 0.5 --target plain -o experiments/x"

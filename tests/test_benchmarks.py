@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,43 @@ def test_all_runs_each_and_says_what_failed(
         ("Llama-3-8B", 1),
     ]
     assert all(row["seconds"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["tests", "roofline", "rope", "fit"])
+def test_only_scripts_that_have_tiny_sizes_are_asked_for_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("benchmarks/all.py")
+    ran: list[list[str]] = []
+    monkeypatch.setattr(script, "exit_code", lambda command, *_: ran.append(command) or 0)
+    monkeypatch.setattr(
+        sys, "argv", [script.__file__, "--device", "cpu", "--quick", "--only", name]
+    )
+    script.main()
+    (command,) = ran
+    text = "" if name == "tests" else Path(command[1]).read_text("utf-8")
+    assert ("--quick" in command) == ('"--quick"' in text)
+
+
+def test_the_fit_at_tiny_sizes_is_the_whole_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output = tmp_path / "fit.json"
+    options = ["--quick", "--shapes", "SmolLM2-135M", "--output", str(output)]
+    run(monkeypatch, "fit", "--device", "cpu", *options)
+    result = json.loads(output.read_text("utf-8"))
+    assert [row["layers"] for row in result["rows"]] == [1]
+    assert result["table"]["title"].startswith("The whole fit")
+
+
+def test_the_computed_time_of_a_fit_has_the_steps_of_discarded_rates() -> None:
+    script = load_script("benchmarks/fit.py")
+    config = script.FitConfig(steps=80, rate_choices=3)
+    assert script.most_steps(config) == 80 + 2 * script.TRIAL_STEPS
+    assert script.most_steps(replace(config, rate_choices=1)) == 80
+    assert script.most_steps(replace(config, steps=script.TRIAL_STEPS)) == script.TRIAL_STEPS
+    found = {"shape": "SmolLM2-135M", "step": 1.0, "window": 0.0, "rest": 0.0, "peak": 0}
+    assert script.row(found, config)[-2] == "100 s"
 
 
 def test_what_runs_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> None:

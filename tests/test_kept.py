@@ -132,7 +132,7 @@ def test_kept_cuts_are_of_the_weights_and_the_text(
         folder.mkdir(parents=True)
         made.append(folder)
 
-    monkeypatch.setattr(script, "save", save)
+    monkeypatch.setattr("checkpoints.save", save)  # the module that the script imports
     monkeypatch.setattr(DenseContext, "plan", lambda context, method: None)
     monkeypatch.setattr(rap.Rap, "apply", lambda method, model, plan: None)
     reading = CalibrationText(num_windows=2, window=32)

@@ -31,7 +31,7 @@ from rap.evaluation.cache.compressed import (
 )
 from rap.evaluation.cache.presses import PRESSES, Press
 from rap.evaluation.cache.quantized_cache import CACHE_KINDS
-from rap.evaluation.cost.footprint import footprint, over_dense, reconstructs
+from rap.evaluation.cost.footprint import footprint, reconstructs
 from rap.evaluation.quantization import quantize_weights
 from rap.recovery.config import PRESETS
 from rap.recovery.distillation import distill
@@ -95,14 +95,13 @@ class Bench:
 
     def measure(self, model: Any) -> dict[str, Any]:
         """Every axis on one model, and what its attention costs."""
-        shares = over_dense(self.whole, cost := footprint(model))
-        flops = cost.attention_flops(WINDOW) / self.whole.attention_flops(WINDOW)
+        cost, whole = footprint(model), self.whole
         return {
             "weights": {kind or "float32": self.weights(model, kind) for kind in self._kinds()},
             "cache": {str(axis): self.cache(model, axis) for axis in cache_axes()},
-            "kv_share": shares["kv_bytes_per_token"],
-            "parameter_share": shares["attention_parameters"],
-            "flops_share": flops,
+            "kv_share": cost.kv_bytes_per_token / whole.kv_bytes_per_token,
+            "parameter_share": cost.attention_parameters / whole.attention_parameters,
+            "flops_share": cost.attention_flops(WINDOW) / whole.attention_flops(WINDOW),
             "reconstructs": reconstructs(model),
         }
 

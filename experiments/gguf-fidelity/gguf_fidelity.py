@@ -25,12 +25,13 @@ from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.load import load
 from rap.checkpoint.provenance import installed_version, provenance
-from rap.methods import Rap
-from rap.pipeline import save
 from rap.serving.gguf.export import export_gguf
 from rap.serving.llamacpp.verify import Asked, agreement, run_llamacpp, verify_llamacpp
 from rap.serving.stock import export_stock
 from rap.studies.report.report import markdown_table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from checkpoints import cut
 
 RETAINS = (None, 0.75, 0.5)
 KINDS = ("f32", "f16", "q8_0")
@@ -57,17 +58,6 @@ def checkpoints(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, 
             continue
         saved[name] = cut(bench, retain, arguments.kept_in or folder)
     return saved, bench.held_out(arguments.text)[: arguments.long].tolist()
-
-
-def cut(bench: DenseContext, retain: float, kept_in: Path) -> Path:
-    """The checkpoint of a cut of the stock profile, one that was kept there before if there is."""
-    method = Rap(retain=retain, profile="stock", align=16)
-    # Named by weights, text and settings, so that another model does not get it.
-    folder = kept_in / f"stock-{retain:g}-{bench.key(**method.describe())}"
-    if not folder.is_dir():
-        plan = bench.plan(method)
-        save(method.apply(bench.model, plan), plan, folder, bench.tokenizer)
-    return folder
 
 
 def row_of(model: str, kind: str, source: Path, file: Path, fault: str = "") -> dict[str, Any]:

@@ -31,8 +31,8 @@ FORMS = {
     "separate": "--method rap:merge=1",
     "palu": "--method palu",
 }
-# Gemma 3 has one KV head, so that there is nothing to merge, and no plain form; PaLU has no
-# reconstruction behind a norm of keys.
+# Gemma 3 has one KV head, so that there is nothing to merge, and no plain form; PaLU on it is
+# measured in experiments/gemma3-default-palu-*.
 KEPT = {"smollm2": ("plain", "merged", "separate", "palu"), "gemma3": ("single",)}
 DISTILLED, DENSE = "-distilled", "dense"
 DATASETS = {

@@ -1,4 +1,4 @@
-"""Run the faults of tests/reliability, and keep how each ended: all in ten minutes of a core.
+"""Run the faults of tests/reliability, and keep how each ended: some twenty minutes of two cores.
 
     python experiments/reliability/reliability.py --share 1
 

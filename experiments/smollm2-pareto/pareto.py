@@ -11,8 +11,8 @@ that lacks.
 
 import argparse
 import copy
-import functools
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,8 +32,10 @@ from rap.evaluation.cache.compressed import CacheCompression, held_bytes
 from rap.evaluation.cache.presses import Press
 from rap.evaluation.quantization import quantize_weights
 from rap.methods import parse_method
-from rap.model.fingerprint import fingerprint_model
 from rap.studies.report.report import markdown_table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from checkpoints import relative, weights_of
 
 SOURCE, TEXT = "smollm2", "wikitext2-test.txt"
 READING = CalibrationText("wikitext2-valid-tokenized.txt", num_windows=24, window=1024)
@@ -48,12 +50,6 @@ HARDER = tuple(Press(press.name, 0.75) for press in PRESSES)
 WEIGHTS = ("int8", "nf4")
 BARE = CacheCompression()
 Axis = tuple[str, CacheCompression]  # bits of the weights, and what happens to the cache
-
-
-@functools.cache
-def weights_of(directory: Path) -> str:
-    """The fingerprint of a checkpoint's weights: another fit changes it, and its name does not."""
-    return fingerprint_model(load(resolve_source(directory), dtype="float32"))
 
 
 def is_done(key: dict[str, Any], row: front.Row) -> bool:
@@ -192,14 +188,6 @@ def write(bench: Bench, rows: Sequence[front.Row], settings: dict[str, Any]) -> 
         "provenance": made,
     }
     write_json(RESULT, result)
-
-
-def relative(text: str) -> Path:
-    """A folder as results may name it."""
-    path = Path(text)
-    if path.is_absolute():
-        raise argparse.ArgumentTypeError(f"{text} is one machine's: give it from this folder")
-    return path
 
 
 def checkpoint(text: str) -> Subject:

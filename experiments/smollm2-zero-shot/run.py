@@ -10,8 +10,8 @@ zero-shot.json there has the rows of every model that is finished. Checkpoints a
 """
 
 import argparse
-import functools
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -35,6 +35,9 @@ from rap.evaluation.quality.harness import (
 from rap.methods import Method, parse_method
 from rap.model.fingerprint import fingerprint_model
 from rap.studies.report.report import markdown_table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from checkpoints import relative, weights_of
 
 SOURCE = "smollm2"
 READING = CalibrationText("wikitext2-valid-tokenized.txt", num_windows=24, window=1024)
@@ -68,12 +71,6 @@ COMMAND = (
     "--checkpoint 'palu 0.5 fit+full=distilled/palu-0.5' "
     "--checkpoint 'rap:merge=all:profile=stock 0.5 fit=fitted/merged-plain-0.5'"
 )
-
-
-@functools.cache
-def weights_of(directory: Path) -> str:
-    """The fingerprint of a checkpoint's weights: another fit changes it, and its name does not."""
-    return fingerprint_model(load(resolve_source(directory), dtype="float32"))
 
 
 @dataclass(frozen=True)
@@ -223,14 +220,6 @@ def table(rows: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
         "header": ["model", *TASKS.values(), "mean"],
         "rows": shown,
     }
-
-
-def relative(text: str) -> Path:
-    """A folder as results may name it."""
-    path = Path(text)
-    if path.is_absolute():
-        raise argparse.ArgumentTypeError(f"{text} is one machine's: give it from this folder")
-    return path
 
 
 def named(text: str) -> tuple[str, Path]:

@@ -11,6 +11,7 @@ benchmarks/llamacpp.py.
 """
 
 import argparse
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,13 @@ from torch import Tensor
 from rap.calibration.dense_context import CalibrationText, DenseContext
 from rap.checkpoint.files import write_json
 from rap.checkpoint.provenance import installed_version, provenance
-from rap.methods import Rap
-from rap.pipeline import save
 from rap.serving.engine import EngineError
 from rap.serving.gguf.export import export_gguf
 from rap.serving.llamacpp.verify import Asked, run_llamacpp
 from rap.studies.report.report import markdown_table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from checkpoints import cut
 
 # Name, retain (None: dense), heads mixed for a quantized cache.
 MODELS: list[tuple[str, float | None, bool]] = [
@@ -73,17 +75,6 @@ def exported(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Pat
         files[name] = folder / f"checkpoint-{number}.gguf"
         export_gguf(source, files[name], kind="f16", pre=arguments.pre)
     return files, bench.model, bench.tokenizer
-
-
-def cut(bench: DenseContext, retain: float, kept_in: Path) -> Path:
-    """The checkpoint of a cut of the stock profile, one that was kept there before if there is."""
-    method = Rap(retain=retain, profile="stock", align=16)
-    # Named by weights, text and settings, so that another model does not get it.
-    folder = kept_in / f"stock-{retain:g}-{bench.key(**method.describe())}"
-    if not folder.is_dir():
-        plan = bench.plan(method)
-        save(method.apply(bench.model, plan), plan, folder, bench.tokenizer)
-    return folder
 
 
 def named_folder(text: str) -> tuple[str, Path]:
