@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-faults evidence test-real serve-env test-serve test-families test-gpu lint format coverage docs package clean
+.PHONY: help demo test test-faults test-mutation evidence test-real serve-env test-serve test-families test-gpu lint format coverage docs package clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test: $(STAMP) ## run the tests (ARGS="-k rope" for some of them)
 test-faults: $(STAMP) ## kill commands, fill disks, damage files (twenty minutes): docs/reliability.md
 	$(BIN)/python experiments/reliability/reliability.py --share 1
 	$(BIN)/python docs/reliability/page.py
+
+test-mutation: $(STAMP) ## plant faults in a copy of the package, print which no test notices (hours; ARGS=MODULE)
+	$(BIN)/python tests/mutation/run.py $(ARGS)
 
 evidence: $(STAMP) ## repeat experiments, and compare with the committed results (days; ARGS="cost --texts FOLDER")
 	$(BIN)/python experiments/again.py $(ARGS)

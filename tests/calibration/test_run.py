@@ -495,6 +495,8 @@ def test_the_memory_estimate_counts_what_is_held(model, windows):
     # Two layers of W_k and W_v, [2 * 16, 32] each, float32.
     assert found["accumulators"] == 2 * 2 * 32 * 32 * 4
     assert found["gradients"] == 32 * 32 * 4
+    # Of 17 tokens and 128 words: three numbers in float32, and two as the model has them.
+    assert found["logits"] == 17 * 128 * (12 + 2 * 4)
     assert found["total"] == sum(size for name, size in found.items() if name != "total")
     dense = estimate_memory(model, windows, {"fisher"}, checkpointing=False)
     assert dense["activations"] > found["activations"]

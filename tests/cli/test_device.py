@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from cases.models import tiny_model
 from rap import RapError
 from rap.checkpoint import device as devices
 from rap.checkpoint import load as loading
-from rap.checkpoint.device import placement, working_device
+from rap.checkpoint.device import placement, say_device, working_device
 from rap.cli import app
 from rap.evaluation.cache.compressed import CacheCompression
 from rap.pipeline import compress
@@ -132,6 +133,12 @@ def test_a_command_prints_its_device_and_records_it(made, monkeypatch):
     assert json.loads((made / "r.json").read_text())["provenance"]["settings"]["device"] == "cpu"
     report = json.loads((made / "pruned" / "rap_report.json").read_text())
     assert report["provenance"]["settings"]["device"] == "cpu"
+
+
+def test_a_model_on_several_devices_is_said_to_be_spread(capsys):
+    say_device(SimpleNamespace(hf_device_map={"a": 1, "b": 0, "c": 1}))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "device: spread over 0, 1\n")
 
 
 def test_layer_by_layer_has_the_same_default(tmp_path, monkeypatch):

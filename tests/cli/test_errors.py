@@ -59,6 +59,7 @@ def place(tmp_path_factory) -> Path:
     (place / "unknown.yaml").write_text("retains: 0.5")
     (place / "list.yaml").write_text("- retain")
     (place / "words.yaml").write_text("retain: much")
+    (place / "open.yaml").write_text("retain: [0.5")
     weights = _copy(place / "truncated") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     _lacking_a_shard(place / "lacking")
@@ -171,6 +172,7 @@ CASES = [
     *[((*BUNDLED, "--seed", seed), "Invalid value for '--seed'") for seed in (-1, 2**31)],
     ((*BUNDLED, "--dtype", "no"), "unknown dtype 'no': use auto, float32"),
     ((*BUNDLED, "--device-map", "no"), "cannot load weights from"),
+    ((*BUNDLED, "--stream", "--dry-run"), "prints its memory at start-up; remove --dry-run"),
     ((*BUNDLED, "-o", "pruned"), "pruned exists: pass --force to replace it"),
     ((*BUNDLED, "-o", "file", "--force"), "file is a file: name a directory"),
     ((*BUNDLED, "-o", "file/x"), "file/x cannot be made inside it"),
@@ -179,6 +181,7 @@ CASES = [
     ((*BUNDLED, "--config", "unknown.yaml"), "unknown options: retains; this command has: align"),
     ((*BUNDLED, "--config", "list.yaml"), "must hold `option: value` lines, not a list"),
     ((*BUNDLED, "--config", "words.yaml"), "Invalid value for '--retain'"),
+    ((*BUNDLED, "--config", "open.yaml"), "--config open.yaml is not YAML: "),
     ((*BUNDLED, "--config", "nowhere.yaml"), "--config nowhere.yaml: no such file"),
     (("compress",), "Missing argument 'model'"),
     (("compress", "bundled"), "Missing option '--output' / '-o'"),

@@ -128,6 +128,14 @@ def test_a_group_of_commands_has_sections_of_its_commands(tmp_path):
     assert "odd" not in run("compress", "nowhere", "-o", "x", "--config", path).err
 
 
+def test_a_section_wins_over_what_stands_outside(asked, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("retain: 0.9\ncompress: {output: a, retain: 0.4, key_share: 0.6}\n")
+    assert run("compress", "bundled", "--config", path).err == "error: enough\n"
+    assert (asked["method"].retain, asked["method"].key_share) == (0.4, 0.6)
+    assert asked["output"] == Path("a")
+
+
 def test_sections_belong_to_their_commands_alone(asked, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(

@@ -71,7 +71,6 @@ def test_nothing_is_coloured_in_a_pipe():
         assert "\x1b" not in result.out + result.err
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("words", "some", "none"),
@@ -83,7 +82,7 @@ def test_nothing_is_coloured_in_a_pipe():
         (["rap", "evaluate", "cache", "out", "--b"], {"--bits", "--bos"}, {"--dense"}),
     ],
 )
-def test_completion_offers_what_exists(shell, words, some, none):
+def test_completion_offers_what_exists(words, some, none):
     script = completion_script(ROOT, "bash")
     assert completion_script(ROOT, "zsh").endswith(script)
     quoted = " ".join(f"'{word}'" for word in words)
@@ -192,10 +191,3 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path):
     assert result.err.splitlines()[-1].startswith("stopped; no output is left half-written")
     assert "Traceback" not in result.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_module_and_script_are_one_program():
-    shown = subprocess.run(
-        [sys.executable, "-m", "rap", "--version"], capture_output=True, text=True, check=True
-    )
-    assert shown.stdout.startswith("rap ")

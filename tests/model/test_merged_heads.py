@@ -155,12 +155,30 @@ def test_plans_of_merged_heads_are_checked() -> None:
     good = merged_layer(shape.num_kv_heads, *case.sizes(0), drawn)
     good.check(0, shape)
     tensors = good.tensors()
-    for name, replaced, message in (
-        ("frequency_GM", tensors["frequency_GM"][:1].expand(3, -1), "has 3 KV heads"),
-        ("value_down_GCD", None, "has 2 KV heads, the model has 4"),
-        ("key_mix_GMP2", tensors["key_mix_GMP2"][:2], "key_mix_GMP2 has 2 KV heads"),
-        ("value_up_GDC", tensors["value_up_GDC"][..., :3], "folds 3 channels back"),
+    ones = torch.ones(shape.num_heads, dtype=torch.float64)
+    for changed, message in (
+        ({"frequency_GM": tensors["frequency_GM"][:1].expand(3, -1)}, "has 3 KV heads"),
+        ({"value_down_GCD": None}, "has 2 KV heads, the model has 4"),
+        ({"key_mix_GMP2": tensors["key_mix_GMP2"][:2]}, "key_mix_GMP2 has 2 KV heads"),
+        ({"key_mix_GMP2": None, "query_mix_GMP2": None}, "merged heads need mixes, and no norms"),
+        ({"query_ratio_H": ones}, "merged heads need mixes, and no norms of keys"),
+        ({"value_up_GDC": tensors["value_up_GDC"][..., :3]}, "folds 3 channels back"),
     ):
-        changed = {**tensors, name: replaced}
-        with pytest.raises(PlanError, match=message):
-            PairPlan(**{k: x for k, x in changed.items() if x is not None}).check(0, shape)
+        _refused(good, changed, shape, message)
+
+
+def test_merged_channels_without_rotation_need_mixes_too() -> None:
+    case = next(case for case in CASES if case.name == "gpt_neox")
+    shape = attention_layers(case.model())[0].shape
+    drawn = torch.Generator().manual_seed(0)
+    good = merged_layer(shape.num_kv_heads, *case.sizes(0), drawn)
+    good.check(0, shape)
+    dropped = {"key_free_mix_GNF": None, "query_free_mix_GNF": None}
+    _refused(good, dropped, shape, "merged heads need mixes of channels without rotation")
+
+
+def _refused(good: PairPlan, changed: dict[str, Any], shape: Any, message: str) -> None:
+    """A plan that is `good` but for some tensors, dropped where they are None, says why."""
+    fields = {name: x for name, x in {**good.tensors(), **changed}.items() if x is not None}
+    with pytest.raises(PlanError, match=message):
+        PairPlan(**fields).check(0, shape)

@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cases.command import error_violations, run
 from cases.family_cases import CASES
 from cases.method_cases import CASES as METHODS
 from cases.method_cases import MethodCase
+from cases.models import tiny_model
 from rap.calibration import dense_context
 from rap.calibration.registry import WINDOWS
 from rap.checkpoint.load import load, load_dense
@@ -344,6 +346,23 @@ def test_a_repeated_run_keeps_to_its_objective(
             else:
                 report = compress(dense, 0.5, out, **options, stream=True).report
     assert report["objective"]["metric"] == ("loss" if room_first else "output")
+
+
+def test_gradients_take_more_than_the_weights_and_grow_with_the_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+
+    def taken(window: int) -> int:
+        context: Any = SimpleNamespace(
+            model=model, reading=SimpleNamespace(num_windows=2, window=window)
+        )
+        return objective.in_memory(context, frozenset({"gradients"}))
+
+    assert taken(256) > taken(32)
+    monkeypatch.setattr(objective, "estimate_memory", lambda *_: {"total": 0})
+    # As they are stored, and in float32.
+    assert taken(32) > 3 * sum(p.nbytes for p in model.parameters())
 
 
 def _stop(*arguments: Any) -> None:

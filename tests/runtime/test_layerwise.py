@@ -131,6 +131,8 @@ def test_the_estimate_counts_one_layer(tmp_path: Path) -> None:
     head = model.lm_head.weight.numel() + 32
     assert estimate["outside"] == 4 * (head + CHUNK_LOGITS)
     assert estimate["streams"] == 4 * WINDOWS.numel() * 32
+    both = estimate_layers(StoredModel(tmp_path).model, WINDOWS, {"values"}, kept=2)
+    assert both["streams"] == 2 * estimate["streams"]
     assert estimate["statistics"] == 5 * 4 * 4 * 16 * 16
     assert estimate["total"] == sum(x for name, x in estimate.items() if name != "total")
 

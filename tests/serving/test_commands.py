@@ -362,7 +362,7 @@ def test_an_engine_that_takes_too_long_is_ended_in_a_line(tmp_path):
     )
     with pytest.raises(EngineError, match="vLLM did not answer in 3 seconds"):
         run_engine([sys.executable, "-c", code], "vLLM", 3)
-    _wait_for(lambda: _gone(child.read_text()))
+    _wait_for(lambda: _gone(child.read_text()), 20)
     assert run_engine([sys.executable, "-c", "print('done')"], "vLLM", 60) == "done\n"
 
 
@@ -427,7 +427,7 @@ def test_a_terminated_command_ends_its_engine(tmp_path):
         _wait_for(lambda: file.is_file() and file.read_text() != "")
         process.terminate()
         process.wait(20)
-    _wait_for(lambda: _gone(file.read_text()))
+    _wait_for(lambda: _gone(file.read_text()), 20)
 
 
 def _gone(pid: str) -> bool:

@@ -432,7 +432,10 @@ def test_command_measures_both_rows(reference_model, tokenizer, tmp_path, roundi
         assert result.json[name]["kv_bytes_per_token"] == expected.kv_bytes_per_token
         assert [cell["distance"] for cell in result.json[name]["recall"]] == [64]
     assert result.json["compressed"]["perplexity"] != result.json["exact"]["perplexity"]
-    assert [row[0] for row in result.json["table"]["rows"]] == ["nothing", f"cache {rounding}"]
+    rows = result.json["table"]["rows"]
+    assert [row[0] for row in rows] == ["nothing", f"cache {rounding}"]
+    held = [result.json[name]["kv_bytes_per_token"] for name in ("exact", "compressed")]
+    assert [row[-1] for row in rows] == ["100%", f"{held[1] / held[0]:.0%}"]
     assert result.json["command"] == result.json["provenance"]["command"]
     assert result.json["fingerprint"] == rap.fingerprint_model(reference_model)
 

@@ -1,6 +1,8 @@
 """Timing of decode steps, stand-ins of a shape, and `rap bench`."""
 
 import json
+import re
+import time
 import weakref
 
 import pytest
@@ -11,6 +13,7 @@ from cases.family_cases import CASES
 from cases.models import random_tokens, tiny_model
 from cases.plans import random_plan
 from rap.calibration.run import calibrate
+from rap.checkpoint.load import load
 from rap.cli import bench
 from rap.cli.bench import conclusion
 from rap.evaluation.cost import latency
@@ -29,6 +32,7 @@ from rap.evaluation.cost.random_models import dense_config, random_model, unifor
 from rap.methods import Rap
 from rap.model.cache_layout import PairEntry
 from rap.model.errors import RapError
+from rap.model.fingerprint import fingerprint_model
 from rap.model.layers import attention_layers
 from rap.model.modeling import CONFIG_VERSION
 from rap.surgery.apply import apply
@@ -86,6 +90,28 @@ def test_read_bytes_leave_out_the_embedding_unless_it_is_the_head():
     assert weight_bytes(model) == whole - model.get_input_embeddings().weight.nbytes
     tied = tiny_model(**SHAPE, tie_word_embeddings=True)
     assert weight_bytes(tied) == sum(parameter.nbytes for parameter in tied.parameters())
+
+
+def test_a_window_bounds_the_bytes_of_its_cache():
+    model = tiny_model("mistral", sliding_window=8)
+    step = DecodeStep(model, CPU_VARIANTS[0], batch=1, context=20, steps=1)
+    config = model.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert step.kv_bytes == 8 * per_token
+
+
+def test_every_timed_step_runs_the_attention_of_its_variant(monkeypatch):
+    ran, call = [], DecodeStep.__call__
+
+    def seen(step):
+        ran.append((step.variant.attention, step.model.config._attn_implementation))
+        call(step)
+
+    monkeypatch.setattr(DecodeStep, "__call__", seen)
+    models = {"dense": tiny_model(**SHAPE)}
+    measure_point(models, batch=1, context=9, rounds=2, variants=CPU_VARIANTS)
+    assert {asked for asked, _ in ran} == {variant.attention for variant in CPU_VARIANTS}
+    assert [asked for asked, _ in ran] == [used for _, used in ran]
 
 
 def _case(name):
@@ -331,11 +357,32 @@ def test_bench_stands_in_for_what_compress_would_make(checkpoints, monkeypatch, 
     assert result.json["provenance"]["settings"]["merge"] == str(said)
 
 
-def test_bench_prints_a_table_and_the_verdict(checkpoints):
-    result = run("bench", checkpoints / "small", *FAST, "--cpu-time")
+def test_bench_times_what_it_is_asked_for(checkpoints, monkeypatch):
+    asked = []
+
+    def seen(models, **how):
+        known = fingerprint_model(models["dense"])
+        asked.append((known, how["context"], how["batch"], how["clock"]))
+        return measure_point(models, **how)
+
+    monkeypatch.setattr(bench, "measure_point", seen)
+    dense = checkpoints / "dense"
+    words = ("--context", 16, "--context", 8, "--rounds", 1, "--batch", 3, "--device", "cpu")
+    result = run("bench", checkpoints / "small", "--dense", dense, *words, "--cpu-time")
+    assert result.code == 0, result.err
+    known = fingerprint_model(load(dense))
+    assert asked == [(known, context, 3, time.process_time) for context in (8, 16)]
+
+
+def test_bench_prints_a_table_and_the_verdict(checkpoints, monkeypatch):
+    point = _point({"sdpa": [2e-3, 4e-3, 6e-3]}, {"sdpa": [1e-3, 2e-3, 3e-3]})
+    monkeypatch.setattr(bench, "measure_point", lambda *_, **__: point)
+    result = run("bench", checkpoints / "small", "--context", 8, "--device", "cpu")
     assert result.code == 0, result.err
     assert "dense / pruned" in result.out
-    assert "faster" in result.err
+    (row,) = [line for line in result.out.splitlines() if "4.00" in line]
+    assert re.findall(r"[\d.]+x?", row) == ["8", "4.00", "2.00", "2.00x", "1.50x"]
+    assert result.err.splitlines()[-1] == conclusion([(8, 2.0)])
 
 
 def test_bench_times_prompts_too(checkpoints):

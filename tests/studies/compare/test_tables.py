@@ -293,12 +293,13 @@ def test_cells_of_an_earlier_release_have_no_intervals():
     old = cell("rap", 0.5, 12.0)
     assert closeness("m", 0.5, DENSE, [old], RECOVERED)["rows"] == []
     assert titled([old], "KL to the dense model") == []
-    # Beside newer ones they have a ratio alone, as have cells of another window.
+    # Beside newer ones they have a ratio alone, as have cells of other windows.
     dense = near(DENSE, [4.0, 1.0], 0.0)
-    newer = near(cell("palu", 0.5), [5.0, 2.0], 0.1, window=64)
-    rows = by_method(closeness("m", 0.5, dense, [old, newer], RECOVERED))
-    assert (rows["rap"]["PPL of dense"], rows["rap"]["KL"]) == ("1.200", "")
-    assert rows["palu"]["PPL of dense"] == "1.000"
+    for other in ({"window": 64}, {"bos": 1}):
+        newer = near(cell("palu", 0.5), [5.0, 2.0], 0.1, **other)
+        rows = by_method(closeness("m", 0.5, dense, [old, newer], RECOVERED))
+        assert (rows["rap"]["PPL of dense"], rows["rap"]["KL"]) == ("1.200", "")
+        assert rows["palu"]["PPL of dense"] == "1.000"
 
 
 @pytest.fixture(scope="module")
