@@ -95,6 +95,13 @@ def test_widths_of_merged_heads_are_those_that_their_budget_needs(
     assert options.build(str(tmp_path), seed=0).align == align
 
 
+@pytest.mark.parametrize("target", ["llamacpp", "mlx", "plain"])
+def test_one_head_of_a_plain_checkpoint_may_have_any_step(tmp_path, target: str) -> None:
+    # Without a target its layers would have several widths, and so steps of 64.
+    tiny_model("llama", heads=4, kv_heads=1, head_dim=256).save_pretrained(tmp_path)
+    assert PruningOptions(retain=0.7, target=target).build(str(tmp_path), seed=0).align == 32
+
+
 def test_stock_sets_the_profile() -> None:
     assert target_settings("stock", 128, "uniform") == {"align": 16, "profile": "stock"}
 

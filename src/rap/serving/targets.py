@@ -63,7 +63,10 @@ def settings_for(
     cannot load. All of it shows in the config, so that nobody pays for what leads nowhere.
     """
     _check_model(config, target)
-    wanted = target_settings(target, *_decided(method, config))
+    # Plain checkpoints have one width, whatever else the method would do without a target.
+    plain = target in TARGETS and TARGETS[target].plain
+    about = (head_dim(text_config(config)), "uniform") if plain else _decided(method, config)
+    wanted = target_settings(target, *about)
     known = {one.name for one in fields(method)}
     for name in wanted:
         if name not in known:
