@@ -187,10 +187,25 @@ MODELS = (
     ),
 )
 
-DISTILLED = {
-    "layer-wise distillation, the default": Kept("", f"{FORMS}/smollm2-plain-0.5.json"),
-    "end-to-end distillation after it": Kept("", f"{FORMS}/smollm2-plain-0.5-distilled.json"),
-}
+
+def _distilled(model: str) -> Kept:
+    """What end-to-end distillation made of a model of the default, evaluated in its folder."""
+    folder = f"{SMOLLM2}-{model}-distilled"
+    return Kept(f"{folder}/recover.json", folder)
+
+
+# Pairs of what the default keeps and of what distillation makes of it: on a CPU, and on a GPU.
+ON_CPU = (
+    (_smollm2("0.7-merged", "0.7-merged-kept"), _distilled("0.7-merged")),
+    (_smollm2("0.5-again-plain", "0.5-again"), _distilled("0.5-again")),
+)
+ON_GPU = (
+    (
+        Kept("", f"{FORMS}/smollm2-plain-0.5.json"),
+        Kept("", f"{FORMS}/smollm2-plain-0.5-distilled.json"),
+    ),
+)
+STAGES = ("layer-wise distillation, the default", "end-to-end distillation after it")
 
 
 # What a checkpoint can be, by the name of its row: its option, where it runs, its W_q and W_o.
@@ -297,13 +312,21 @@ def answers() -> dict[str, Any]:
     return {"header": ["model", "KV cache", *ANSWERS], "rows": rows}
 
 
-def distilled() -> dict[str, Any]:
-    """What end-to-end distillation adds, perplexity over that of the dense model."""
+def distilled(pairs: Sequence[tuple[Kept, Kept]], *, tasks: bool) -> dict[str, Any]:
+    """What end-to-end distillation adds: perplexity over dense, with `tasks` needles and tasks."""
     files, columns = _asked("PPL ratio", (WHOLE,))
     rows = []
-    for recovery, kept in DISTILLED.items():
-        rows.append([recovery, kept.share(), *(_ratio(kept.fidelity(file)) for file in files)])
-    return {"header": ["recovery", "KV cache", *columns], "rows": rows}
+    for pair in pairs:
+        for recovery, kept in zip(STAGES, pair, strict=True):
+            found = [kept.fidelity(file) for file in files]
+            row = [recovery, kept.share(), *(_ratio(one) if one else "" for one in found)]
+            if tasks:
+                needles = [kept.read("retrieval-4096.json")]
+                row += _accuracies(needles, "single-needle", (4096,))
+                row.append(_score(kept.read("zero-shot.json")))
+            rows.append(row)
+    more = ["single-needle, 4,096 tokens", "zero-shot mean"] if tasks else []
+    return {"header": ["recovery", "KV cache", *columns, *more], "rows": rows}
 
 
 def _ratio(found: dict[str, Any]) -> str:
@@ -345,7 +368,7 @@ def compared() -> str:
 
 def shown() -> str:
     """Links to the commands of every result that the page shows, a paragraph a model."""
-    distilled = Model(MODELS[0].name, tuple(DISTILLED.values()))
+    distilled = Model(MODELS[0].name, tuple(one for pair in (*ON_CPU, *ON_GPU) for one in pair))
     folders: dict[str, set[str]] = {}
     for model in (*MODELS, distilled):
         files = [
@@ -383,7 +406,8 @@ def made() -> dict[str, dict[str, str]]:
             "one needle": filled(retrieval("single-needle", LENGTHS)),
             "one of several keys": filled(retrieval("multi-key", LENGTHS[:2])),
             "answers": filled(answers()),
-            "distilled": filled(distilled()),
+            "distilled on a CPU": filled(distilled(ON_CPU, tasks=True)),
+            "distilled on a GPU": filled(distilled(ON_GPU, tasks=False)),
             "runs": shown(),
         },
     }

@@ -103,6 +103,8 @@ MODELS = {
     "fitted/gemma3-far-0.5": "gemma3-default-far-0.5-model/out",
     "fitted/gemma3-far-0.7": "gemma3-default-far-0.7-model/out",
     "fitted/default-far-0.5-merged": "smollm2-default-far-0.5-merged/out",
+    "fitted/default-far-0.5-distilled": "smollm2-default-far-0.5-again-distilled/out",
+    "fitted/default-far-0.7-distilled": "smollm2-default-far-0.7-merged-distilled/out",
     "fitted/default-far-0.7-merged": "smollm2-default-far-0.7-merged/out",
     "fitted/default-far-0.7-retrieval": "smollm2-default-far-0.7-retrieval/out",
     "fitted/default-far-0.5-per-head": "smollm2-default-far-0.5-per-head/out",
