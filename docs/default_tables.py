@@ -382,7 +382,10 @@ def shown() -> str:
         listed = {folder for folder in some if f"\n### {folder}\n" in index}
         found.append(runs(sorted(listed), PAGE, name))
         # What makes a model has no figure of its own, and so no place in the index.
-        others = [f"[{x}](../../experiments/{x}/README.md)" for x in sorted(some - listed - {""})]
+        firsts = {x: min((EXPERIMENTS / x).glob("*.json")) for x in some - listed - {""}}
+        others = [
+            f"[{x}](../../{firsts[x].relative_to(REPOSITORY).as_posix()})" for x in sorted(firsts)
+        ]
         found.append(wrapped(f"{name}, the models: {', '.join(others)}."))
     return "\n\n".join(found)
 
