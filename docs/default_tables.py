@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sources import INDEX, REPOSITORY, put, runs, with_error, wrapped
+from sources import INDEX, REPOSITORY, link, put, runs, with_error, wrapped
 
 from rap.checkpoint.card import interval_text
 from rap.studies.report.report import markdown_table
@@ -367,7 +367,10 @@ def compared() -> str:
 
 
 def shown() -> str:
-    """Links to the commands of every result that the page shows, a paragraph a model."""
+    """Links to the commands of every result that the page shows, two paragraphs a model.
+
+    Folders are named without the model.
+    """
     distilled = Model(MODELS[0].name, tuple(one for pair in (*ON_CPU, *ON_GPU) for one in pair))
     folders: dict[str, set[str]] = {}
     for model in (*MODELS, distilled):
@@ -379,14 +382,16 @@ def shown() -> str:
     index = (REPOSITORY / INDEX).read_text(encoding="utf-8")
     found = []
     for name, some in folders.items():
-        listed = {folder for folder in some if f"\n### {folder}\n" in index}
-        found.append(runs(sorted(listed), PAGE, name))
-        # What makes a model has no figure of its own, and so no place in the index.
-        firsts = {x: min((EXPERIMENTS / x).glob("*.json")) for x in some - listed - {""}}
-        others = [
-            f"[{x}](../../{firsts[x].relative_to(REPOSITORY).as_posix()})" for x in sorted(firsts)
-        ]
-        found.append(wrapped(f"{name}, the models: {', '.join(others)}."))
+        evaluated, models = [], []
+        for folder in sorted(some - {""}):
+            label = folder.removeprefix("smollm2-").removeprefix("gemma3-")
+            if f"\n### {folder}\n" in index:
+                evaluated.append(link(folder, PAGE, label))
+            else:  # what makes a model has no figure of its own, and so no place in the index
+                file = min((EXPERIMENTS / folder).glob("*.json")).relative_to(REPOSITORY)
+                models.append(f"[{label}](../../{file.as_posix()})")
+        found.append(wrapped(f"{name}: {', '.join(evaluated)}."))
+        found.append(wrapped(f"{name}, the models: {', '.join(models)}."))
     return "\n\n".join(found)
 
 

@@ -24,10 +24,10 @@ def anchor(folder: str) -> str:
     return re.sub(r"[^\w -]", "", folder.lower()).replace(" ", "-")
 
 
-def link(folder: str, page: str) -> str:
+def link(folder: str, page: str, label: str = "") -> str:
     """A link to the commands of a folder of results, on a page of the repository."""
     target = os.path.relpath(INDEX, Path(page).parent)
-    return f"[{folder}]({Path(target).as_posix()}#{anchor(folder)})"
+    return f"[{label or folder}]({Path(target).as_posix()}#{anchor(folder)})"
 
 
 def runs(folders: Iterable[str], page: str, what: str = "Runs and commands") -> str:

@@ -56,7 +56,9 @@ def test_the_page_links_to_every_result_that_it_shows(monkeypatch):
     read, real = set(), SCRIPT._read
     monkeypatch.setattr(SCRIPT, "_read", lambda file: read.add(file.split("/")[0]) or real(file))
     made = SCRIPT.made()[SCRIPT.PAGE]["runs"]
-    assert sorted(folder for folder in read if f"[{folder}]" not in made) == []
+    index = {folder: f"README.md#{folder.replace('.', '')})" for folder in read}
+    files = {folder: f"experiments/{folder}/" for folder in read}
+    assert [x for x in sorted(read) if index[x] not in made and files[x] not in made] == []
 
 
 def test_the_first_page_shows_todays_default_alone(monkeypatch):

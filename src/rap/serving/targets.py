@@ -62,10 +62,11 @@ def settings_for(
     decides what was given by hand; UnsupportedModelError for a model whose pruned form the target
     cannot load. All of it shows in the config, so that nobody pays for what leads nowhere.
     """
+    engine = _known(target)
     _check_model(config, target)
     # Plain checkpoints have one width, whatever else the method would do without a target.
-    plain = target in TARGETS and TARGETS[target].plain
-    about = (head_dim(text_config(config)), "uniform") if plain else _decided(method, config)
+    dim = head_dim(text_config(config))
+    about = (dim, "uniform") if engine.plain else _decided(method, config)
     wanted = target_settings(target, *about)
     known = {one.name for one in fields(method)}
     for name in wanted:
@@ -88,9 +89,7 @@ def target_settings(target: str, width: int, budget: str) -> dict[str, Any]:
     at most six widths are possible.
     Raises RapError for an unknown target or a head that leaves no width to choose.
     """
-    if target not in TARGETS:
-        raise RapError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
-    engine = TARGETS[target]
+    engine = _known(target)
     plain = {"profile": "stock"} if engine.plain else {}
     if engine.merges:
         return {"align": engine.step, **plain, "merge": "auto"}
@@ -135,9 +134,15 @@ def _decided(method: Method, config: PreTrainedConfig) -> tuple[int, str]:
     return max(widths, default=dim), decided.budget
 
 
+def _known(target: str) -> Target:
+    if target not in TARGETS:
+        raise RapError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
+    return TARGETS[target]
+
+
 def _check_model(config: PreTrainedConfig, target: str) -> None:
     """Raise UnsupportedModelError for a dense config whose pruned form the target cannot load."""
-    if target in TARGETS and TARGETS[target].plain:
+    if TARGETS[target].plain:
         check_stock(config)
     if target == "mlx":
         check_widely_read(config, "mlx-lm")
