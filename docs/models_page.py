@@ -1,7 +1,7 @@
 """`python docs/models_page.py` writes docs/models.md: the table of families, for people.
 
-Everything in it is read from `model.families` and `serving.refusals`, so that a family's row is its
-documentation.
+Everything in it is read from `model.families` and `serving.families`, so that a family's rows are
+its documentation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,9 @@ from rap.checkpoint.gguf_header import ARCHITECTURES
 from rap.model.families import FAMILIES, WRAPPERS
 from rap.model.refusals import REASONS
 from rap.model.specs import AttentionSpec
-from rap.serving.plain_forms import STOCK_FAMILIES
-from rap.serving.refusals import BESIDE, REFUSED, is_served
+from rap.serving.families import SUPPORT, support
+from rap.serving.plain_forms import plain_form
+from rap.serving.refusals import BESIDE
 
 _ARGUMENTS = {"softcap": "soft cap of logits", "s_aux": "attention sinks"}
 TESTED = "5.19.0, and those of the first release in 5.16.1"
@@ -133,12 +134,13 @@ is bit-identical. This includes experts that are stored one by one, and older te
 def models_page() -> str:
     """The text of docs/models.md."""
     rows = [_row(spec) for _, spec in sorted(FAMILIES.items())]
+    unserved = {name: row.unserved for name, row in SUPPORT.items() if row.unserved}
     footer = _FOOTER.format(
         wrappers=_listed("supported", WRAPPERS),
         refused=_reasons(REASONS),
         read=_read_files(),
         unread=_reasons({name: row.unread for name, row in ARCHITECTURES.items() if row.unread}),
-        unserved=_reasons({**REFUSED, "gemma4_text with experts": BESIDE}),
+        unserved=_reasons({**unserved, "gemma4_text with experts": BESIDE}),
     )
     return _HEADER + "\n".join(rows) + "\n" + footer
 
@@ -174,8 +176,8 @@ def _row(spec: AttentionSpec) -> str:
         _norm(spec),
         _features(spec),
         "apply" if spec.value_norm else "all",
-        "yes" if is_served(spec.model_type) else "-",
-        STOCK_FAMILIES.get(spec.model_type, "-"),
+        "-" if support(spec.model_type).unserved else "yes",
+        plain_form(spec.model_type) or "-",
     )
     return f"| {' | '.join(cells)} |"
 

@@ -4,8 +4,10 @@ The reference is the pruned model in transformers, itself compared with the dens
 """
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +19,11 @@ from cases.several_engines import run_several, transcripts
 from rap.model.families import FAMILIES
 from rap.planning.plan import Plan
 from rap.serving.engine import EngineRun, Round, Transcript, run_vllm
-from rap.serving.refusals import is_served
+from rap.serving.families import support
 from rap.serving.verify import agreement
 from rap.surgery.apply import apply
 
-SERVED = [case for case in CASES if is_served(case.model_type)]
+SERVED = [case for case in CASES if not support(case.model_type).unserved]
 NORMALISED = [
     case for case in SERVED if case.norms and not FAMILIES[case.model_type].norm.one_module_per_head
 ]
@@ -165,4 +167,5 @@ def run_tiny(path: Path, *rounds: Round, **engine: Any) -> EngineRun:
 def run_divided(path: Path, *lengths: int) -> list[Transcript]:
     """What an engine on two ranks makes of random prompts."""
     asked = Round(prompts_of(*lengths), max_tokens=8, prompt_logprobs=True)
-    return run_tiny(path, asked, environment=TWO_RANKS, tensor_parallel_size=2).rounds[0]
+    with mock.patch.dict(os.environ, TWO_RANKS):
+        return run_tiny(path, asked, tensor_parallel_size=2).rounds[0]

@@ -32,7 +32,7 @@ def test_failure_names_the_cause(log, error, sentence):
     assert str(failure(log, error)) == sentence
 
 
-def test_an_environment_is_set_and_does_not_reach_the_engine_as_a_setting(monkeypatch):
+def test_an_engine_has_the_environment_of_this_process(monkeypatch):
     """Two ranks on one machine need one, which only the tests of real engines would miss."""
     started = {}
 
@@ -41,10 +41,10 @@ def test_an_environment_is_set_and_does_not_reach_the_engine_as_a_setting(monkey
             started.update(surroundings=surroundings, job=json.load(job))
         return "Killed\n"
 
+    monkeypatch.setenv("RANKS", "2")
     monkeypatch.setattr(engine, "require_vllm", lambda: None)
     monkeypatch.setattr(engine, "run_engine", run_engine)
     with pytest.raises(EngineError, match="died without a result"):
-        engine.run_vllm("model", [], environment={"RANKS": "2"}, tensor_parallel_size=2)
+        engine.run_vllm("model", [], tensor_parallel_size=2)
     assert started["surroundings"]["RANKS"] == "2"
     assert started["job"]["engine"]["tensor_parallel_size"] == 2
-    assert "environment" not in started["job"]["engine"]

@@ -7,7 +7,8 @@ from cases.family_cases import CASES, random_case_plan
 from cases.merged_plans import merged_layer
 from cases.models import tiny_model
 from cases.plans import plan_of, random_plan
-from rap.model.cache_layout import CacheLayout, PairEntry
+from cases.served import SERVED
+from rap.model.cache_layout import CacheLayout, PairEntry, dense_layout
 from rap.model.errors import CheckpointError, UnsupportedModelError
 from rap.model.layers import attention_layers
 from rap.serving.layout import (
@@ -15,6 +16,7 @@ from rap.serving.layout import (
     cached_heads,
     check_division,
     dense_head_dims,
+    dense_layouts,
     padded_width,
 )
 from rap.serving.verify import kept_fraction
@@ -84,6 +86,14 @@ def test_layers_differ_in_what_they_cache(name, sizes, heads):
     assert (dense_head_dims(config), cached_heads(config)) == (sizes, heads)
     assert kept_fraction(config, []) == pytest.approx(plan.kept_fraction)
     assert cache_layouts(config)[0] is None
+
+
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def test_a_config_says_what_the_layers_of_its_model_cache(case):
+    """Engines read it before there is a model, all else from the model."""
+    model = case.model()
+    layers = attention_layers(model)
+    assert dense_layouts(model.config) == [dense_layout(layer.shape) for layer in layers]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def mean_error(reference, transcripts):
     """Mean |log-probability - reference's| over all tokens read and written, in nats."""
     errors = []
     for one in transcripts:
-        logprobs_TV = reference_logprobs(reference, one)
+        logprobs_TV = reference_logprobs(reference, one.prompt + one.tokens[:-1])
         read = torch.tensor([*one.prompt[1:], *one.tokens])
         reported = torch.tensor([*one.prompt_logprobs, *one.logprobs], dtype=torch.float64)
         errors.append((logprobs_TV.gather(1, read[:, None])[:, 0] - reported).abs())

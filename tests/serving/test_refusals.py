@@ -12,7 +12,8 @@ from cases.plans import random_plan
 from cases.served import SERVED
 from rap.model.errors import CheckpointError, UnsupportedModelError
 from rap.model.families import FAMILIES, WRAPPERS
-from rap.serving.refusals import REFUSED, check_precision, check_served
+from rap.serving.families import SUPPORT, support
+from rap.serving.refusals import check_precision, check_served
 from rap.serving.vllm import GENERAL, architectures
 from rap.surgery.apply import apply
 
@@ -27,8 +28,9 @@ def config_of(name: str):
 
 def test_every_family_runs_in_vllm_or_has_a_reason():
     """`SERVED` are the cases that the tests of vLLM run."""
-    assert {*REFUSED} <= {*FAMILIES, *WRAPPERS}
-    assert {case.model_type for case in SERVED} == {*FAMILIES} - {*REFUSED}
+    unserved = {name for name, row in SUPPORT.items() if row.unserved}
+    assert unserved <= {*SUPPORT} <= {*FAMILIES, *WRAPPERS}
+    assert {case.model_type for case in SERVED} == {*FAMILIES} - unserved
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "glm4", "gemma3n_text", "gemma4_text"])
@@ -57,7 +59,7 @@ def test_every_served_architecture_names_a_class_of_the_backend():
 def test_a_family_that_is_not_served_is_refused_with_the_reason(name):
     with pytest.raises(UnsupportedModelError, match="vLLM does not serve pruned") as refused:
         check_served(config_of(name))
-    assert REFUSED[name] in str(refused.value)
+    assert support(name).unserved in str(refused.value)
 
 
 def test_widths_beyond_the_dense_head_are_refused():

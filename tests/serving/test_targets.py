@@ -37,6 +37,11 @@ def test_cpu_widths_are_declared(head_dim: int, budget: str) -> None:
     [
         ("seed_oss", {"rope_parameters": PARTIAL}, "only 0.5 of every head rotates"),
         ("olmo", {"clip_qkv": 1.0}, "olmo with clip_qkv has no plain form"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+            "Qwen2 with a sliding window has no plain form",
+        ),
         ("qwen2_moe", {"num_experts": 4}, "(engines derive its head size from the hidden size)"),
         (
             "gemma3_text",

@@ -53,7 +53,10 @@ def _ask(server, prompt):
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_compressed_checkpoint_answers_over_http(name, tokenizer, test_tokens, tmp_path):
+def test_a_compressed_checkpoint_answers_over_http(
+    name, tokenizer, test_tokens, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("rap.serving.serve.READY_SECONDS", READY)
     dense, out = tmp_path / "dense", tmp_path / "out"
     _dense(name, tokenizer, dense)
     compressed = run("compress", dense, "-o", out, *WORDS)
@@ -61,7 +64,7 @@ def test_a_compressed_checkpoint_answers_over_http(name, tokenizer, test_tokens,
     assert "vLLM on a CPU" in compressed.out
     prompts = [test_tokens[1000 * n : 1000 * n + n].tolist() for n in (1, 40, 100)]
     server = Server(str(out), port=free_port(), arguments=[*FLAGS, *SMALL_CACHE])
-    with running(server, timeout=READY):
+    with running(server):
         found = agreement(
             load(out, dtype="float32", attn_implementation="eager"),
             [_ask(server, prompt) for prompt in prompts],

@@ -11,18 +11,19 @@ from ..model.cache_layout import CacheLayout
 from ..model.errors import RapError
 from ..model.layers import base_model_type, windowed_layers
 from .layout import cache_layouts, dense_layouts, padded_width
-from .plain_forms import STOCK_FAMILIES, WIDELY_READ
+from .plain_forms import WIDELY_READ, plain_form
 from .refusals import check_served
+from .targets import TARGETS
 
 # What vLLM 0.32 declares for CPUs; sizes of the others are conditions
 # (docs/reference/vllm-support.md).
 CPU_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# Backend, the sizes it takes, and what makes widths that it takes as they are: multiples of what.
-BACKENDS: dict[str, tuple[Callable[[int], bool], str, int]] = {
-    "vLLM on a CPU": (lambda size: size in CPU_SIZES, "--target cpu", 32),
-    "vLLM, FlashAttention": (lambda size: size % 8 == 0 and size <= 256, "--target flash", 8),
-    "vLLM, Triton": (lambda size: size >= 32, "--align 32", 32),
-    "vLLM, FlashInfer": (lambda size: size in (64, 128, 256, 512), "--align 64", 64),
+# Backend, the sizes it takes, and the target or alignment of widths that it takes as they are.
+BACKENDS: dict[str, tuple[Callable[[int], bool], str | int]] = {
+    "vLLM on a CPU": (lambda size: size in CPU_SIZES, "cpu"),
+    "vLLM, FlashAttention": (lambda size: size % 8 == 0 and size <= 256, "flash"),
+    "vLLM, Triton": (lambda size: size >= 32, 32),
+    "vLLM, FlashInfer": (lambda size: size in (64, 128, 256, 512), 64),
 }
 _LOSS = 0.98  # of the capacity asked for; less is told as a loss
 
@@ -78,7 +79,7 @@ def held_by_engines(config: Any) -> list[EngineCapacity]:
         for index, (dense, kept) in enumerate(both)
     ]
     rows = [_backend(name, caches) for name in BACKENDS]
-    return rows + ([_plain(caches)] if STOCK_FAMILIES.get(family) in WIDELY_READ else [])
+    return rows + ([_plain(caches)] if plain_form(family) in WIDELY_READ else [])
 
 
 def asked_ratio(caches: Sequence[LayerCache]) -> float:
@@ -91,7 +92,11 @@ def _dense(caches: Sequence[LayerCache]) -> int:
 
 
 def _backend(name: str, caches: Sequence[LayerCache]) -> EngineCapacity:
-    accepts, better, step = BACKENDS[name]
+    accepts, suited = BACKENDS[name]
+    if isinstance(suited, str):
+        better, step = f"--target {suited}", TARGETS[suited].step
+    else:
+        better, step = f"--align {suited}", suited
     wanted = sorted({one.kept.width for one in caches})
     try:
         stored = {width: padded_width(width, accepts, name) for width in wanted}
@@ -130,7 +135,7 @@ def _plain(caches: Sequence[LayerCache]) -> EngineCapacity:
         return EngineCapacity(name, "not runnable", None, target)
     # The export itself tells a stock profile from equal widths with indices of their own.
     shown = "as they are, if of the stock profile"
-    slow = first.width % 32 != 0
+    slow = first.width % TARGETS["llamacpp"].step != 0
     advice = target if slow else ""
     ratio = asked_ratio(caches)
     return EngineCapacity(name, shown + (", slowly" if slow else ""), ratio, advice)

@@ -16,8 +16,8 @@ from typing import Any
 from ..model.errors import RapError
 
 GIB = 2**30
-LOG_LINES = 30
 TIMEOUT = 1200  # seconds
+_LOG_LINES = 30
 
 
 class EngineError(RapError):
@@ -80,18 +80,11 @@ def engine_environment(
     }
 
 
-def run_vllm(
-    source: str | Path,
-    rounds: Sequence[Round],
-    *,
-    environment: Mapping[str, str] | None = None,
-    **engine: Any,
-) -> EngineRun:
+def run_vllm(source: str | Path, rounds: Sequence[Round], **engine: Any) -> EngineRun:
     """Start vLLM on a checkpoint, run the rounds, and stop it.
 
-    `environment` is set in addition, as two ranks on one machine need. `engine` goes to `vllm.LLM`
-    (eager, float32 and a cache of 1 GiB unless told otherwise). Raises EngineError with vLLM's own
-    message.
+    `engine` goes to `vllm.LLM` (eager, float32 and a cache of 1 GiB unless told otherwise). Raises
+    EngineError with vLLM's own message.
     """
     require_vllm()
     defaults = {
@@ -104,13 +97,8 @@ def run_vllm(
         "engine": {"model": str(source), **defaults, **engine},
         "rounds": [vars(each) for each in rounds],
     }
-    with tempfile.TemporaryDirectory(prefix="rap-engine-") as folder:
-        paths = [Path(folder) / name for name in ("job.json", "result.json")]
-        paths[0].write_text(json.dumps(job), encoding="utf-8")
-        command = [sys.executable, "-m", "rap.serving.vllm.worker", *map(str, paths)]
-        surroundings = engine_environment(environment, eager=job["engine"]["enforce_eager"])
-        log = run_engine(command, "vLLM", TIMEOUT, surroundings)
-        result = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else {}
+    surroundings = engine_environment(eager=job["engine"]["enforce_eager"])
+    result, log = run_worker(["-m", "rap.serving.vllm.worker"], job, "vLLM", surroundings)
     if "error" in result or not result:
         raise failure(log, result.get("error", ""))
     return EngineRun(
@@ -119,6 +107,26 @@ def run_vllm(
         start_seconds=result["start_seconds"],
         version=result["vllm"],
     )
+
+
+def run_worker(
+    worker: Sequence[str],
+    job: Mapping[str, Any],
+    name: str,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[dict[str, Any], str]:
+    """Run a job in an engine's worker: what it answered, nothing if it ended before, and its log.
+
+    `worker` are this Python's arguments; it takes the paths of two JSON files, JOB and RESULT.
+    Raises EngineError as `run_engine`.
+    """
+    with tempfile.TemporaryDirectory(prefix="rap-engine-") as folder:
+        paths = [Path(folder) / file for file in ("job.json", "result.json")]
+        paths[0].write_text(json.dumps(job), encoding="utf-8")
+        command = [sys.executable, *worker, *map(str, paths)]
+        log = run_engine(command, name, TIMEOUT, environment)
+        result = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else {}
+    return result, log
 
 
 def run_engine(
@@ -162,5 +170,9 @@ def failure(log: str, error: str = "") -> EngineError:
             return EngineError(f"vLLM refused the model: {line.partition(': ')[2]}")
     if errors or error:
         return EngineError(f"vLLM failed: {(errors or [error])[0]}")
-    last = "\n".join(log.strip().splitlines()[-LOG_LINES:])
-    return EngineError(f"vLLM died without a result; its last lines:\n{last}")
+    return EngineError(f"vLLM died without a result; its last lines:\n{last_lines(log)}")
+
+
+def last_lines(log: str) -> str:
+    """The end of an engine's log, for people."""
+    return "\n".join(log.strip().splitlines()[-_LOG_LINES:])

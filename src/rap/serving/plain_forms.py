@@ -4,49 +4,48 @@ A family has one if its own config states the head size, the KV heads and a list
 engines read these. Some are written as another family with the same computation.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..model.errors import UnsupportedModelError
-from ..model.families import FAMILIES, INNER
+from ..model.families import FAMILIES
 from ..model.layers import base_model_type
-from .refusals import WITH_STATES
+from .families import SUPPORT, support
 
 # Families that llama.cpp and MLX read with a list of frequencies.
-WIDELY_READ = ("llama", "mistral")
-_AS_THEMSELVES = (
-    *("llama", "mistral", "arcee", "cwm", "gemma", "gemma2", "granite", "hyperclovax", "jais2"),
-    *("ministral", "mixtral", "olmo", "seed_oss", "solar_open", "starcoder2", "vaultgemma"),
+WIDELY_READ = tuple(
+    family for family, row in SUPPORT.items() if row.as_llama and row.written_as is None
 )
-# Engines derive the head size of Qwen2 from its hidden size, and read longrope of Phi-3 otherwise.
-STOCK_FAMILIES = {name: name for name in _AS_THEMSELVES} | {"qwen2": "llama", "phi3": "llama"}
 
-_HEAD_SIZE = "engines derive its head size from the hidden size"
-_REASONS = {
-    **dict.fromkeys(("granitemoe", "granitemoeshared", "phimoe", "qwen2_moe"), _HEAD_SIZE),
-    "gpt_oss": "engines rotate it by yarn, whatever rope its config states",
-    "aria_text": "it is the text model of a multimodal one",
-    "nemotron": "a part of every head does not rotate",
-}
+
+def plain_form(model_type: str) -> str | None:
+    """The family that plain checkpoints of a family are written as, None if it has no such form."""
+    if why_not_plain(model_type):
+        return None
+    other = support(model_type).written_as
+    return model_type if other is None else other.name
 
 
 def plain_family(config: Any) -> str:
-    """The family that a config of STOCK_FAMILIES is written as; a window needs Mistral."""
+    """The family that a config with a plain form is written as; a window needs Mistral."""
     family = base_model_type(config)
-    if family == "phi3" and config.sliding_window is not None:
-        return "mistral"
-    return STOCK_FAMILIES[family]
+    other = support(family).written_as
+    if other is None:
+        return family
+    return other.name if config.sliding_window is None else other.windowed
 
 
 def check_stock(config: Any) -> None:
     """Raise UnsupportedModelError for a config, dense or pruned, that no plain config can express.
 
-    Every text's frequencies must be the same, of a family in STOCK_FAMILIES whose heads rotate as a
+    Every text's frequencies must be the same, of a family with a plain form whose heads rotate as a
     whole; Qwen2 may have no sliding window, OLMo no clamp.
     """
     family = base_model_type(config)
-    if family not in STOCK_FAMILIES:
+    why_not = why_not_plain(family, getattr(config, "rope_parameters", None))
+    if why_not:
         raise UnsupportedModelError(
-            f"{family} has no plain form ({why_not_plain(config)}); "
+            f"{family} has no plain form ({why_not}); "
             "remove --profile stock, or choose another --target"
         )
     rope = config.rope_parameters
@@ -61,8 +60,10 @@ def check_stock(config: Any) -> None:
             f"only {rotated:g} of every head rotates, which a plain checkpoint cannot express; use "
             "--profile per-head"
         )
-    if family == "qwen2" and getattr(config, "use_sliding_window", False):
-        raise UnsupportedModelError("Qwen2 with a sliding window has no plain form")
+    if not plain_family(config):
+        raise UnsupportedModelError(
+            f"{family.capitalize()} with a sliding window has no plain form"
+        )
     if getattr(config, "clip_qkv", None) is not None:
         raise UnsupportedModelError(
             f"{family} with clip_qkv has no plain form: queries are scaled there, and clamped"
@@ -79,19 +80,20 @@ def check_widely_read(config: Any, engine: str) -> None:
         )
 
 
-def why_not_plain(config: Any) -> str:
-    """What of a family's attention no plain config expresses, reasons joined by commas."""
-    family = base_model_type(config)
-    if family in _REASONS:
-        return _REASONS[family]
-    spec, rope = FAMILIES.get(family), getattr(config, "rope_parameters", None) or {}
+def why_not_plain(model_type: str, rope: Mapping[str, Any] | None = None) -> str:
+    """What of a family's attention no plain config expresses, reasons joined by commas.
+
+    "" if a config expresses all of it. `rope` are the rope parameters of one model.
+    """
+    spec, own = FAMILIES.get(model_type), support(model_type).not_plain
     if spec is None:
         return "it is no family of docs/models.md"
+    by_layer_type = any(isinstance(part, dict) for part in (rope or {}).values())
     reasons = {
         "QK-norm divides by the norm of whole dense heads": spec.norm is not None,
-        "layers rotate at different bases": any(isinstance(part, dict) for part in rope.values()),
-        "some layers have a state": family in WITH_STATES,
-        "pairs take positions of different axes": family in INNER or spec.by_axis,
+        "layers rotate at different bases": by_layer_type,
+        own: bool(own),
+        "pairs take positions of different axes": spec.by_axis,
         "layers read the keys and values of others": spec.value_norm is not None,
         "a gate multiplies the attention output": spec.gate is not None,
         "queries are scaled by position": spec.query_scale is not None,

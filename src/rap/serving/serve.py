@@ -19,6 +19,7 @@ from ..checkpoint.load import is_pruned, load_config
 from .engine import EngineError, engine_environment, failure, require_vllm
 from .refusals import check_served
 
+READY_SECONDS = 600  # vLLM loads and compiles before it answers
 POLL_SECONDS = 0.5
 # Whatever proxy the environment names, the server is on this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -78,11 +79,10 @@ def serve(server: Server) -> None:
 
 
 @contextlib.contextmanager
-def running(server: Server, *, timeout: float = 600) -> Iterator[Server]:
+def running(server: Server) -> Iterator[Server]:
     """The server in a subprocess, ready when the block starts and gone when it ends.
 
-    Raises EngineError: with vLLM's own message if it dies, or if it is not ready in `timeout`
-    seconds.
+    Raises EngineError: with vLLM's own message if it dies, or if it is not ready in READY_SECONDS.
     """
     runs_in(server.source)
     base = engine_environment(
@@ -93,7 +93,7 @@ def running(server: Server, *, timeout: float = 600) -> Iterator[Server]:
             server.command, env=server.environment(base), stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            _wait_until_ready(server, process, time.monotonic() + timeout)
+            _wait_until_ready(server, process, time.monotonic() + READY_SECONDS)
             yield server
         except EngineError:
             # One that is still running says itself what is wrong; its sockets end first.

@@ -10,8 +10,8 @@ with theta_i the dense frequency of slot i, whatever scaling (llama3, yarn, line
 Families whose config states the softmax scale (Gemma 2, Granite) need no factor on W_q. Merged
 heads are fewer KV heads, and may be wider than the dense ones; where they keep every dense
 frequency once, only `num_key_value_heads` differs from the dense config. Qwen2 becomes a Llama with
-biases (that of W_o zero), Phi-3 a Llama with linears of their own: `plain_forms` says why, and
-which families have no such form.
+biases (that of W_o zero), Phi-3 a Llama with linears of their own: `families` says why, and
+`plain_forms` which families have no such form.
 """
 
 import shutil
@@ -40,13 +40,9 @@ from ..model.errors import CheckpointError
 from ..model.layers import base_model_type, rotary_module
 from ..model.modeling import layer_entries
 from ..model.rope import read_frequencies
+from .families import support
 from .plain_forms import check_stock, plain_family
 
-# Fields of a family that is written as another, and that the other does not have.
-_DROPPED = {
-    "qwen2": ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-    "phi3": ("original_max_position_embeddings", "embd_pdrop", "resid_pdrop", "layer_types"),
-}
 _NOT_STOCK = "a plain checkpoint needs the same for every head and layer; use `--profile stock`"
 
 
@@ -138,13 +134,13 @@ def stock_config(small: PreTrainedModel, slots: list[int]) -> Any:
     """
     config = small.config
     check_stock(config)
-    base_type, rope = base_model_type(config), config.rope_parameters
+    other, rope = support(base_model_type(config)).written_as, config.rope_parameters
     kept, merged = config.to_dict(), small.model.layers[0].self_attn.num_kept_heads
     dropped = ["rap", "model_type", "architectures", "auto_map", "transformers_version"]
-    for key in [*dropped, *_DROPPED.get(base_type, ())]:
+    for key in [*dropped, *(other.dropped if other is not None else ())]:
         kept.pop(key, None)
-    if base_type == "qwen2":
-        kept["attention_bias"] = True
+    if other is not None:
+        kept |= other.added
     kept |= {"head_dim": 2 * len(slots), "num_key_value_heads": merged}
     if not _every_pair_once(small, slots):
         theta = read_frequencies(rotary_module(small))[slots]

@@ -11,7 +11,7 @@ from ..methods import Method, Rap
 from ..model.errors import RapError
 from ..model.layers import text_config
 from ..planning.budgets import nearest_width
-from .gguf.plain import check_plain
+from .gguf.plain import QUANTIZED_BLOCK, check_plain
 from .layout import head_dim
 from .plain_forms import check_stock, check_widely_read
 
@@ -39,13 +39,13 @@ class Target:
 
 
 # vLLM on CPUs declares no size between 32 and 64, and every multiple of 32 up to 256. llama.cpp
-# quantizes caches in blocks of 32 values, and decodes widths between slowly. A stock export must
-# suit every engine, so it takes the strictest of the usual ones.
+# quantizes caches in blocks, and decodes widths between slowly. A stock export must suit every
+# engine, so it takes the strictest of the usual ones.
 TARGETS = {
     "any": Target(16),
     "cpu": Target(32),
     "flash": Target(8),
-    "llamacpp": Target(32, plain=True),
+    "llamacpp": Target(QUANTIZED_BLOCK, plain=True),
     "mlx": Target(32, plain=True),
     "plain": Target(32, plain=True, merges=True),
     "stock": Target(16, plain=True),

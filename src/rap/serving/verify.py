@@ -47,7 +47,7 @@ def agreement(reference: PreTrainedModel, transcripts: Iterable[Transcript]) -> 
     num_tokens = mismatched = 0
     largest = 0.0
     for transcript in transcripts:
-        logprobs_TV = reference_logprobs(reference, transcript)
+        logprobs_TV = reference_logprobs(reference, transcript.prompt + transcript.tokens[:-1])
         start = len(transcript.prompt) - 1
         chosen = torch.tensor(transcript.tokens)
         mismatched += int((logprobs_TV[start:].argmax(-1) != chosen).sum())
@@ -60,18 +60,15 @@ def agreement(reference: PreTrainedModel, transcripts: Iterable[Transcript]) -> 
     return Agreement(num_tokens, mismatched, largest)
 
 
-def reference_logprobs(reference: PreTrainedModel, transcript: Transcript) -> Tensor:
-    """log p(next token | tokens so far), [T, V] in float64 on the CPU."""
-    ids = torch.tensor([transcript.prompt + transcript.tokens[:-1]])
-    logits = reference(input_ids=ids.to(reference.device), use_cache=False).logits[0]
-    return known(logits.double().log_softmax(-1).cpu())
+def reference_logprobs(reference: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """log p(next token | tokens so far), [T, V] in float64 on the CPU, uncached.
 
-
-def known(logprobs_TV: Tensor) -> Tensor:
-    """Log-probabilities of a reference, which nothing can agree with that are no numbers.
-
-    Raises CheckpointError for those.
+    Raises CheckpointError for a reference whose log-probabilities are NaN.
     """
+    ids_1T = torch.tensor([list(tokens)], device=reference.device)
+    logits_TV = reference(input_ids=ids_1T, use_cache=False).logits[0]
+    logprobs_TV = logits_TV.double().log_softmax(-1).cpu()
+    # Nothing can agree with what is no number.
     if logprobs_TV.isnan().any():
         raise CheckpointError(
             "the reference's log-probabilities are NaN: its weights hold NaN or inf, or "
@@ -178,9 +175,7 @@ def verify(
         engine=engine,
         version=version,
         dtype=dtype,
-        num_tokens=compared.num_tokens,
-        mismatched_tokens=compared.mismatched_tokens,
-        max_logprob_error=compared.max_logprob_error,
+        **vars(compared),
         tolerance=bound,
         tokens_per_gib=capacity,
         dense_tokens_per_gib=GIB // dense_bytes,

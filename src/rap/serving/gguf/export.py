@@ -214,7 +214,7 @@ def _mixed(weight: Tensor, mix_mm: Tensor) -> Tensor:
 
 ARCHITECTURE = "llama"
 SUFFIX = ".gguf"
-TYPE_NAMES = ("f32", "f16", "bf16", "q8_0")
+TYPE_NAMES = tuple(TYPES)
 
 
 @dataclass(frozen=True)

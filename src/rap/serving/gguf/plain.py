@@ -7,13 +7,14 @@ import torch
 
 from ...checkpoint.load import is_pruned, load, load_config
 from ...model.errors import UnsupportedModelError
+from ...model.families import FAMILIES
 from ...model.layers import rotary_module
 from ...model.rope import read_frequencies
+from ..families import SUPPORT, support
 from ..layout import head_dim
 from ..plain_forms import check_stock, check_widely_read, is_variable
 from ..stock import longrope_factors, stock_model
 
-FAMILIES = ("llama", "mistral", "qwen2")
 QUANTIZED_BLOCK = 32  # values that share a scale in a quantized cache
 ROTATED_WIDTH = 64  # widths whose quantized cache llama.cpp rotates are multiples of it
 
@@ -72,13 +73,14 @@ def width_warnings(width: int) -> list[str]:
 
 def check_plain(config: Any) -> None:
     """Raise UnsupportedModelError for a config that has no form in llama.cpp's Llama."""
-    if config.model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"{config.model_type} has no GGUF form here: one of {', '.join(FAMILIES)} is needed"
-        )
-    window = getattr(config, "sliding_window", None)
-    slides = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
-    if slides and window and window < config.max_position_embeddings:
+    family = config.model_type
+    if not support(family).as_llama:
+        possible = ", ".join(name for name, row in SUPPORT.items() if row.as_llama)
+        raise UnsupportedModelError(f"{family} has no GGUF form here: one of {possible} is needed")
+    # A field that the family does not read says nothing.
+    slides = FAMILIES[family].sliding_window_from is not None
+    window = config.sliding_window if slides else None
+    if window and window < config.max_position_embeddings:
         raise UnsupportedModelError(
             f"a sliding window of {window} tokens has no form in llama.cpp's Llama: export a model "
             "that attends to all tokens"

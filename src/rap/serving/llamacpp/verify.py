@@ -8,7 +8,6 @@ Shapes: T tokens, V vocabulary, E model dim.
 import importlib.util
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...checkpoint.device import AUTO, placement
 from ...checkpoint.gguf import is_gguf
@@ -24,7 +22,7 @@ from ...checkpoint.load import load, load_tokenizer
 from ...checkpoint.reading import reading
 from ...checkpoint.source import resolve_source
 from ...model.errors import CheckpointError, RapError
-from ..engine import GIB, LOG_LINES, TIMEOUT, EngineError, run_engine
+from ..engine import GIB, EngineError, last_lines, run_worker
 from ..gguf.export import export_gguf
 from ..verify import (
     MAX_TOKENS,
@@ -35,7 +33,7 @@ from ..verify import (
     check_tolerance,
     dense_caches,
     kept_fraction,
-    known,
+    reference_logprobs,
     worst,
 )
 
@@ -123,12 +121,8 @@ def run_llamacpp(
         "batch": max(512, *(len(prompt) for prompt in asked.hidden), 0),
         **vars(asked),
     }
-    with tempfile.TemporaryDirectory(prefix="rap-llamacpp-") as folder:
-        paths = [Path(folder) / name for name in ("job.json", "result.json")]
-        paths[0].write_text(json.dumps(job), encoding="utf-8")
-        log = run_engine([sys.executable, str(WORKER), *map(str, paths)], "llama.cpp", TIMEOUT)
-        result = json.loads(paths[1].read_text(encoding="utf-8")) if paths[1].exists() else None
-    if result is None:
+    result, log = run_worker([str(WORKER)], job, "llama.cpp")
+    if not result:
         raise failure(log)
     return _answered(result, log)
 
@@ -139,8 +133,7 @@ def failure(log: str) -> EngineError:
         found = _REASON.search(line)
         if found and "failed to initialize" not in line:
             return EngineError(f"llama.cpp refused the file: {found[0].strip()}")
-    last = "\n".join(log.strip().splitlines()[-LOG_LINES:])
-    return EngineError(f"llama.cpp ended without a result; its last lines:\n{last}")
+    return EngineError(f"llama.cpp ended without a result; its last lines:\n{last_lines(log)}")
 
 
 def _answered(result: dict[str, Any], log: str) -> Answered:
@@ -242,9 +235,7 @@ def _compare(
         engine="llama.cpp",
         version=f"xllamacpp {decoded.version}",
         dtype=kind,
-        num_tokens=compared.num_tokens,
-        mismatched_tokens=compared.mismatched_tokens,
-        max_logprob_error=compared.max_logprob_error,
+        **vars(compared),
         tolerance=bound,
         tokens_per_gib=capacity,
         dense_tokens_per_gib=GIB // dense,
@@ -306,11 +297,11 @@ def agreement(
     for prompt, states in zip(prompts, hidden, strict=True):
         states_TE = torch.tensor(states, device=model.device)
         found_TV = model.lm_head(states_TE).double().log_softmax(-1).cpu()
-        error = (_logprobs(model, prompt) - found_TV).abs().max()
+        error = (reference_logprobs(model, prompt) - found_TV).abs().max()
         largest, num_tokens = worst([largest, float(error)]), num_tokens + len(prompt)
     for each in completions:
         start = len(each.prompt) - 1
-        logprobs_TV = _logprobs(model, each.prompt + each.tokens[:-1])[start:]
+        logprobs_TV = reference_logprobs(model, each.prompt + each.tokens[:-1])[start:]
         mismatched += int((logprobs_TV.argmax(-1) != torch.tensor(each.tokens)).sum())
         for row_V, listed in zip(logprobs_TV, each.alternatives, strict=False):
             ids = torch.tensor([token for token, _ in listed])
@@ -319,10 +310,3 @@ def agreement(
             largest = worst([largest, float(behind.abs().max())])
         num_tokens += len(each.tokens)
     return Agreement(num_tokens, mismatched, largest)
-
-
-def _logprobs(model: Any, ids: Sequence[int]) -> Tensor:
-    """log p(next token | tokens so far) [T, V] of the reference, uncached."""
-    ids_1T = torch.tensor([list(ids)], device=model.device)
-    logits = model(input_ids=ids_1T, use_cache=False).logits[0]
-    return known(logits.double().log_softmax(-1).cpu())

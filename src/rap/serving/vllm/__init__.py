@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...model import modeling
 from ...model.families import FAMILIES
 from ...model.layers import PREFIX
-from ..refusals import is_served
+from ..families import support
 
 # The model classes: of families without experts, and with them.
 GENERAL = ("RapForCausalLM", "RapMoEForCausalLM")
@@ -25,7 +25,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
-    from .chat import DENSE, HarmonyConfig
+    from .chat import HarmonyConfig
     from .widths import WidthConvertor
 
     modeling.register()
@@ -34,9 +34,10 @@ def register() -> None:
         if name not in known:
             ModelRegistry.register_model(name, f"{__name__}.{place}")
     for family in FAMILIES:
-        if is_served(family):
+        if not support(family).unserved:
             MODEL_ARCH_CONFIG_CONVERTORS[PREFIX + family] = WidthConvertor
-    MODELS_CONFIG_MAP[modeling.model_class(DENSE).__name__] = HarmonyConfig
+        if support(family).harmony:
+            MODELS_CONFIG_MAP[modeling.model_class(family).__name__] = HarmonyConfig
 
 
 def architectures() -> dict[str, str]:

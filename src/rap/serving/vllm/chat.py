@@ -3,7 +3,7 @@
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import GptOssForCausalLMConfig
 
-DENSE = "gpt_oss"
+from ...model.layers import base_model_type
 
 
 class HarmonyConfig(GptOssForCausalLMConfig):
@@ -18,4 +18,5 @@ class HarmonyConfig(GptOssForCausalLMConfig):
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """As for the dense model: a reasoning parser too, if none is given."""
         GptOssForCausalLMConfig.verify_and_update_config(vllm_config)
-        vllm_config.model_config.hf_config.model_type = DENSE
+        config = vllm_config.model_config.hf_config
+        config.model_type = base_model_type(config)

@@ -229,9 +229,11 @@ def _by_heads(
     for name in ("frequency_index", "kept_channels"):
         if hasattr(attention, name):
             yield name, getattr(attention, name), key
-    for name, part in (("query_map", maps), ("key_map", key), ("value_map", maps)):
-        if hasattr(attention, name):
-            yield f"{name}.weight", getattr(attention, name).weight, part
+    for projection, names in attention.factors.items():
+        # Maps of keys are of cached heads, all others of dense ones.
+        part = key if projection == "k" else maps
+        for name in names:
+            yield f"{name}.weight", attention.get_parameter(f"{name}.weight"), part
     yield from norms_by_heads(attention, query, dense_key)
 
 
@@ -326,16 +328,21 @@ class OwnHeadNorms(nn.Module):
         return torch.stack([norm(x_BTD) for norm, x_BTD in own], 1)
 
 
-def divide_norms(attention: RapAttention, query: slice, key: slice) -> None:
-    """Let the norms of a pruned attention know that a rank has these heads of q and of k."""
-    spec = attention.norm
-    if spec is None:
+def _norms(attention: RapAttention, query: slice, key: slice) -> Iterator[tuple[str, Any, slice]]:
+    """The norms of queries and keys: name, module and this rank's heads."""
+    if attention.norm is None:
         return
-    names = norm_names(spec, exact=attention.exact_norm)
+    names = norm_names(attention.norm, exact=attention.exact_norm)
     for name, part in zip(names, (query, key), strict=True):
         norm = getattr(attention, name, None)
-        if norm is None:  # of keys, where they are another layer's
-            continue
+        if norm is not None:  # as it is of keys, where they are another layer's
+            yield name, norm, part
+
+
+def divide_norms(attention: RapAttention, query: slice, key: slice) -> None:
+    """Let the norms of a pruned attention know that a rank has these heads of q and of k."""
+    spec: Any = attention.norm
+    for name, norm, part in _norms(attention, query, key):
         if spec.one_module_per_head:
             setattr(attention, name, OwnHeadNorms(norm, part))
         elif spec.over == "all" and attention.exact_norm:
@@ -348,12 +355,9 @@ def norms_by_heads(
     attention: RapAttention, query: slice, key: slice
 ) -> Iterator[tuple[str, Tensor, slice]]:
     """Every tensor of the norms with a row per head, or D: its name, itself, this rank's rows."""
-    spec = attention.norm
-    if spec is None or spec.one_module_per_head:
-        return
-    for name, part in zip(norm_names(spec, exact=attention.exact_norm), (query, key), strict=True):
-        norm = getattr(attention, name, None)
-        if norm is None:
+    spec: Any = attention.norm
+    for name, norm, part in _norms(attention, query, key):
+        if spec.one_module_per_head:
             continue
         if not attention.exact_norm:
             for leaf, tensor in (*norm.named_parameters(), *norm.named_buffers()):
