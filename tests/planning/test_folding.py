@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases.groupings import groupings
 from rap.planning.folding import EDGES, fold_head, group_directions, logit_error, usual_reach
 from rap.planning.subspace import hermitian_root
 
 SIZE, CONTEXT = 6, 400
 FREQUENCIES = torch.tensor([0.2, 0.15, 0.1, 0.05, 0.02, 0.01], dtype=torch.float64)
-ONE_GROUP = [(1e6,)]
+ONE_GROUP = (1e6,)
 
 
 def moment(seed: int) -> Tensor:
@@ -25,11 +26,12 @@ def energies(*diagonal: float) -> Tensor:
     return torch.tensor(diagonal, dtype=torch.complex128).diag()
 
 
-@pytest.mark.parametrize("candidates", [[()], ONE_GROUP], ids=["alone", "one group"])
-def test_the_pairs_with_most_logit_energy_stay_at_their_own_frequencies(candidates):
+@pytest.mark.parametrize("edges", [(), ONE_GROUP], ids=["alone", "one group"])
+def test_the_pairs_with_most_logit_energy_stay_at_their_own_frequencies(edges):
     """Pairs without correlation fold into themselves, whatever their group."""
     query, key = energies(1, 9, 2, 1, 3, 1), energies(2, 1, 1, 1, 2, 4)  # products 2 9 2 1 6 4
-    head = fold_head(query, key, FREQUENCIES, 3, CONTEXT, candidates)
+    with groupings(edges):
+        head = fold_head(query, key, FREQUENCIES, 3, CONTEXT)
     assert head.frequency.tolist() == [1, 4, 5]
     for mix in (head.key_mix, head.query_mix):
         assert mix.abs().argmax(-1).tolist() == [1, 4, 5]
@@ -39,7 +41,10 @@ def test_the_pairs_with_most_logit_energy_stay_at_their_own_frequencies(candidat
 def test_the_best_of_candidates_that_differ_is_chosen():
     query, key = moment(0), moment(1)
     slow = FREQUENCIES / 10  # so that every candidate makes groups of its own
-    alone = [fold_head(query, key, slow, 3, CONTEXT, [edges]).error for edges in EDGES]
+    alone = []
+    for edges in EDGES:
+        with groupings(edges):
+            alone.append(fold_head(query, key, slow, 3, CONTEXT).error)
     assert max(alone) > 1.05 * min(alone)
     assert fold_head(query, key, slow, 3, CONTEXT).error == min(alone)
 

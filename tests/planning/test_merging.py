@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import rap
+from cases.groupings import groupings
 from cases.models import random_tokens, tiny_model
 from rap.methods.dense import dense_layers
 from rap.methods.keys import folded_apart
@@ -103,7 +104,8 @@ def test_heads_that_are_turned_copies_of_each_other_merge_without_loss(distance)
     one, factors = samples(2, PAIRS), samples(3, HEADS, PAIRS)
     keys = torch.einsum("np,pj->njp", one, factors).flatten(1)
     queries = samples(4)
-    head = fold_head(apart(queries), moment(keys), FREQUENCIES, PAIRS, CONTEXT, [()])
+    with groupings(()):
+        head = fold_head(apart(queries), moment(keys), FREQUENCIES, PAIRS, CONTEXT)
     assert head.frequency.tolist() == list(range(PAIRS))
     fields = merged_slots([head], HEADS)
     dense = logits(keys, queries, distance)
@@ -114,7 +116,8 @@ def test_heads_that_are_turned_copies_of_each_other_merge_without_loss(distance)
 def test_the_error_of_slots_is_what_logits_of_all_heads_lose():
     """Squared error of explicit logits, over distances and phases, summed over heads."""
     keys, queries = samples(5), samples(6)
-    head = fold_head(apart(queries), moment(keys), FREQUENCIES, 7, CONTEXT, [(10.0,)])
+    with groupings((10.0,)):
+        head = fold_head(apart(queries), moment(keys), FREQUENCIES, 7, CONTEXT)
     # Slow pairs of all heads share slots: some combine more than one frequency.
     assert ((head.key_mix.unflatten(1, (HEADS, PAIRS)).abs().sum(1) > 1e-6).sum(-1) > 1).any()
     fields, total = merged_slots([head], HEADS), 0.0
@@ -132,7 +135,8 @@ def test_what_is_dropped_is_what_the_spectrum_says():
     alike = torch.eye(PAIRS).repeat(HEADS, HEADS)
     read, key = alike * apart(samples(7)), alike * moment(samples(8))
     for width in (2, 6, 11):
-        head = fold_head(read, key, FREQUENCIES, width, CONTEXT, [()])
+        with groupings(()):
+            head = fold_head(read, key, FREQUENCIES, width, CONTEXT)
         rest = float(spectrum(read, key, FREQUENCIES, CONTEXT, ())[width:].sum())
         assert head.error == pytest.approx(rest, rel=1e-6)
 
@@ -143,7 +147,8 @@ def test_a_slot_turns_with_the_pair_that_gives_it_most_in_all_heads_together():
     key = key + 1e-6 * torch.eye(SIZE)
     along = torch.ones(SIZE, 1).cdouble()
     read = along @ along.mH + 1e-6 * torch.eye(SIZE)
-    head = fold_head(read, key, FREQUENCIES, 1, CONTEXT, [(1e6,)])
+    with groupings((1e6,)):
+        head = fold_head(read, key, FREQUENCIES, 1, CONTEXT)
     given = (head.key_mix[0].abs().square() * key.diagonal().real).unflatten(0, (HEADS, PAIRS))
     assert int(given.max(0).values.argmax()) == 3
     assert head.frequency.tolist() == [4]
@@ -204,8 +209,8 @@ def test_a_list_may_turn_several_pairs_at_one_frequency():
 
 
 def test_layers_and_groups_share_one_list():
-    layers = [(apart(samples(s))[None], moment(samples(s + 1))[None]) for s in (15, 17, 19)]
-    heads = [head for [head] in shared_slots(layers, FREQUENCIES, 7, CONTEXT, relative=False)]
+    layers = [(moment(samples(s + 1))[None], apart(samples(s))[None]) for s in (15, 17, 19)]
+    heads = [head for [head] in shared_slots(layers, FREQUENCIES, 7, CONTEXT, "loss")]
     lists = {tuple(head.frequency.tolist()) for head in heads}
     assert len(lists) == 1
     assert len(lists.pop()) == 7 > PAIRS

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rap.planning import merging
 from rap.planning.folding import fold_head, logit_error, spaced, usual_reach
 from rap.planning.losses import value_subspace
 from rap.planning.merging import lifted, refine_latent, refine_slots
@@ -54,13 +55,13 @@ def test_slots_lose_less_at_the_same_frequencies(width, turned):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_more_rounds_never_lose_more_and_end_where_nothing_is_left_to_gain(turned):
+def test_more_rounds_never_lose_more_and_end_where_nothing_is_left_to_gain(turned, monkeypatch):
     read, key = moment(2), moment(3)
     head = fold_head(read, key, FREQUENCIES, 5, CONTEXT, turned=turned)
-    found = [
-        refine_slots(head, read, key, FREQUENCIES, REACH, turned=turned, rounds=rounds)
-        for rounds in (1, 2, 5, 20, 120)
-    ]
+    found = []
+    for rounds in (1, 2, 5, 20, 120):
+        monkeypatch.setattr(merging, "ROUNDS", rounds)
+        found.append(refine_slots(head, read, key, FREQUENCIES, REACH, turned=turned))
     errors = [head.error, *(one.error for one in found)]
     assert errors == sorted(errors, reverse=True)
     slopes = []
@@ -108,12 +109,13 @@ def value_loss(values, factors):
     return torch.einsum("nhij,njk,nhkl,nil->n", values[1], rest, values[0], rest)
 
 
-def test_a_latent_loses_less_for_its_query_heads_together():
+def test_a_latent_loses_less_for_its_query_heads_together(monkeypatch):
     values = value_moments(10)
     factors = value_subspace(values, 5)
     losses = [value_loss(values, factors)]
     for rounds in (1, 2, 5, 50):
-        refined = refine_latent(values, factors, MERGE, rounds)
+        monkeypatch.setattr(merging, "ROUNDS", rounds)
+        refined = refine_latent(values, factors, MERGE)
         losses.append(value_loss(values, refined))
         torch.testing.assert_close(refined.down.norm(dim=2), refined.up.norm(dim=1))
     losses = torch.stack(losses)
@@ -151,8 +153,9 @@ def test_moments_of_full_rank_stay_as_they_are():
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_slots_of_few_tokens_stay_of_one_size(seed, turned):
+def test_slots_of_few_tokens_stay_of_one_size(seed, turned, monkeypatch):
+    monkeypatch.setattr(merging, "ROUNDS", 20)
     read, key = of_few(seed), of_few(seed + 10)
     head = fold_head(read, key, FREQUENCIES, 8, CONTEXT, turned=turned)
-    refined = refine_slots(head, read, key, FREQUENCIES, REACH, turned=turned, rounds=20)
+    refined = refine_slots(head, read, key, FREQUENCIES, REACH, turned=turned)
     assert float(refined.key_mix.abs().max()) < 2 * float(head.key_mix.abs().max())

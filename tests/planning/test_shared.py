@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases.groupings import groupings
 from rap.planning.folding import spectrum
 from rap.planning.shared import shared_slots
 
@@ -27,27 +28,30 @@ def moment(seed: int, size: int = 6) -> Tensor:
     return (rows.mH @ rows / len(rows))[None]
 
 
-@pytest.mark.parametrize(("relative", "expected"), [(True, [0, 1]), (False, [2, 3])])
-def test_every_head_has_one_vote_or_weighs_what_it_loses(relative, expected):
+@pytest.mark.parametrize(("metric", "expected"), [("output", [0, 1]), ("loss", [2, 3])])
+def test_every_head_has_one_vote_or_weighs_what_it_loses(metric, expected):
     ones, quiet, loud = energies(1, 1, 1, 1), energies(6, 5, 1, 1), energies(9, 9, 99, 98)
-    layers = [(ones, quiet), (ones, loud), (quiet, ones)]
-    heads = shared_slots(layers, SLOW, 2, CONTEXT, [()], relative=relative)
+    layers = [(quiet, ones), (loud, ones), (ones, quiet)]
+    with groupings(()):
+        heads = shared_slots(layers, SLOW, 2, CONTEXT, metric)
     assert [[head.frequency.tolist() for head in layer] for layer in heads] == [[expected]] * 3
 
 
 def test_a_vote_counts_squared_logits():
     """Pair 0 leads by the sum of weights, 4 + 4 to 7 + 0.3; by energy pair 1 does."""
     ones = energies(1, 1, 1)
-    layers = [(ones, energies(16, 49, 0.1)), (ones, energies(16, 0.09, 48.91))]
-    heads = shared_slots(layers, SLOW[:3], 1, CONTEXT, [()])
+    layers = [(energies(16, 49, 0.1), ones), (energies(16, 0.09, 48.91), ones)]
+    with groupings(()):
+        heads = shared_slots(layers, SLOW[:3], 1, CONTEXT, "output")
     assert [head.frequency.tolist() for [head] in heads] == [[1], [1]]
 
 
 def test_a_slot_takes_the_pair_that_weighs_most_in_it():
     """One group and one slot: the frequency of what leads in two heads, each with its own mix."""
     ones = energies(1, 1, 1, 1)
-    layers = [(ones, energies(*row)) for row in ((1, 9, 2, 1), (1, 2, 1, 9), (2, 1, 1, 9))]
-    heads = shared_slots(layers, SLOW, 1, CONTEXT, [(1.0,)])
+    layers = [(energies(*row), ones) for row in ((1, 9, 2, 1), (1, 2, 1, 9), (2, 1, 1, 9))]
+    with groupings((1.0,)):
+        heads = shared_slots(layers, SLOW, 1, CONTEXT, "output")
     assert [head.frequency.tolist() for [head] in heads] == [[3]] * 3
     assert [int(head.key_mix.abs().argmax()) for [head] in heads] == [1, 3, 3]
 
@@ -56,24 +60,31 @@ def test_a_slot_takes_the_pair_that_weighs_most_in_it():
 def test_the_grouping_with_the_smallest_share_of_errors_wins(seed):
     """Of three heads one has keys a thousand times larger, which decides absolute errors alone."""
     candidates = [(), (10.0,), (30.0,)]
-    layers = [(moment(seed + 2 * head), moment(seed + 2 * head + 1)) for head in range(3)]
-    layers[2] = (layers[2][0], 1e3 * layers[2][1])
+    layers = [(moment(seed + 2 * head + 1), moment(seed + 2 * head)) for head in range(3)]
+    layers[2] = (1e3 * layers[2][0], layers[2][1])
+
+    def folded(*edges):
+        with groupings(*edges):
+            found = shared_slots(layers, MIXED, 3, CONTEXT, "output")
+        return [head.error for [head] in found]
+
     shares, sums = [], []
     for edges in candidates:
-        errors = [head.error for [head] in shared_slots(layers, MIXED, 3, CONTEXT, [edges])]
-        totals = [spectrum(q[0], k[0], MIXED, CONTEXT, edges).sum() for q, k in layers]
+        errors = folded(edges)
+        totals = [spectrum(q[0], k[0], MIXED, CONTEXT, edges).sum() for k, q in layers]
         shares.append(sum(error / float(t) for error, t in zip(errors, totals, strict=True)))
         sums.append(sum(errors))
     best = shares.index(min(shares))
     assert best != sums.index(min(sums))
-    [expected] = zip(*shared_slots(layers, MIXED, 3, CONTEXT, [candidates[best]]), strict=True)
-    [found] = zip(*shared_slots(layers, MIXED, 3, CONTEXT, candidates), strict=True)
-    assert [head.error for head in found] == [head.error for head in expected]
+    assert folded(*candidates) == folded(candidates[best])
 
 
 def test_a_head_that_is_all_zero_has_no_vote():
     ones, none = energies(1, 2, 3, 4), energies(0, 0, 0, 0)
-    alone = shared_slots([(ones, ones)], SLOW, 2, CONTEXT, [()])
-    beside = shared_slots([(ones, ones), (none, none)], SLOW, 2, CONTEXT, [()])
+    with groupings(()):
+        alone, beside = (
+            shared_slots(layers, SLOW, 2, CONTEXT, "output")
+            for layers in ([(ones, ones)], [(ones, ones), (none, none)])
+        )
     assert torch.equal(beside[0][0].frequency, alone[0][0].frequency)
     assert float(beside[1][0].error) == 0

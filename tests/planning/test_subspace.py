@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import rap
+from cases.groupings import groupings
 from cases.models import random_tokens, tiny_model
 from rap.model.layers import attention_layers
 from rap.model.rope import AttentionShape, HeadGeometry
@@ -114,10 +115,12 @@ def test_equal_frequencies_fold_without_mismatch() -> None:
     """One frequency for all pairs: the error is the low-rank bound and nothing else."""
     frequencies = torch.full((SIZE,), 1e-3, dtype=torch.float64)
     query, key = (moment(seed, dtype=torch.complex128) for seed in (10, 11))
-    head = fold_head(query, key, frequencies, 3, context=512, candidates=[(3.0,)])
+    with groupings((3.0,)):
+        head = fold_head(query, key, frequencies, 3, context=512)
     bound = float(spectrum(query, key, frequencies, 512)[3:].sum())
     assert head.error == pytest.approx(bound, rel=1e-8)
-    pairs = fold_head(query, key, frequencies, 3, context=512, candidates=[()])
+    with groupings(()):
+        pairs = fold_head(query, key, frequencies, 3, context=512)
     assert head.error < pairs.error
 
 
@@ -125,7 +128,8 @@ def test_mismatch_counts() -> None:
     """The same slots at a wrong frequency have a larger error: the control of the measure."""
     frequencies = torch.tensor([0.02, 0.018, 0.016, 0.001], dtype=torch.float64)
     query, key = (moment(seed, dtype=torch.complex128, size=4) for seed in (12, 13))
-    head = fold_head(query, key, frequencies, 2, context=1000, candidates=[(30.0,)])
+    with groupings((30.0,)):
+        head = fold_head(query, key, frequencies, 2, context=1000)
     roots = hermitian_root(query), hermitian_root(key)
     wrong = torch.full_like(head.frequency, 3)
     slots = (head.key_mix, head.query_mix, usual_reach(1000))
@@ -150,7 +154,8 @@ def test_logit_error_is_that_of_rotated_channels(turned: bool) -> None:
     readers = torch.cat([readers, 1j * readers])
     moments = [x.mT @ x.conj() / len(x) for x in (readers, keys)]
     settings = {"turned": True} if turned else {}
-    head = fold_head(*moments, frequencies, 3, context, candidates=[(10.0,)], **settings)
+    with groupings((10.0,)):
+        head = fold_head(*moments, frequencies, 3, context, **settings)
     assert len(set(head.frequency.tolist()) & {1, 2, 3, 4}) >= 2  # some slots are of a group
     errors = []
     for step in torch.linspace(0, 1, NUM_DISTANCES, dtype=torch.float64):
@@ -178,7 +183,10 @@ def test_the_best_candidate_is_chosen() -> None:
     frequencies = torch.logspace(0, -4, SIZE, dtype=torch.float64)
     query, key = (moment(seed, dtype=torch.complex128) for seed in (14, 15))
     best = fold_head(query, key, frequencies, 4, context=512)
-    alone = [fold_head(query, key, frequencies, 4, 512, candidates=[edges]) for edges in EDGES]
+    alone = []
+    for edges in EDGES:
+        with groupings(edges):
+            alone.append(fold_head(query, key, frequencies, 4, context=512))
     assert best.error == min(head.error for head in alone)
 
 

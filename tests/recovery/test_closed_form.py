@@ -10,6 +10,7 @@ from torch import Tensor
 
 import rap
 from cases.models import random_tokens, tiny_model
+from rap.recovery import closed_form
 from rap.recovery.closed_form import refit_outputs
 from rap.runtime.layerwise import LayerwiseRunner
 
@@ -50,23 +51,30 @@ def _first_layer(dense: Any, small: Any, windows: Tensor) -> tuple[Tensor, Tenso
     return caught["small in"], caught["dense out"]
 
 
-def test_first_layer_is_the_least_squares_solution(pair: tuple) -> None:
+def test_first_layer_is_the_least_squares_solution(
+    pair: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against torch.linalg.lstsq on the tokens of all batches stacked, an independent route."""
+    monkeypatch.setattr(closed_form, "RIDGE", 1e-14)
+    monkeypatch.setattr(closed_form, "BATCH", 4)
     dense, small = pair
     windows = random_tokens(8, 64)
     expected = torch.linalg.lstsq(*_first_layer(dense, small, windows[:6])).solution.T
-    refit_outputs(small, dense, windows, ridge=1e-14, batch_size=4)
+    refit_outputs(small, dense, windows)
     found = small.model.layers[0].self_attn.o_proj.weight
     torch.testing.assert_close(found.data, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_ridge_and_errors_are_those_of_their_definitions(pair: tuple) -> None:
+def test_ridge_and_errors_are_those_of_their_definitions(
+    pair: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closed_form, "RIDGE", 0.3)
     dense, small = pair
     windows = random_tokens(8, 64)
     old = small.model.layers[0].self_attn.o_proj.weight.detach().clone()
     fit_Z, fit_Y = _first_layer(dense, small, windows[:6])
     judge_Z, judge_Y = _first_layer(dense, small, windows[6:])
-    first = refit_outputs(small, dense, windows, ridge=0.3)[0]
+    first = refit_outputs(small, dense, windows)[0]
     gram = fit_Z.mT @ fit_Z
     ridge = 0.3 * gram.diagonal().mean() * torch.eye(len(gram)).double()
     # The minimum of |Z W - Y|^2 + ridge |W - W_o|^2, solved for W and not for the change.
@@ -87,12 +95,15 @@ def test_activations_that_are_not_finite_are_refused(pair: tuple) -> None:
         refit_outputs(small, dense, random_tokens(8, 16))
 
 
-def test_a_refit_that_does_not_help_is_not_kept(pair: tuple) -> None:
+def test_a_refit_that_does_not_help_is_not_kept(
+    pair: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fitted on one repeated token and judged on others, the solution is worse and is dropped."""
+    monkeypatch.setattr(closed_form, "RIDGE", 1e-14)
     dense, small = pair
     windows = torch.cat([torch.full((6, 64), 3), random_tokens(2, 64)])
     before = small.model.layers[0].self_attn.o_proj.weight.clone()
-    first = refit_outputs(small, dense, windows, ridge=1e-14)[0]
+    first = refit_outputs(small, dense, windows)[0]
     assert first.after >= first.before
     assert not first.kept
     assert torch.equal(small.model.layers[0].self_attn.o_proj.weight, before)
@@ -109,14 +120,16 @@ def test_a_layer_that_adds_nothing_stays_so(pair: tuple) -> None:
     assert last.kept
 
 
-def test_windows_are_split_where_asked_whatever_the_batch(pair: tuple) -> None:
+def test_windows_are_split_where_asked_whatever_the_batch(
+    pair: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batches of 8 hold windows of both parts; the last one is not full."""
     dense, small = pair
-    windows, copies = random_tokens(10, 64), [copy.deepcopy(small) for _ in range(2)]
-    found = [
-        refit_outputs(one, dense, windows, held_out=0.3, batch_size=size)
-        for one, size in zip(copies, (8, 1), strict=True)
-    ]
+    windows, found = random_tokens(10, 64), []
+    monkeypatch.setattr(closed_form, "HELD_OUT_SHARE", 0.3)
+    for size in (8, 1):
+        monkeypatch.setattr(closed_form, "BATCH", size)
+        found.append(refit_outputs(copy.deepcopy(small), dense, windows))
     for one, other in zip(*found, strict=True):
         assert one.before == pytest.approx(other.before, rel=1e-5)
         assert one.after == pytest.approx(other.after, rel=1e-5)
@@ -144,7 +157,7 @@ def test_every_layer_is_walked_once(pair: tuple, monkeypatch: pytest.MonkeyPatch
         "run",
         lambda self, layer, index, rows: passes.append(index) or run(self, layer, index, rows),
     )
-    refit_outputs(small, dense, random_tokens(4, 32), batch_size=4)
+    refit_outputs(small, dense, random_tokens(4, 32))
     assert Counter(passes) == {0: 3, 1: 3, 2: 3}
 
 

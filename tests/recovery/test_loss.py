@@ -35,18 +35,20 @@ def _plain(hidden, teacher, targets, heads, config):
     return token_loss(hidden @ heads[0].T, teacher @ heads[1].T, targets, config).mean()
 
 
-def _chunked(hidden, teacher, targets, heads, config, chunk):
+def _chunked(hidden, teacher, targets, heads, config):
     maps = (lambda x: x @ heads[0].T, lambda x: x @ heads[1].T)
-    return distillation_loss(hidden, teacher, targets, maps, config, chunk=chunk)
+    return distillation_loss(hidden, teacher, targets, maps, config)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, NUM, 100, None])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_chunks_change_neither_loss_nor_gradient(name, chunk):
+def test_chunks_change_neither_loss_nor_gradient(name, chunk, monkeypatch):
+    if chunk is not None:
+        monkeypatch.setattr(module, "LOSS_LOGITS", chunk * VOCABULARY)
     hidden, *rest = _case()
     plain = _plain(hidden, *rest, VARIANTS[name])
     (expected,) = torch.autograd.grad(3 * plain, hidden)
-    found = _chunked(hidden, *rest, VARIANTS[name], chunk)
+    found = _chunked(hidden, *rest, VARIANTS[name])
     (gradient,) = torch.autograd.grad(3 * found, hidden)
     # Sums of the same float64 terms in another order.
     assert abs(found - plain) < 1e-13 * abs(plain)
@@ -61,21 +63,20 @@ def test_chunks_bound_what_exists_at_once(monkeypatch):
         seen.append(len(states))
         return states @ heads[0].T
 
-    distillation_loss(hidden, teacher, targets, (head, head), RecoveryConfig(), chunk=8)
-    assert max(seen) == 8
-    assert sum(seen) == 2 * NUM
-    # Left to itself it takes as many tokens as the bound on their logits allows.
-    seen.clear()
-    monkeypatch.setattr(module, "LOSS_LOGITS", 5 * VOCABULARY + 3)
-    distillation_loss(hidden, teacher, targets, (head, head), RecoveryConfig())
-    assert max(seen) == 5
+    for most in (8, 5):
+        seen.clear()
+        monkeypatch.setattr(module, "LOSS_LOGITS", most * VOCABULARY + 3)
+        distillation_loss(hidden, teacher, targets, (head, head), RecoveryConfig())
+        assert max(seen) == most
+        assert sum(seen) == 1 + 2 * NUM  # one token shows how many logits a token has
 
 
-def test_a_model_that_is_its_own_teacher_has_no_divergence():
+def test_a_model_that_is_its_own_teacher_has_no_divergence(monkeypatch):
+    monkeypatch.setattr(module, "LOSS_LOGITS", 4 * VOCABULARY)
     hidden, _, targets, heads = _case()
     both = (hidden, hidden.detach(), targets, heads[:1].expand(2, -1, -1))
     for divergence in ("reverse", "forward"):
-        loss = _chunked(*both, RecoveryConfig(ce_weight=0.0, divergence=divergence), 4)
+        loss = _chunked(*both, RecoveryConfig(ce_weight=0.0, divergence=divergence))
         assert abs(loss) < 1e-14
 
 
@@ -191,13 +192,12 @@ def test_the_paper_preset_is_the_paper():
         recovery_config("fast", ranks=4)
 
 
-def test_hidden_states_and_head_of_a_model_give_its_own_loss():
+def test_hidden_states_and_head_of_a_model_give_its_own_loss(monkeypatch):
     model, tokens = tiny_model(tie_word_embeddings=True), random_tokens(2, 9)
+    monkeypatch.setattr(module, "LOSS_LOGITS", 5 * model.config.vocab_size)
     hidden = model.model(input_ids=tokens, use_cache=False)[0]
     expected = model(input_ids=tokens, labels=tokens).loss
     head = Head(model)
     flat = hidden[:, :-1].flatten(0, 1).detach()
-    found = distillation_loss(
-        flat, flat, tokens[:, 1:].flatten(), (head, head), RecoveryConfig(), chunk=5
-    )
+    found = distillation_loss(flat, flat, tokens[:, 1:].flatten(), (head, head), RecoveryConfig())
     assert abs(found - expected) < 1e-5 * expected

@@ -57,17 +57,12 @@ def folded_alike(
     metric: Metric,
     reach: float | None = None,
 ) -> list[dict[str, Tensor]]:
-    """One list of slots: heads' losses compare as they are, their errors only as shares."""
+    """One list of slots for all heads, as `folded_apart` has one for each."""
     widths = [0 if layer is None else layer.num_pairs for layer in plain]
     folded = [layer for layer in dense.present if layer.mixes_keys and widths[layer.index]]
     moments = [key_moments(layer.statistics, metric) for layer in folded]
-    present = [(read, key) for key, read in moments]
     frequencies = shared_frequencies(dense.frequencies)
-    loss = metric == "loss"  # gradients of keys
-    width = max(widths)
-    slots = shared_slots(
-        present, frequencies, width, context, reach=reach, relative=not loss, turned=loss
-    )
+    slots = shared_slots(moments, frequencies, max(widths), context, metric, reach=reach)
     fields: list[dict[str, Tensor]] = [{} for _ in plain]
     for layer, heads in zip(folded, slots, strict=True):
         fields[layer.index] = merged_slots(heads, 1)

@@ -116,16 +116,8 @@ class Merged:
         """One list of slots for all groups of all layers, as the plain layout needs it."""
         frequencies = shared_frequencies(dense.frequencies)
         keys = [self.moments(layer)[0] for layer in dense.present]
-        loss = self.metric == "loss"
-        found = shared_slots(
-            [(read, key) for key, read in keys],
-            frequencies,
-            width,
-            self.context,
-            reach=self.reach,
-            relative=not loss,
-            turned=loss,
-        )
+        about = (frequencies, width, self.context, self.metric)
+        found = shared_slots(keys, *about, reach=self.reach)
         return {
             layer.index: self._refined(slots, own, frequencies)
             for layer, slots, own in zip(dense.present, found, keys, strict=True)

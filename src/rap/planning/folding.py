@@ -75,12 +75,11 @@ def fold_head(
     frequencies: Tensor,
     num_slots: int,
     context: int,
-    candidates: Sequence[Sequence[float]] = EDGES,
     *,
     reach: float | None = None,
     turned: bool = False,
 ) -> FoldedHead:
-    """The best way to keep `num_slots` slots of one cached head, over the candidate groupings.
+    """The best way to keep `num_slots` slots of one cached head, over the groupings of EDGES.
 
     Within a grouping the directions with the largest weights stay, whichever their group. Between
     groupings `logit_error` decides, rotation mismatch included; `turned` as it says. Its `reach`
@@ -88,7 +87,7 @@ def fold_head(
     """
     reach = usual_reach(context) if reach is None else reach
     heads = []
-    for edges in candidates:
+    for edges in EDGES:
         groups = frequency_groups(frequencies, context, edges)
         directions = group_directions(query_SS, key_SS, groups)
         ranked = [(group, rank) for group, rows in directions.items() for rank in range(len(rows))]

@@ -51,7 +51,7 @@ from .losses import (
 )
 from .subspace import Factors, hermitian_root, shrunk, weighted_subspace
 
-ROUNDS = 5
+ROUNDS = 5  # of alternating least squares, of which none loses more than the one before
 # Steps of conjugate gradients in a round, whose least squares have no matrix one could factor.
 STEPS = 5
 # Share of the mean eigenvalue below which a preconditioner does not look.
@@ -69,7 +69,6 @@ def refine_slots(
     reach: float,
     *,
     turned: bool = False,
-    rounds: int = ROUNDS,
 ) -> FoldedHead:
     """The same slots at the same frequencies, mixed for the least `logit_error` up to `reach`.
 
@@ -94,7 +93,7 @@ def refine_slots(
         return (read(x_SM * slots_TM[:, None]) @ kept_MM * slots_TM.conj()[:, None]).mean(0)
 
     key_mix, up_SM = head.key_mix, head.query_mix.mH
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         kept_MM = key_mix @ key_SS @ key_mix.mH
         wanted = dense_TS[:, :, None] * (key_SS @ key_mix.mH) * slots_TM.conj()[:, None]
         up_SM = _least_squares(
@@ -116,7 +115,7 @@ def refine_slots(
     return replace(head, key_mix=key_mix, query_mix=query_mix, error=error)
 
 
-def refine_latent(values: Moments, factors: Factors, merge: int, rounds: int = ROUNDS) -> Factors:
+def refine_latent(values: Moments, factors: Factors, merge: int) -> Factors:
     """The same number of channels, for the least sum over query heads of what each one loses.
 
     That is sum_h tr(O_h (1 - U W) C_h (1 - U W)^T) for moments [N, g R, V, V], where O_h is of the
@@ -126,15 +125,13 @@ def refine_latent(values: Moments, factors: Factors, merge: int, rounds: int = R
     dim = up_NVC.shape[1] // merge
     if down_NCV.shape[1] == up_NVC.shape[1]:
         return factors
-    refined = [
-        _latent(*group, dim, rounds) for group in zip(*values, down_NCV, up_NVC, strict=True)
-    ]
+    refined = [_latent(*group, dim) for group in zip(*values, down_NCV, up_NVC, strict=True)]
     down, up = (torch.stack(side) for side in zip(*refined, strict=True))
     return replace(factors, down=down, up=up)
 
 
 def _latent(
-    moment_HVV: Tensor, reader_HVV: Tensor, down_CV: Tensor, up_VC: Tensor, dim: int, rounds: int
+    moment_HVV: Tensor, reader_HVV: Tensor, down_CV: Tensor, up_VC: Tensor, dim: int
 ) -> tuple[Tensor, Tensor]:
     """Of one group, whose readers are taken as blocks of their own KV heads."""
     merge = len(up_VC) // dim
@@ -148,7 +145,7 @@ def _latent(
     wanted = reader @ wanted
     across, heads = _inverse(moment_HVV.sum(0)), _inverse(reader.sum(1))
     up = up_VC.unflatten(0, (merge, dim))
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         kept = down_CV @ moment @ down_CV.mT  # [g, R, C, C]
         up = _least_squares(
             partial(_to_heads, reader, kept),

@@ -18,6 +18,7 @@ from .folding import (
     group_directions,
     usual_reach,
 )
+from .losses import Metric, Moments
 
 
 def shared_pairs(score_GP: Sequence[Tensor], num_pairs: int) -> list[int]:
@@ -61,44 +62,43 @@ def shared_frequencies(frequencies: Sequence[Tensor | None]) -> Tensor:
 
 
 def shared_slots(
-    moments: Sequence[tuple[Tensor, Tensor]],
+    moments: Sequence[Moments],
     frequencies: Tensor,
     num_slots: int,
     context: int,
-    candidates: Sequence[Sequence[float]] = EDGES,
+    metric: Metric,
     *,
     reach: float | None = None,
-    relative: bool = True,
-    turned: bool = False,
 ) -> list[list[FoldedHead]]:
     """Folded slots at one list of frequencies for all heads, [layer][head], each with its own mix.
 
-    `moments` are (reader, key) complex second moments [G, P, P] per layer. For every candidate
-    grouping the number of slots of each group follows the share of logit energy its directions
-    carry over all heads, and each slot takes the pair that weighs most in that rank of the group;
-    the grouping with the smallest sum of errors wins. With `relative` every head has one vote, its
-    error and energy divided by its total; else heads weigh by what they lose. A group that keeps
-    all its slots stays plain. `reach` and `turned` as in `folding.fold_head`.
+    `moments` are those of every layer's keys in units of `metric` (`losses.key_moments`). For every
+    grouping of EDGES the number of slots of each group follows the share of logit energy its
+    directions carry over all heads, and each slot takes the pair that weighs most in that rank of
+    the group; the grouping with the smallest sum of errors wins. Losses of heads compare as they
+    are. Of their errors by "output" every head has one vote: error and energy are divided by its
+    total. A group that keeps all its slots stays plain. `reach` as in `folding.fold_head`.
     """
     reach = usual_reach(context) if reach is None else reach
-    heads = [pair for layer in moments for pair in zip(*layer, strict=True)]
+    loss = metric == "loss"  # readers are gradients of keys
+    heads = [(read, key) for layer in moments for key, read in zip(*layer, strict=True)]
     best: list[FoldedHead] = []
     lowest = float("inf")
-    for edges in candidates:
+    for edges in EDGES:
         groups = frequency_groups(frequencies, context, edges)
         by_head = [group_directions(query, key, groups) for query, key in heads]
         # A head that is all zero loses nothing, whatever it is divided by.
-        totals = [(relative and _total(directions)) or 1.0 for directions in by_head]
+        totals = [(not loss and _total(directions)) or 1.0 for directions in by_head]
         slots = _shared_list(by_head, totals, num_slots)
         filled = [
-            fill_slots(query, key, frequencies, groups, directions, slots, reach, turned=turned)
+            fill_slots(query, key, frequencies, groups, directions, slots, reach, turned=loss)
             for (query, key), directions in zip(heads, by_head, strict=True)
         ]
         error = sum(head.error / total for head, total in zip(filled, totals, strict=True))
         if error < lowest:
             best, lowest = filled, error
     per_layer = iter(best)
-    return [[next(per_layer) for _ in query] for query, _ in moments]
+    return [[next(per_layer) for _ in keys] for keys, _ in moments]
 
 
 def _total(groups: Mapping[int, Sequence[Direction]]) -> float:

@@ -5,12 +5,11 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..model.attention import pruned_attention
 from ..model.errors import RapError
-from ..model.factored import FactoredAttention
 from ..model.fingerprint import fingerprint_model, fingerprint_tensors, tied_names
 from ..model.layers import AttentionLayer, attention_layers, attention_spec, projections
 from .config import RecoveryConfig
@@ -121,13 +120,14 @@ def _targets(student: PreTrainedModel) -> list[str]:
 
 
 def _maps(student: PreTrainedModel) -> list[str]:
-    """Maps of every head, which are no linears, and so beyond LoRA."""
+    """Factors that are no linears (maps of every head), and so beyond LoRA."""
     return [
         f"{layer.path}.{name}"
         for layer in attention_layers(student)
-        if isinstance(own := pruned_attention(layer), FactoredAttention)
+        if (own := pruned_attention(layer)) is not None
         for names in own.factors.values()
         for name in names
+        if not isinstance(own.get_submodule(name), nn.Linear)
     ]
 
 

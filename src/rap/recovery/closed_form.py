@@ -1,7 +1,7 @@
 """Closed-form recovery: refit every layer's output projection to the dense model's attention.
 
 Layer by layer, with the layers before already refitted, W_o' minimises
-    sum over tokens ||Z W' - Y||^2 + ridge ||W' - W_o||^2
+    sum over tokens ||Z W' - Y||^2 + RIDGE ||W' - W_o||^2
 where Z is what the pruned layer hands to o_proj and Y what the dense layer's attention adds to the
 residual stream. One linear solve per layer, no gradient, nothing added at run time.
 
@@ -31,8 +31,9 @@ from ..runtime.sources import LoadedLayers
 from ..runtime.state import removed
 from .streams import is_cut
 
-RIDGE = 1e-3
-HELD_OUT_SHARE = 0.25
+RIDGE = 1e-3  # of the mean diagonal of Z^T Z: enough for directions that no token has
+HELD_OUT_SHARE = 0.25  # of the windows, the last ones: they judge what the others fit
+BATCH = 8  # windows that a layer works on at a time
 
 
 @dataclass(frozen=True)
@@ -55,26 +56,22 @@ def refit_outputs(
     dense: PreTrainedModel,
     windows: Tensor,
     *,
-    ridge: float = RIDGE,
-    held_out: float = HELD_OUT_SHARE,
-    batch_size: int = 8,
     progress: bool = False,
 ) -> list[LayerRefit]:
     """Refit W_o of every pruned layer of `small` in place; the better of old and new is kept.
 
-    `windows` [num, T] are split: the last `held_out` share judges, the rest fits. `ridge` is
-    relative to the mean diagonal of Z^T Z. Layers work in float32, and sums are in float64. Memory
-    is two streams of all tokens, a layer of each model, and two matrices of K x K and two of K x E
-    in float64; time is three forward passes. Raises RapError for too few windows or a layer whose
-    statistics are not finite.
+    `windows` [num, T] are split: the last HELD_OUT_SHARE judges, the rest fits. Layers work in
+    float32, and sums are in float64. Memory is two streams of all tokens, a layer of each model,
+    and two matrices of K x K and two of K x E in float64; time is three forward passes. Raises
+    RapError for too few windows or a layer whose statistics are not finite.
     """
-    num_fit = min(round(len(windows) * (1 - held_out)), len(windows) - 1)
+    num_fit = min(round(len(windows) * (1 - HELD_OUT_SHARE)), len(windows) - 1)
     if num_fit < 1:
         raise RapError(
             f"{len(windows)} windows cannot be split into training and held-out; use at least 2"
         )
     mine, theirs = (
-        LayerwiseRunner(LoadedLayers(model), windows, batch_size) for model in (small, dense)
+        LayerwiseRunner(LoadedLayers(model), windows, BATCH) for model in (small, dense)
     )
     layers, dense_layers = attention_layers(small), attention_layers(dense)
     results = []
@@ -83,7 +80,7 @@ def refit_outputs(
         ours, other = (stream.source.working(layer.index) for stream in (mine, theirs))
         if is_cut(layer, original):
             pair = _Pair(mine, theirs, ours, other, layer, original)
-            results.append(_refit(pair, num_fit, ridge))
+            results.append(_refit(pair, num_fit))
         else:
             theirs.advance(other, layer.index)
         mine.advance(ours, layer.index)
@@ -152,7 +149,7 @@ class _Sums:
         return self.residual - float(2 * (self.cross * change_EK.T).sum() - quadratic)
 
 
-def _refit(pair: _Pair, num_fit: int, ridge: float) -> LayerRefit:
+def _refit(pair: _Pair, num_fit: int) -> LayerRefit:
     weight = pair.linear.weight
     fit, judge = _Sums(weight), _Sums(weight)
     for first, inputs, residual in pair.batches():
@@ -162,7 +159,7 @@ def _refit(pair: _Pair, num_fit: int, ridge: float) -> LayerRefit:
     gram = fit.gram
     if not (torch.isfinite(gram).all() and torch.isfinite(fit.cross).all()):
         raise RapError(f"layer {pair.index}: activations are not finite, refit in float32")
-    gram.diagonal().add_(ridge * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny))
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny))
     change = torch.linalg.solve(gram, fit.cross).T.to(pair.kept.weight.dtype).double()
     before, after = judge.residual, judge.after(change)
     if after < before:

@@ -35,16 +35,13 @@ def distillation_loss(
     targets_N: Tensor,
     heads: tuple[Logits, Logits],
     config: RecoveryConfig,
-    *,
-    chunk: int | None = None,
 ) -> Tensor:
     """Mean loss in nats of N tokens; `heads` of student and teacher map [C, E] to logits [C, V].
 
     Equal, with its gradient with respect to `hidden_NE`, to the mean of `token_loss` over all
-    logits at once. Parameters of the heads receive no gradient. `chunk` is the number of tokens
-    whose logits are held at once; by default what 2^24 logits allow.
+    logits at once, LOSS_LOGITS of which are held. Parameters of the heads receive no gradient.
     """
-    return _Chunked.apply(hidden_NE, teacher_NE, targets_N, heads, config, chunk)
+    return _Chunked.apply(hidden_NE, teacher_NE, targets_N, heads, config)
 
 
 def token_loss(
@@ -93,15 +90,13 @@ class _Chunked(torch.autograd.Function):
         targets_N: Tensor,
         heads: tuple[Logits, Logits],
         config: RecoveryConfig,
-        chunk: int | None,
     ) -> Tensor:
         student_head, teacher_head = heads
         wanted = ctx.needs_input_grad[0]
         gradient_NE = torch.empty_like(hidden_NE) if wanted else None
-        count, total, start = len(targets_N), None, 0
-        while start < count:
-            step = chunk or _chunk(student_head, hidden_NE[start : start + 1])
-            chunk, part = step, slice(start, start + step)
+        count, total, step = len(targets_N), None, _chunk(student_head, hidden_NE[:1])
+        for start in range(0, count, step):
+            part = slice(start, start + step)
             hidden_CE = hidden_NE[part].detach().requires_grad_(wanted)
             with torch.no_grad():
                 teacher_CV = teacher_head(teacher_NE[part].detach())
@@ -113,7 +108,6 @@ class _Chunked(torch.autograd.Function):
             if gradient_NE is not None:
                 (gradient_NE[part],) = torch.autograd.grad(loss, hidden_CE)
             total = loss.detach() if total is None else total + loss.detach()
-            start += step
         ctx.gradient_NE = gradient_NE
         assert total is not None, "no token to predict"
         return total
@@ -123,7 +117,7 @@ class _Chunked(torch.autograd.Function):
         gradient_NE, ctx.gradient_NE = ctx.gradient_NE, None
         if gradient_NE is not None:
             gradient_NE = gradient_NE * grad_outputs[0].to(gradient_NE.dtype)
-        return gradient_NE, None, None, None, None, None
+        return gradient_NE, None, None, None, None
 
 
 @torch.no_grad()

@@ -67,19 +67,15 @@ def train_projections(
     weights are still those of `dense`, and for a setting of `UNREAD` that is not as in `SETTINGS`.
     """
     check_read(config)
-    _check(small, dense)
-    statistics = calibrate(dense, windows[:CALIBRATION_WINDOWS], {"rotated"}).layers
     trained, spec = copy.deepcopy(small), attention_spec(dense.config)
-    own = attention_layers(trained)
-    projected = [isinstance(layer.module, ProjectedAttention) for layer in own]
-    layers = [layer for layer in attention_layers(dense) if projected[layer.index]]
-    indices = [layer.index for layer in layers]
-    bases = {i: Bases(own[i], statistics[i]).to(dense.device) for i in indices}
+    pairs = _projected(trained, dense, spec)
+    statistics = calibrate(dense, windows[:CALIBRATION_WINDOWS], {"rotated"}).layers
+    bases = {x.index: Bases(x, statistics[x.index]).to(dense.device) for x, _ in pairs}
     with frozen(dense), evaluating(dense):
         _train(bases, dense, windows, config, progress)
     with torch.no_grad():
-        for layer in layers:
-            _load(own[layer.index], layer, bases[layer.index], spec)
+        for layer, original in pairs:
+            _load(layer, original, bases[layer.index], spec)
     return trained
 
 
@@ -230,7 +226,10 @@ def _load(
         module.get_parameter(name).copy_(tensor)
 
 
-def _check(small: PreTrainedModel, dense: PreTrainedModel) -> None:
+def _projected(
+    small: PreTrainedModel, dense: PreTrainedModel, spec: AttentionSpec
+) -> list[tuple[AttentionLayer, AttentionLayer]]:
+    """The projected layers of a model and the dense ones; RapError for none, or other weights."""
     pairs = [
         (layer, original)
         for layer, original in zip(attention_layers(small), attention_layers(dense), strict=True)
@@ -240,7 +239,6 @@ def _check(small: PreTrainedModel, dense: PreTrainedModel) -> None:
         raise RapError(
             "recovery 'projections' trains the bases of method matryoshka, this model has none"
         )
-    spec = attention_spec(dense.config)
     for layer, original in pairs:
         mine, theirs = (projections(item, spec)["v"].weight for item in (layer, original))
         if not torch.equal(mine, theirs.to(mine)):
@@ -248,3 +246,4 @@ def _check(small: PreTrainedModel, dense: PreTrainedModel) -> None:
                 "recovery 'projections' starts from the dense weights, these were trained: train "
                 "the projections first"
             )
+    return pairs

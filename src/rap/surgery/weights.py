@@ -18,10 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..checkpoint.load import load_config
 from ..checkpoint.stored import Weights, without_weights
 from ..model.cache_layout import Entry
-from ..model.errors import PlanError, UnsupportedModelError
+from ..model.errors import PlanError
 from ..model.fingerprint import fingerprint_model
 from ..model.kinds.base import DenseAttention, LayerPlan
-from ..model.kinds.heads import HeadsPlan, with_heads
 from ..model.layers import (
     AttentionLayer,
     attention_layers,
@@ -180,11 +179,13 @@ def converted(
 def pruned_config(dense_config: PreTrainedConfig, plan: Plan) -> Any:
     """The base config's own fields, unchanged, plus the `rap` section with every layer's entry.
 
-    Of whole heads the dense family's own config with fewer of them; raises UnsupportedModelError
-    for a layer without attention, or unequal numbers of heads.
+    If the dense family's config can describe the kept layers (whole heads), that config instead.
+    Raises UnsupportedModelError if it describes only some of them.
     """
-    if any(isinstance(layer, HeadsPlan) for layer in plan.layers):
-        return _config_of_heads(dense_config, plan)
+    for kind in {type(layer) for layer in plan.layers if layer is not None}:
+        config = kind.family_config(dense_config, plan.layers, plan.shapes)
+        if config is not None:
+            return config
     entries = [layer and layer.entry(plan.qk_norm).fields() for layer in plan.layers]
     section = {
         "version": CONFIG_VERSION,
@@ -208,18 +209,6 @@ def config_with(dense_config: PreTrainedConfig, section: dict[str, Any]) -> Any:
     config = config_class(base_type)(**kept, rap=section)
     config.architectures = [model_class(base_type).__name__]
     return config
-
-
-def _config_of_heads(dense_config: PreTrainedConfig, plan: Plan) -> Any:
-    sizes = set()
-    for layer, shape in zip(plan.layers, plan.shapes, strict=True):
-        if shape is None or not isinstance(layer, HeadsPlan):
-            raise UnsupportedModelError("whole heads need attention in every layer")
-        count = len(layer.kept_heads)
-        sizes.add((count * shape.group_size, count, shape.head_dim))
-    if len(sizes) > 1:
-        raise UnsupportedModelError("whole heads need as many of them in every layer")
-    return with_heads(dense_config, *sizes.pop())
 
 
 def check_config(config: PreTrainedConfig, plan: Plan) -> None:

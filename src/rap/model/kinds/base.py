@@ -6,12 +6,13 @@ that does not run it, one sentence why.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ..cache_layout import CacheLayout, Entry
 from ..errors import PlanError
@@ -47,6 +48,14 @@ class DenseAttention:
         inside = len(self.layer.path) + 1
         found = projection_tensors([self.layer], self.spec)
         return {name[inside:]: projection for name, (_, projection) in found.items()}
+
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+        """New tensors by name: `change(projection, tensor)` where pruning changes it, or a copy."""
+        which = self.projections()
+        return {
+            name: change(which[name], x.detach()) if name in which else x.detach().clone()
+            for name, x in self.tensors.items()
+        }
 
 
 class LayerPlan(ABC):
@@ -85,6 +94,20 @@ class LayerPlan(ABC):
     @abstractmethod
     def read(cls, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> Self:
         """The plan that wrote `record` and `tensors`; PlanError if none did."""
+
+    @classmethod
+    def family_config(
+        cls,
+        config: PreTrainedConfig,
+        layers: Sequence["LayerPlan | None"],
+        shapes: Sequence[AttentionShape | None],
+    ) -> Any:
+        """The dense family's own config for a model with these layers, None if it has none.
+
+        Called for every kind among the layers. Raises UnsupportedModelError if it describes only
+        some of them.
+        """
+        return None
 
     def about(self, shape: AttentionShape) -> str:
         """One line for people on what the sizes do not show; "" if they show everything."""

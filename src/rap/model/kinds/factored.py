@@ -74,7 +74,7 @@ class FactoredPlan(PairPlan):
 
         Raises PlanError for normalised queries and keys that are not mapped.
         """
-        projections, shape, normed = dense.projections(), dense.shape, dense.layer.norm is not None
+        shape, normed = dense.shape, dense.layer.norm is not None
         if normed and not self.queries:
             raise PlanError("normalized queries and keys can be combined only after their norm")
         stays = {"q"} if self.queries else set()
@@ -89,13 +89,8 @@ class FactoredPlan(PairPlan):
                 return tensor.clone()
             return cut(projection, tensor, self, shape)
 
-        made = {
-            name: converted(projections[name], x.detach())
-            if name in projections
-            else x.detach().clone()
-            for name, x in dense.tensors.items()
-        }
-        like = next(dense.tensors[name] for name in projections)
+        made = dense.changed(converted)
+        like = next(dense.tensors[name] for name in dense.projections())
         index = self.frequency_GM.to(torch.int32, copy=True).contiguous()
         made["frequency_index"] = index.to(like.device)
         maps = self.maps(shape, normed=normed)

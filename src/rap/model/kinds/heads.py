@@ -4,7 +4,7 @@ Shapes: G KV heads, D dense head dim, E model dim.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..cache_layout import CacheLayout, Entry
-from ..errors import PlanError
+from ..errors import PlanError, UnsupportedModelError
 from ..layers import text_config
 from ..rope import AttentionShape
 from .base import DenseAttention, Kind, LayerPlan
@@ -55,13 +55,8 @@ class HeadsPlan(LayerPlan):
 
     def convert(self, dense: DenseAttention) -> dict[str, Tensor]:
         """Rows (of W_o columns) of the kept heads."""
-        projections, kept = dense.projections(), torch.tensor(self.kept_heads)
-        return {
-            name: _keep(projections[name], tensor.detach(), kept, dense.shape).clone()
-            if name in projections
-            else tensor.detach().clone()
-            for name, tensor in dense.tensors.items()
-        }
+        kept, shape = torch.tensor(self.kept_heads), dense.shape
+        return dense.changed(lambda which, x: _keep(which, x, kept, shape).clone())
 
     def tensors(self) -> dict[str, Tensor]:
         """None."""
@@ -75,6 +70,27 @@ class HeadsPlan(LayerPlan):
     def read(cls, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> Self:
         """As of every plan."""
         return cls(tuple(record["kept_heads"]))
+
+    @classmethod
+    def family_config(
+        cls,
+        config: PreTrainedConfig,
+        layers: Sequence[LayerPlan | None],
+        shapes: Sequence[AttentionShape | None],
+    ) -> Any:
+        """As of every plan: the config with fewer heads.
+
+        Raises UnsupportedModelError for a layer without attention, or unequal numbers of heads.
+        """
+        sizes = set()
+        for layer, shape in zip(layers, shapes, strict=True):
+            if shape is None or not isinstance(layer, cls):
+                raise UnsupportedModelError("whole heads need attention in every layer")
+            count = len(layer.kept_heads)
+            sizes.add((count * shape.group_size, count, shape.head_dim))
+        if len(sizes) > 1:
+            raise UnsupportedModelError("whole heads need as many of them in every layer")
+        return with_heads(config, *sizes.pop())
 
 
 def with_heads(config: PreTrainedConfig, heads: int, kv_heads: int, head_dim: int) -> Any:

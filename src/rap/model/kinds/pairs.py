@@ -154,20 +154,15 @@ class PairPlan(LayerPlan):
         That is `frequency_index` int32 [G, M]; with QK-norm also the dense channel of every kept
         one, `kept_channels` int32 [G, W] (mode `exact`), or each norm's energy `ratio` [heads].
         """
-        projections, spec, own = dense.projections(), dense.spec, dense.layer
+        spec, own = dense.spec, dense.layer
         how: dict[str, Any] = {
             "norm": own.norm,
             "norm_mode": dense.norm_mode,
             "per_head": spec.per_head,
             "value_norm": spec.value_norm is not None,
         }
-        made = {
-            name: cut(projections[name], tensor.detach(), self, dense.shape, **how)
-            if name in projections
-            else tensor.detach().clone()
-            for name, tensor in dense.tensors.items()
-        }
-        device = next(dense.tensors[name] for name in projections).device
+        made = dense.changed(lambda which, x: cut(which, x, self, dense.shape, **how))
+        device = next(dense.tensors[name] for name in dense.projections()).device
         return made | {name: x.to(device) for name, x in self._added(dense).items()}
 
     def _added(self, dense: DenseAttention) -> dict[str, Tensor]:
@@ -374,8 +369,7 @@ def _cut_gate(tensor: Tensor, layer: PairPlan, shape: AttentionShape) -> Tensor:
         raise PlanError("values behind a gate cannot be a subspace: prune whole channels")
     rows = tensor.unflatten(0, (shape.num_heads, shape.head_dim))
     keep_HC = layer.channels_GC.long().repeat_interleave(shape.group_size, 0).to(tensor.device)
-    head = torch.arange(shape.num_heads, device=tensor.device)[:, None]
-    return rows[head, keep_HC].flatten(0, 1)
+    return _rows(rows, keep_HC).flatten(0, 1)
 
 
 def _cut_keys(
@@ -454,8 +448,7 @@ def _cut_value(tensor: Tensor, layer: PairPlan, shape: AttentionShape) -> Tensor
         mixed = torch.einsum("gcd,gd...->gc...", down, rows_GDE.double())
         return _merged(mixed, layer.merge).flatten(0, 1).to(tensor.dtype)
     assert layer.channels_GC is not None
-    head = torch.arange(shape.num_kv_heads, device=tensor.device)[:, None]
-    return rows_GDE[head, layer.channels_GC.long().to(tensor.device)].flatten(0, 1)
+    return _rows(rows_GDE, layer.channels_GC.long().to(tensor.device)).flatten(0, 1)
 
 
 def value_rotation(layer: PairPlan, shape: AttentionShape) -> tuple[Tensor, Tensor]:
