@@ -44,6 +44,7 @@ TEXTS = (
     "code.txt",
     "chat.jsonl",
     "tasks",
+    "STATISTICS",
 )
 # Python packages that are no part of the tested environment, by a word of the commands that import
 # them.

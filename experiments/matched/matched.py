@@ -27,7 +27,7 @@ from rap.studies.compare.capability import NEAR, REFERENCE, matched, parameters
 from rap.studies.compare.grid import Grid
 from rap.studies.compare.measurement import Measures
 from rap.studies.compare.run import Bench, compare
-from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED
+from rap.studies.compare.tables import MATCHED_QUALITY
 from rap.studies.compare.variants import DENSE
 from rap.studies.report.report import markdown_table
 
@@ -164,7 +164,7 @@ def main() -> None:
     made = provenance(recover=arguments.recover)
     for cells in measured(found, arguments.recover, arguments.output):
         records = [*reference, *cells]
-        table = matched("bundled", whole, records, MATCHED_QUALITY, RECOVERED)
+        table = matched("bundled", whole, records, MATCHED_QUALITY)
         shown = [table, solution_table(found, target)]
         result = {
             "title": "Matched attention compute: bundled",

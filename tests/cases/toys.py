@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rap.calibration.observers import FLOAT, ForwardStatistic, ObservedLayer
+from rap.calibration.observers import ForwardStatistic, ObservedLayer
 from rap.calibration.registry import STATISTICS
 from rap.methods import METHODS, PairPruning
 from rap.model.layers import split_heads
@@ -33,10 +33,6 @@ class Peaks(ForwardStatistic):
         self.peaks = {
             projection: layer.zeros(projection, heads, width) for projection in self.projections
         }
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        return 2 * FLOAT * layer.shape.num_kv_heads * layer.shape.head_dim
 
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         seen = split_heads(outputs.float(), self.layer.shape.head_dim).abs().amax((0, 1))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch) -> Path:
-    """A module committed in a repository of its own; nothing of it is cached."""
+def module(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A module committed in a repository of its own, taken for provenance; nothing is cached."""
     code_commit.cache_clear()
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -30,38 +31,44 @@ def module(tmp_path, monkeypatch) -> Path:
     _git(path.parent, "init", "--quiet")
     _git(path.parent, "add", "module.py")
     _git(path.parent, "commit", "--quiet", "--no-verify", "-m", "Begin")
-    return path
+    monkeypatch.setattr("rap.checkpoint.provenance.HERE", path)
+    yield path
+    code_commit.cache_clear()
 
 
 def test_the_commit_is_that_of_the_checkout_and_a_change_is_marked(module):
     commit = _git(module.parent, "rev-parse", "HEAD")
     _git(module.parent, "tag", "-a", "v1", "-m", "v1")
-    assert code_commit.__wrapped__(module) == commit[:7]
+    assert code_commit.__wrapped__() == commit[:7]
     module.write_text("x = 2\n", encoding="utf-8")
-    assert code_commit.__wrapped__(module) == f"{commit[:7]}+"
+    assert code_commit.__wrapped__() == f"{commit[:7]}+"
     # Asked once a process: the code that runs is the code that was read.
-    assert code_commit(module) == f"{commit[:7]}+"
+    assert code_commit() == f"{commit[:7]}+"
     _git(module.parent, "checkout", "--quiet", "--", "module.py")
-    assert code_commit(module) == f"{commit[:7]}+"
+    assert code_commit() == f"{commit[:7]}+"
 
 
-def test_a_repository_that_does_not_track_the_module_is_not_its_own(module):
+def test_a_repository_that_does_not_track_the_module_is_not_its_own(module, monkeypatch):
     installed = module.parent / "site-packages" / "module.py"
     installed.parent.mkdir()
     installed.write_text("", encoding="utf-8")
-    assert code_commit(installed) is None
+    monkeypatch.setattr("rap.checkpoint.provenance.HERE", installed)
+    assert code_commit() is None
 
 
 def test_the_repository_of_a_hook_does_not_answer(module, monkeypatch):
-    commit = code_commit.__wrapped__(module)
+    commit = code_commit.__wrapped__()
     monkeypatch.setenv("GIT_DIR", str(module.parent / "elsewhere"))
-    assert code_commit.__wrapped__(module) == commit
+    assert code_commit.__wrapped__() == commit
 
 
 def test_no_commit_without_a_checkout_or_git(module, tmp_path, monkeypatch):
-    assert code_commit(tmp_path / "nowhere" / "module.py") is None
+    assert code_commit.__wrapped__() is not None
+    monkeypatch.setattr("rap.checkpoint.provenance.HERE", tmp_path / "nowhere" / "module.py")
+    assert code_commit.__wrapped__() is None
+    monkeypatch.setattr("rap.checkpoint.provenance.HERE", module)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert code_commit(module) is None
+    assert code_commit() is None
 
 
 @pytest.mark.parametrize(

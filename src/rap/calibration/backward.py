@@ -18,8 +18,6 @@ from ..model.errors import CalibrationError
 from ..model.layers import split_heads
 from ..runtime.logits import Head, chunk_tokens
 from .observers import (
-    COMPLEX,
-    FLOAT,
     CalibrationStep,
     GradientStatistic,
     ObservedLayer,
@@ -48,13 +46,6 @@ class GradientMoment(GradientStatistic):
         self.pairs = self.pairs.to(torch.complex64)
         self.free = layer.zeros("k", heads, geometry.num_free, geometry.num_free)
         self.values = layer.zeros("o", layer.shape.num_heads, width, width)
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        geometry, width = layer.shape.geometry, layer.shape.head_dim
-        keys = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
-        values = layer.shape.num_heads * FLOAT * width**2
-        return layer.shape.num_kv_heads * keys + values
 
     def update(self, projection: str, gradient: Tensor) -> None:
         states_BTHD = split_heads(gradient, self.shape.head_dim)

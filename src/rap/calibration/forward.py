@@ -24,9 +24,6 @@ from ..model.layers import split_heads
 from ..model.rope import AttentionShape
 from .moments import normalized
 from .observers import (
-    COMPLEX,
-    FLOAT,
-    LONG,
     CalibrationStep,
     ForwardStatistic,
     ObservedLayer,
@@ -49,10 +46,6 @@ class InputMoment(ForwardStatistic):
     def __init__(self, layer: ObservedLayer):
         width = layer.linears["k"].weight.shape[1]
         self.sum = layer.zeros("k", width, width)
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        return FLOAT * layer.shape.hidden_size**2
 
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         x_NE = inputs.float().flatten(0, -2)
@@ -83,10 +76,10 @@ class RotatedMoment(ForwardStatistic):
         # float32 the difference of two such squares would be noise.
         self.centers: dict[str, Tensor] = {}
 
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        width = layer.shape.head_dim
-        return FLOAT * 2 * layer.shape.num_kv_heads * (width**2 + 2 * width)
+    @classmethod
+    def num_bytes(cls, layer: ObservedLayer, num_windows: int) -> int:
+        centers = 2 * layer.shape.num_kv_heads * layer.shape.head_dim  # from the first states
+        return super().num_bytes(layer, num_windows) + torch.float32.itemsize * centers
 
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTGD = split_heads(outputs, self.layer.shape.head_dim)
@@ -131,10 +124,11 @@ class LogitSamples(ForwardStatistic):
         self.products: list[Tensor] = []
         self.distances: list[Tensor] = []
 
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        products = COMPLEX * layer.shape.num_heads * layer.shape.geometry.num_pairs
-        return num_windows * SAMPLES_PER_WINDOW * (products + LONG)
+    @classmethod
+    def num_bytes(cls, layer: ObservedLayer, num_windows: int) -> int:
+        products = layer.shape.num_heads * layer.shape.geometry.num_pairs
+        sample = torch.complex64.itemsize * products + torch.long.itemsize
+        return num_windows * SAMPLES_PER_WINDOW * sample
 
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         shape = self.layer.shape
@@ -255,11 +249,6 @@ class AveragedValues(ForwardStatistic):
         width = self.group * layer.shape.head_dim
         self.sum = layer.zeros("o", layer.shape.num_heads, width, width)
         self.moved: list[Tensor] = []
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        width = averaged_group(layer.shape) * layer.shape.head_dim
-        return FLOAT * layer.shape.num_heads * width**2
 
     def watch(self, step: CalibrationStep) -> list[RemovableHandle]:
         """A hook that runs attention with moved values, each time before it runs as it is."""

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..model.layers import attention_layers, text_config, text_decoder
 from ..model.rope import AttentionShape
+from ..runtime.layerwise import FLOAT
 from ..runtime.logits import CHUNK_LOGITS
 from ..runtime.memory import free_memory
-from .kv_sharing import has_part
-from .observers import FLOAT, ForwardStatistic
-from .registry import observed_layer, statistics_of
+from .observers import ForwardStatistic, ObservedLayer
+from .registry import observed_layer, statistics_of, statistics_of_layer
 
 FORWARD_BATCH = 8  # windows a forward pass, the default of `calibrate`
 
@@ -45,9 +45,7 @@ def estimate_memory(
     activations = [tokens * size * (kept * len(layers) + inner)] if backward else [0]
     logits = min(tokens * config.vocab_size, CHUNK_LOGITS)
     estimate = {
-        "accumulators": sum(
-            one.num_bytes(i, len(windows)) for i in layers for one in wanted if has_part(one, i)
-        ),
+        "accumulators": _accumulators(layers, len(windows), needs),
         "gradients": max((w.numel() * size for w in weights), default=0) if backward else 0,
         "logits": logits * (12 + 2 * size) if backward else 0,
         "activations": max(*activations, batch * tokens * size * inner),
@@ -74,12 +72,19 @@ def estimate_layers(
         "layer": FLOAT * max(sizes),
         "outside": FLOAT * (max(below, head) + CHUNK_LOGITS),
         "streams": kept * FLOAT * windows.numel() * config.hidden_size,
-        "statistics": sum(
-            one.num_bytes(i, len(windows)) for one in statistics_of(needs) for i in watched
-        ),
+        "statistics": _accumulators(watched, len(windows), needs),
         "activations": FLOAT * min(FORWARD_BATCH, len(windows)) * windows.shape[1] * inner,
     }
     return estimate | {"total": sum(estimate.values())}
+
+
+def _accumulators(layers: Sequence[ObservedLayer], num_windows: int, needs: Collection[str]) -> int:
+    """Bytes of the statistics of all layers."""
+    return sum(
+        statistic.num_bytes(layer, num_windows)
+        for layer in layers
+        for statistic in statistics_of_layer(needs, layer)
+    )
 
 
 def computed(config: Any, shapes: Sequence[AttentionShape]) -> int:

@@ -25,8 +25,6 @@ from ..model.norms import mapped_limit, normalise_dense
 from ..model.specs import QKNorm
 from .backward import GradientMoment
 from .observers import (
-    COMPLEX,
-    FLOAT,
     ForwardStatistic,
     GradientStatistic,
     ObservedLayer,
@@ -53,12 +51,6 @@ class PairMoment(ForwardStatistic):
         heads, free = layer.shape.num_kv_heads, layer.shape.geometry.num_free
         self.sums = {r: layer.zeros(r, heads, pairs, pairs).to(torch.complex64) for r in "qk"}
         self.free = {projection: layer.zeros(projection, heads, free, free) for projection in "qk"}
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        geometry = layer.shape.geometry
-        matrices = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
-        return 2 * layer.shape.num_kv_heads * matrices
 
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         heads_GND = by_kv_head(split_heads(outputs.float(), self.shape.head_dim), self.shape)
@@ -94,12 +86,6 @@ class JointMoment(ForwardStatistic):
         self.pairs = layer.zeros("k", pairs, pairs).to(torch.complex64)
         self.free = layer.zeros("k", free, free)
         self.values = layer.zeros("v", dim, dim)
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        geometry = layer.shape.geometry
-        squares = COMPLEX * geometry.num_pairs**2 + FLOAT * geometry.num_free**2
-        return layer.shape.num_kv_heads**2 * (squares + FLOAT * geometry.head_dim**2)
 
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         states = outputs.float()
@@ -164,11 +150,6 @@ class NormMoment(ForwardStatistic):
         heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
         self.sums = {r: layer.zeros(r, n, shape.head_dim, shape.head_dim) for r, n in heads.items()}
 
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        heads = layer.shape.num_heads + layer.shape.num_kv_heads
-        return FLOAT * heads * layer.shape.head_dim**2
-
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = centred(outputs.float().unflatten(-1, (-1, self.head_dim)), self.norm)
         states_HND = states_BTHD.flatten(0, 1).transpose(0, 1)
@@ -216,11 +197,6 @@ class NormedMoment(ForwardStatistic):
         if _mapped(layer):
             self.parts = [PairMoment(layer), JointMoment(layer)]
 
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        parts = (PairMoment, JointMoment) if _mapped(layer) else ()
-        return sum(part.num_bytes(layer, num_windows) for part in parts)
-
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         if not self.parts:
             return
@@ -243,10 +219,6 @@ class NormedGradient(GradientStatistic):
 
     def __init__(self, layer: ObservedLayer):
         self.moment = GradientMoment(layer) if _mapped(layer) else None
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        return GradientMoment.num_bytes(layer, num_windows) if _mapped(layer) else 0
 
     def watched(self, layer: ObservedLayer, projection: str) -> Any:
         """The norm of keys."""

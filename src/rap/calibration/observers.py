@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, H query heads, G KV heads, N tokens of a group, D hea
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..model.rope import AttentionShape
 from ..model.specs import QKNorm
-
-# Bytes of one element: all that is accumulated is of one of these types.
-FLOAT, COMPLEX, LONG = 4, 8, 8
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class ObservedLayer:
     norms of q [H, D] and k [G, D]. `module` is its attention.
     `frequencies` float64 [P] are those of its pairs, per position, negative if they turn clockwise;
     `rotary_factor` is what rotation multiplies pairs by. `value_norm` is how it normalises values,
-    if it does.
+    if it does. `device` is where accumulators are, unless where their projection is.
     """
 
     index: int
@@ -38,12 +35,14 @@ class ObservedLayer:
     norm: QKNorm | None = None
     value_norm: QKNorm | None = None
     module: Any = None
+    device: torch.device | None = None
 
     def zeros(self, projection: str, *shape: int) -> Tensor:
         """A float32 accumulator on the device of a projection."""
         # A layer that reads another's keys has none.
         linear = self.linears.get(projection) or next(iter(self.linears.values()))
-        return torch.zeros(shape, dtype=torch.float32, device=linear.weight.device)
+        device = self.device or linear.weight.device
+        return torch.zeros(shape, dtype=torch.float32, device=device)
 
     def canonical(self, x_HD: Tensor) -> Tensor:
         """Channels in canonical order: first of every pair, second of every pair, the rest."""
@@ -75,14 +74,28 @@ class Statistic(ABC):
     @abstractmethod
     def __init__(self, layer: ObservedLayer): ...
 
-    @staticmethod
-    @abstractmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        """Bytes that it holds for the layer once it has seen so many windows."""
+    @classmethod
+    def num_bytes(cls, layer: ObservedLayer, num_windows: int) -> int:
+        """Bytes that it holds for the layer once it has seen so many windows.
+
+        Those of the tensors that it begins with, which are made on the meta device; a statistic
+        that holds more for what it sees overrides this.
+        """
+        return _num_bytes(cls(replace(layer, device=torch.device("meta"))))
 
     @abstractmethod
     def compute(self, count: int) -> dict[str, Tensor]:
         """The reduced sums by name; `count` tokens were seen, or windows if it sees windows."""
+
+
+def _num_bytes(held: Any) -> int:
+    """Of all tensors of a statistic: its own, in dicts and lists, and of its parts."""
+    if isinstance(held, Tensor):
+        return held.nbytes
+    held = vars(held) if isinstance(held, Statistic) else held
+    if not isinstance(held, dict | list):
+        return 0
+    return sum(map(_num_bytes, held.values() if isinstance(held, dict) else held))
 
 
 class ForwardStatistic(Statistic):

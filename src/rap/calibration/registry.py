@@ -27,6 +27,7 @@ from ..model.layers import (
 from ..model.specs import QKNorm
 from .backward import GradientMoment
 from .forward import AveragedValues, InputMoment, LogitSamples, RotatedMoment
+from .kv_sharing import has_part
 from .moments import (
     JointMoment,
     NormedGradient,
@@ -37,7 +38,6 @@ from .moments import (
     shares,
 )
 from .observers import (
-    FLOAT,
     BackwardStatistic,
     ForwardStatistic,
     ObservedLayer,
@@ -68,13 +68,6 @@ class Energy(ForwardStatistic):
         }
         raw = "qk" if layer.norm is not None else ""
         self.raw = {projection: torch.zeros_like(self.sums[projection]) for projection in raw}
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        shape, normalised = layer.shape, layer.norm is not None
-        rows = shape.num_heads + 2 * shape.num_kv_heads
-        rows += (shape.num_heads + shape.num_kv_heads) * normalised
-        return FLOAT * rows * shape.head_dim
 
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         states_BTHD = split_heads(outputs.float(), self.layer.shape.head_dim)
@@ -107,10 +100,6 @@ class ValueMoment(ForwardStatistic):
         width = layer.shape.head_dim
         self.sum = layer.zeros("o", layer.shape.num_heads, width, width)
 
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        return FLOAT * layer.shape.num_heads * layer.shape.head_dim**2
-
     def update(self, projection: str, inputs: Tensor, outputs: Tensor) -> None:
         heads_HND = by_query_head(split_heads(inputs.float(), self.shape.head_dim))
         self.sum += heads_HND.mT @ heads_HND
@@ -134,10 +123,6 @@ class Fisher(BackwardStatistic):
             projection: layer.zeros(projection, *layer.linears[projection].weight.shape)
             for projection in "kv"
         }
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        return FLOAT * sum(layer.linears[projection].weight.numel() for projection in "kv")
 
     def update(self, projection: str, parameter: Tensor, gradient: Tensor) -> None:
         if parameter.ndim == 2:
@@ -176,12 +161,6 @@ class GateFisher(BackwardStatistic):
         self.sums = {
             projection: layer.zeros(projection, heads, count) for projection, count in gates.items()
         }
-
-    @staticmethod
-    def num_bytes(layer: ObservedLayer, num_windows: int) -> int:
-        geometry, width = layer.shape.geometry, layer.shape.head_dim
-        gates = geometry.num_pairs + geometry.num_free + width
-        return FLOAT * layer.shape.num_kv_heads * (gates + 2 * width)
 
     def update(self, projection: str, parameter: Tensor, gradient: Tensor) -> None:
         product = parameter.detach().float() * gradient.float()
@@ -241,6 +220,11 @@ def check_needs(needs: Collection[str]) -> frozenset[str]:
 def statistics_of(needs: Collection[str]) -> list[type[Statistic]]:
     """The statistics of layers among `needs`, by name; CalibrationError for one that is unknown."""
     return [STATISTICS[need] for need in sorted(check_needs(needs) - {WINDOWS})]
+
+
+def statistics_of_layer(needs: Collection[str], layer: ObservedLayer) -> list[type[Statistic]]:
+    """Those of `statistics_of` that have an entry for the layer."""
+    return [statistic for statistic in statistics_of(needs) if has_part(statistic, layer)]
 
 
 def backward_needs(needs: Collection[str]) -> list[str]:

@@ -30,7 +30,7 @@ from ..runtime.sources import LayerSource, source_of
 from ..runtime.state import removed, restored
 from .backward import check_gradient, output_gradient, watch_gradients
 from .forward import watch_activations
-from .kv_sharing import has_part, join_statistics, values_apart
+from .kv_sharing import join_statistics, values_apart
 from .memory import FORWARD_BATCH, must_recompute
 from .observers import (
     BackwardStatistic,
@@ -46,7 +46,7 @@ from .registry import (
     check_needs,
     observed_layer,
     observed_layers,
-    statistics_of,
+    statistics_of_layer,
 )
 from .statistics import Statistics
 
@@ -113,8 +113,8 @@ def _found(
     progress: bool,
 ) -> dict[int, dict[str, Tensor]]:
     """What is found of every layer by itself, by its index."""
-    layers, wanted = observed_layers(model), statistics_of(needs)
-    watched = [(layer, one(layer)) for layer in layers for one in wanted if has_part(one, layer)]
+    layers = observed_layers(model)
+    watched = [(x, statistic(x)) for x in layers for statistic in statistics_of_layer(needs, x)]
     forward = [(layer, one) for layer, one in watched if isinstance(one, ForwardStatistic)]
     backward = [(layer, one) for layer, one in watched if isinstance(one, BackwardStatistic)]
     gradient = [(layer, one) for layer, one in watched if isinstance(one, GradientStatistic)]
@@ -163,7 +163,7 @@ def _watched(
         return []
     attention = getattr(working, attention_spec(model.config).attention)
     seen = observed_layer(model, replace(layer, module=attention))
-    made = [(seen, statistic(seen)) for statistic in statistics_of(needs)]
+    made = [(seen, statistic(seen)) for statistic in statistics_of_layer(needs, seen)]
     return [(seen, one) for seen, one in made if isinstance(one, ForwardStatistic)]
 
 

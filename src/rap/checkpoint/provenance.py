@@ -50,16 +50,16 @@ def _processor(more: str = "") -> str:
 
 
 @cache
-def code_commit(module: Path = HERE) -> str | None:
-    """The commit of the checkout that holds `module`, shortened, `+` if tracked files differ.
+def code_commit() -> str | None:
+    """The commit of the checkout that holds this file, shortened, `+` if tracked files differ.
 
     None outside a checkout, and where git does not answer. Asked once a process: the code that
     runs is what it was when the process began.
     """
     # An installed package may lie in somebody else's repository, which does not track it.
-    if _git(module, "ls-files", "--error-unmatch", "--", module.name) is None:
+    if _git("ls-files", "--error-unmatch", "--", HERE.name) is None:
         return None
-    return _git(module, "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+")
+    return _git("describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+")
 
 
 def command_line() -> str | None:
@@ -95,14 +95,14 @@ def provenance(**settings: Any) -> dict[str, Any]:
     }
 
 
-def _git(module: Path, *arguments: str) -> str | None:
-    """What git prints, run where `module` lies; None if it fails in any way."""
+def _git(*arguments: str) -> str | None:
+    """What git prints, run where this file lies; None if it fails in any way."""
     # A hook of another repository sets GIT_DIR, which would win over the folder.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
             ["git", *arguments],
-            cwd=module.parent,
+            cwd=HERE.parent,
             env=clean,
             capture_output=True,
             text=True,

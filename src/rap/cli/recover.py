@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from torch import Tensor
 
 from ..checkpoint.card import NEARNESS, interval_text, is_hub_name
 from ..checkpoint.device import AUTO, placement, say_device
@@ -13,16 +12,15 @@ from ..checkpoint.files import PLAN_FILE, REPORT_FILE, check_output, read_json
 from ..checkpoint.load import check_dtype, is_pruned, load, load_config, load_dense, load_tokenizer
 from ..checkpoint.provenance import provenance
 from ..checkpoint.source import check_apart
-from ..data.bos import Bos, bos_token
-from ..data.held_out import HELD_OUT, check_enough, evaluation_tokens, split
+from ..data.bos import bos_token
+from ..data.held_out import HELD_OUT, split
 from ..data.own import reads_samples
 from ..data.text import check_sources, named_sources
-from ..evaluation.quality.perplexity import evaluation_window
 from ..evaluation.quantization import KINDS, quantize_weights
 from ..methods import METHODS
 from ..methods.base import traits
 from ..model.errors import RapError
-from ..pipeline import DEFAULT, Defaults, measure, measure_against, save
+from ..pipeline import DEFAULT, Defaults, held_out, measure, measure_against, save
 from ..planning.plan import Plan
 from ..recovery.config import PRESETS, RecoveryConfig, recovery_config
 from ..recovery.layer_fit import FitConfig, fit_config
@@ -136,7 +134,7 @@ def recover_command(
     small = load(pruned, dtype=loaded.dtype, **_placement(loaded.device, None))
     dense, samples = _teacher(teacher, loaded, texts, tokenizer)
     say_device(small)
-    held_out = _held_out(shown, tokenizer, small, bos)
+    tokens = held_out(shown, tokenizer, small, bos)
     recovered, recovery = recover_stage(
         small,
         dense,
@@ -154,7 +152,7 @@ def recover_command(
     if not processes().is_main_process:
         return
     models = {"before_recovery": small, "pruned": recovered}
-    judged: dict[str, Any] = {"tokens": held_out, "bos": bos, "progress": True}
+    judged: dict[str, Any] = {"tokens": tokens, "bos": bos, "progress": True}
     read = {"dtype": loaded.dtype, "bos": bos, "device": str(small.device), "texts": texts}
     made = {"pruned": str(pruned), "teacher": teacher, "evaluate": shown or "none", "seed": seed}
     report = {
@@ -201,17 +199,6 @@ def _tell(
         resumes=work_folder(output).is_dir(),
     )
     print_json(report) if as_json else dry.say(report)
-
-
-def _held_out(text: str | None, tokenizer: Any, model: Any, bos: Bos) -> Tensor | None:
-    """Tokens of the evaluation dataset, if any; RapError if they are too few."""
-    if text is None:
-        return None
-    window = evaluation_window(model, None)
-    tokens = evaluation_tokens(text, tokenizer, window)
-    begins = bos_token(bos, tokenizer, model.config) is not None
-    check_enough(text, len(tokens), window - begins)
-    return tokens
 
 
 def _figures(

@@ -5,7 +5,7 @@ Shapes: N windows, T tokens of a window.
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ _SHOWN = {
 }
 
 # Characters that surely hold one token of running text; English has four to five.
-_CHARACTERS_PER_TOKEN = 16
+CHARACTERS_PER_TOKEN = 16
 
 
 def load_windows(
@@ -87,7 +87,7 @@ def load_windows(
     for index, name in sorted(enumerate(names), key=lambda item: reads_samples(item[1:])):
         [name], _ = with_samples([name], model, tokenizer, progress=progress)
         share = num_windows // len(names) + (index < num_windows % len(names))
-        text = read_text(name, max_characters=share * window * _CHARACTERS_PER_TOKEN)
+        text = read_text(name, max_characters=share * window * CHARACTERS_PER_TOKEN)
         sizes = {"num_windows": share, "window": window}
         with _named(name):
             found[index] = windows_from_text(text, tokenizer, **sizes, seed=seed, bos=first)
@@ -272,7 +272,7 @@ def read_text(source: str | Path, *, max_characters: int | None = None) -> str:
 def _from_stretches(
     text: str, tokenizer: PreTrainedTokenizerBase, num_windows: int, window: int, seed: int
 ) -> Tensor | None:
-    length = window * _CHARACTERS_PER_TOKEN
+    length = window * CHARACTERS_PER_TOKEN
     if len(text) // length < num_windows:
         return None
     rows = []
@@ -290,19 +290,32 @@ def _from_whole(
     text: str, tokenizer: PreTrainedTokenizerBase, num_windows: int, window: int, seed: int
 ) -> Tensor:
     ids = encode(tokenizer, text)
+    rows = packed(ids, window, "calibration")
+    if len(rows) < num_windows:
+        raise CalibrationError(
+            f"the calibration text has {len(ids)} tokens, enough for {len(rows)} windows of "
+            f"{window}, not {num_windows}: give more text, or use fewer or shorter windows"
+        )
+    return sampled(rows, num_windows, seed)
+
+
+def packed(ids: Sequence[int], window: int, purpose: str) -> Tensor:
+    """All contiguous, non-overlapping windows of a text's tokens, LongTensor [N, T], in order.
+
+    Raises CalibrationError, naming what the text is for, if it is shorter than a window.
+    """
     whole = len(ids) // window
     if whole == 0:
         raise CalibrationError(
-            f"the calibration text has {len(ids)} tokens, one window needs {window}: give a longer "
+            f"the {purpose} text has {len(ids)} tokens, one window needs {window}: give a longer "
             "text or a shorter window"
         )
-    if whole < num_windows:
-        raise CalibrationError(
-            f"the calibration text has {len(ids)} tokens, enough for {whole} windows of {window}, "
-            f"not {num_windows}: give more text, or use fewer or shorter windows"
-        )
-    rows = torch.tensor(ids[: whole * window]).view(whole, window)
-    return rows[_sample(whole, num_windows, seed)]
+    return torch.tensor(ids[: whole * window]).view(whole, window)
+
+
+def sampled(rows_NT: Tensor, count: int, seed: int) -> Tensor:
+    """At most `count` of the rows, drawn with `seed`, in the order that they had."""
+    return rows_NT[_sample(len(rows_NT), count, seed)]
 
 
 def _sample(size: int, count: int, seed: int) -> list[int]:

@@ -7,7 +7,7 @@ Out: a smaller checkpoint, and a report of what was pruned and what it costs.
 from ..data.protocol import EVALUATION_WINDOWS
 from .defaults import DEFAULT, PRETRAINED, Defaults
 from .objective import forward_only
-from .report import measure, measure_against, save
+from .report import held_out, measure, measure_against, save
 from .run import Compression, check_placing, compress
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "check_placing",
     "compress",
     "forward_only",
+    "held_out",
     "measure",
     "measure_against",
     "save",

@@ -251,17 +251,17 @@ def made_with(
     return found
 
 
-def held_out(text: str | None, context: DenseContext) -> Tensor | None:
+def held_out(text: str | None, tokenizer: Any, model: Any, bos: Bos) -> Tensor | None:
     """Tokens of the text to evaluate on, before the calibration that would be wasted.
 
     Raises RapError if they are fewer than a window.
     """
     if text is None:
         return None
-    tokens, window = context.held_out(text), evaluation_window(context.model, None)
-    if context.bos is not None:
-        window -= 1
-    check_enough(text, len(tokens), window)
+    window = evaluation_window(model, None)
+    tokens = evaluation_tokens(text, tokenizer, window)
+    begins = bos_token(bos, tokenizer, model.config) is not None
+    check_enough(text, len(tokens), window - begins)
     return tokens
 
 

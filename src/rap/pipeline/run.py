@@ -109,7 +109,8 @@ def _stages(
     force: bool,
 ) -> Compression:
     watch = Stopwatch()
-    method, tokens, read = objective.method, held_out(evaluate, context), context.reading
+    method, read = objective.method, context.reading
+    tokens = held_out(evaluate, context.tokenizer, context.model, context.bos)
     announce(objective, context, tokens, fit or FitConfig() if recover == "fit" else None)
     watch.end("read")
     plan = planned(context, method)

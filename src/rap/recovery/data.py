@@ -16,7 +16,15 @@ from .. import assets
 from ..data.bos import Bos, bos_token, with_bos
 from ..data.hub import ALIASES, is_streamed
 from ..data.splits import REPEATED, repeat_passages
-from ..data.text import named_sources, read_text, windows_from_text
+from ..data.text import (
+    CHARACTERS_PER_TOKEN,
+    encode,
+    named_sources,
+    packed,
+    read_text,
+    sampled,
+    windows_from_text,
+)
 from ..model.errors import RapError
 from .config import RecoveryConfig
 from .layer_fit import FitConfig
@@ -25,7 +33,6 @@ SHARED_RUN = 16  # tokens: natural text repeats fewer
 # A passage is in one window of its source and two of that repeated, trained on and held out.
 BOILERPLATE = 5  # more would not be seen in the few windows of a short run
 HELD_OUT_SHARE = 10  # without a validation text, one window in so many is held out
-_CHARACTERS_PER_TOKEN = 16
 
 
 class WindowDataset(Dataset):
@@ -207,24 +214,12 @@ def _pack(
     bos: int | None,
 ) -> Tensor:
     """At most `limit` windows of `text`, sampled with `seed` and in the order of the text."""
-    if limit is not None and len(text) >= limit * window * _CHARACTERS_PER_TOKEN:
+    if limit is not None and len(text) >= limit * window * CHARACTERS_PER_TOKEN:
         sizes = {"num_windows": limit, "window": window}
         return windows_from_text(text, tokenizer, **sizes, seed=seed, bos=bos)
-    window = window if bos is None else window - 1
-    # verbose=False: the text is longer than the model's window on purpose.
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-    whole = len(ids) // window
-    if whole == 0:
-        raise RapError(
-            f"the recovery text has {len(ids)} tokens, one window needs {window}: give a longer "
-            "text or a shorter window"
-        )
-    rows = with_bos(ids[: whole * window].view(whole, window), bos)
-    if limit is None or limit >= whole:
-        return rows
-    generator = torch.Generator().manual_seed(seed)
-    return rows[torch.randperm(whole, generator=generator)[:limit].sort().values]
+    rows = packed(encode(tokenizer, text), window if bos is None else window - 1, "recovery")
+    return with_bos(rows if limit is None else sampled(rows, limit, seed), bos)
 
 
 def _enough(num_windows: int | None, window: int) -> int | None:
-    return None if num_windows is None else num_windows * window * _CHARACTERS_PER_TOKEN
+    return None if num_windows is None else num_windows * window * CHARACTERS_PER_TOKEN

@@ -121,6 +121,16 @@ def test_same_call_same_cells_and_the_seed_counts(text):
     assert len(set(readers[0].read)) == len(readers[0].read) == 5 * 2 * 3
 
 
+def test_other_depths_change_no_documents_of_a_depth(text):
+    alone, among, default = (Reader(60) for _ in range(3))
+    needle_grid(alone, Characters(), text, **GRID | {"depths": (0.1,)})
+    needle_grid(among, Characters(), text, **GRID | {"depths": (1, 0.35, 0.1)})
+    needle_grid(default, Characters(), text, **GRID | {"depths": (0.0, 0.25, 0.5, 0.75, 1.0)})
+    assert set(alone.read) < set(among.read)
+    assert len(set(among.read) & set(default.read)) == len(alone.read)  # those of depth 1
+    assert len(set(among.read)) == 3 * len(alone.read)
+
+
 def test_documents_begin_anywhere_in_the_text(text):
     """Also where but one token can be left out; at depth 1 a document begins with its text."""
     reader = Reader(0)

@@ -17,7 +17,7 @@ from rap.studies.compare.capability import (
     saves,
 )
 from rap.studies.compare.closeness import closeness
-from rap.studies.compare.tables import MATCHED_QUALITY, RECOVERED, _steelman, tables
+from rap.studies.compare.tables import MATCHED_QUALITY, _steelman, tables
 
 FORMULAS = load_script("experiments/cost/formulas.py")
 sizes_of = FORMULAS.sizes_of
@@ -106,7 +106,7 @@ def test_capabilities_are_sorted_by_family_and_read_from_the_cells():
         cell("rap:paper", 0.5, 10.2, recover="fast"),
         cell("rap", 0.5),
     ]
-    rows = by_method(capability("m", DENSE, cut, RECOVERED))
+    rows = by_method(capability("m", DENSE, cut))
     assert list(rows) == ["rap:paper", "rap", "heads", "palu"]
     assert rows["palu"] == {
         "method": "palu",
@@ -122,7 +122,7 @@ def test_capabilities_are_sorted_by_family_and_read_from_the_cells():
     assert rows["heads"]["smallest cache, no recovery"] == "none"
     assert rows["rap:paper"]["smallest cache, fast"] == "50%"
     # One family: nothing to tell apart.
-    assert capability("m", DENSE, cut[2:], RECOVERED)["rows"] == []
+    assert capability("m", DENSE, cut[2:])["rows"] == []
 
 
 def test_the_order_of_families_is_that_of_methods_there_are():
@@ -142,7 +142,7 @@ def test_the_nearest_parameters_are_found_at_whatever_ratio():
 def test_matched_compute_sets_rap_beside_what_rebuilds():
     far = cell("svdllm", 0.5, 30.0, parameters=0.9, reconstructs=True)
     cut = [cell("rap", 0.7, 10.5), cell("rap", 0.5, 11.0), cell("heads", 0.5), far]
-    table = matched("m", DENSE, [*cut, *PALU.values()], MATCHED_QUALITY, RECOVERED)
+    table = matched("m", DENSE, [*cut, *PALU.values()], MATCHED_QUALITY)
     rows = by_method(table)
     assert list(rows) == ["rap at 0.7", "svdllm at 0.5", "palu at 0.5"]
     assert rows["palu at 0.5"]["KV"] == "50.0%"
@@ -153,7 +153,7 @@ def test_matched_compute_sets_rap_beside_what_rebuilds():
     assert "comes within 5% of dense: svdllm." in table["note"]
     # Without the reference, or without anything that reconstructs, there is nothing to match.
     for fewer in (cut[1:], cut[:3]):
-        assert matched("m", DENSE, fewer, MATCHED_QUALITY, RECOVERED)["rows"] == []
+        assert matched("m", DENSE, fewer, MATCHED_QUALITY)["rows"] == []
 
 
 def titled(records: list[dict[str, Any]], start: str) -> list[dict[str, Any]]:
@@ -252,7 +252,7 @@ def test_nearness_to_dense_has_intervals_of_pairs():
     # Much harder windows for both, and always the same difference: no doubt about the ratio.
     sure = near(cell("rap", 0.5, 10.0 * math.e), [hard + 1, easy + 1], 0.25)
     unsure = near(cell("palu", 0.5, 10.0, "fast"), [hard - 1, easy + 1], 0.25)
-    table = closeness("m", 0.5, dense, [sure, unsure, cell("rap", 0.7)], RECOVERED)
+    table = closeness("m", 0.5, dense, [sure, unsure, cell("rap", 0.7)])
     rows = by_method(table)
     assert list(rows) == ["dense", "rap, no recovery", "palu, fast"]
     assert rows["rap, no recovery"] == {
@@ -277,7 +277,7 @@ def test_recall_near_dense_has_intervals_of_its_questions():
 
     dense = recalled(near(DENSE, [4.0, 1.0], 0.0), 1.0, 0.75)
     rap, palu = near(cell("rap", 0.5), [5.0, 2.0], 0.1), near(cell("palu", 0.5), [5.0, 2.0], 0.1)
-    table = closeness("m", 0.5, dense, [recalled(rap, 0.5, 0.0), {**palu, "recall": []}], RECOVERED)
+    table = closeness("m", 0.5, dense, [recalled(rap, 0.5, 0.0), {**palu, "recall": []}])
     rows = by_method(table)
     # As scipy.stats.binomtest(k, 12).proportion_ci(method="wilson") says for k of 12, 9, 6, 0.
     assert rows["dense"]["recall at 1,000"] == "100% (76% to 100%)"
@@ -286,18 +286,18 @@ def test_recall_near_dense_has_intervals_of_its_questions():
     assert rows["rap"]["recall at 10,000"] == "0% (0% to 24%)"
     assert rows["palu"]["recall at 1,000"] == ""
     assert "in 12 documents" in table["note"]
-    assert "Recall" not in closeness("m", 0.5, near(DENSE, [4.0], 0.0), [rap], RECOVERED)["note"]
+    assert "Recall" not in closeness("m", 0.5, near(DENSE, [4.0], 0.0), [rap])["note"]
 
 
 def test_cells_of_an_earlier_release_have_no_intervals():
     old = cell("rap", 0.5, 12.0)
-    assert closeness("m", 0.5, DENSE, [old], RECOVERED)["rows"] == []
+    assert closeness("m", 0.5, DENSE, [old])["rows"] == []
     assert titled([old], "KL to the dense model") == []
     # Beside newer ones they have a ratio alone, as have cells of other windows.
     dense = near(DENSE, [4.0, 1.0], 0.0)
     for other in ({"window": 64}, {"bos": 1}):
         newer = near(cell("palu", 0.5), [5.0, 2.0], 0.1, **other)
-        rows = by_method(closeness("m", 0.5, dense, [old, newer], RECOVERED))
+        rows = by_method(closeness("m", 0.5, dense, [old, newer]))
         assert (rows["rap"]["PPL of dense"], rows["rap"]["KL"]) == ("1.200", "")
         assert rows["palu"]["PPL of dense"] == "1.000"
 

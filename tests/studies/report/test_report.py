@@ -14,8 +14,8 @@ def test_a_table_becomes_markdown(tmp_path: Path) -> None:
     result = {"table": table, "command": "rap demo"}
     (tmp_path / "b.json").write_text(json.dumps(result), encoding="utf-8")
     (tmp_path / "a.json").write_text("{}", encoding="utf-8")
-    page = markdown_report([tmp_path], "Page")
-    assert page.splitlines()[0] == "# Page"
+    page = markdown_report([tmp_path])
+    assert page.splitlines()[0] == "# Results"
     assert "## T\n\n| a | b |\n| --- | ---: |" in page
     assert "| x | 1.5 |" in page
     assert "`rap demo`" in page
@@ -45,7 +45,7 @@ def test_headings_of_a_page_differ(tmp_path: Path) -> None:
 def test_a_bar_in_a_cell_does_not_end_it(tmp_path: Path) -> None:
     table = {"title": "T", "header": ["a", "b"], "rows": [["KL(dense || pruned)", "1.5"]]}
     (tmp_path / "a.json").write_text(json.dumps({"table": table}), encoding="utf-8")
-    assert r"| KL(dense \|\| pruned) | 1.5 |" in markdown_report([tmp_path], "Page")
+    assert r"| KL(dense \|\| pruned) | 1.5 |" in markdown_report([tmp_path])
 
 
 def test_single_files_are_shown_in_the_order_given(tmp_path: Path) -> None:

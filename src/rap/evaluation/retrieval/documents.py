@@ -21,7 +21,7 @@ Shapes: B documents in a batch, T tokens.
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,12 +255,24 @@ def copy_document(passage: np.ndarray, filler: np.ndarray) -> Document:
 
 
 def grade(
+    model: torch.nn.Module,
+    made: Mapping[Any, Sequence[Document]],
+    batch_size: int,
+    what: str,
+    progress: bool,
+) -> list[tuple[list[float], float]]:
+    """The share of right answers of each document, and of all tokens, by the keys of `made`.
+
+    `what` names the progress bar, which is in documents.
+    """
+    total = sum(map(len, made.values()))
+    with Progress(what, total, "documents", shown=progress, transient=True) as bar:
+        return [_grade(model, documents, batch_size, bar) for documents in made.values()]
+
+
+def _grade(
     model: torch.nn.Module, documents: Sequence[Document], batch_size: int, bar: Progress
 ) -> tuple[list[float], float]:
-    """The share of right answers of every document, and that of all tokens of answers.
-
-    `bar` is in documents.
-    """
     shares, tokens = [], []
     for document, _, right in score_documents(model, documents, batch_size, ANSWER):
         # The token at place t is guessed at t - 1.

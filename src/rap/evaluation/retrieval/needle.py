@@ -19,7 +19,6 @@ from matplotlib.ticker import PercentFormatter
 from ...data.bos import Bos, bos_token
 from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
-from ...runtime.progress import Progress
 from .documents import (
     ANSWER,
     Document,
@@ -107,20 +106,28 @@ def needle_grid(
     writer = FactWriter(tokenizer, wording=wording)
     first = bos_token(bos, tokenizer, getattr(model, "config", None))
     # All are made before any is read, so that what cannot be made is known at once.
-    for length, (number, depth) in itertools.product(lengths, enumerate(depths)):
-        rng = evaluation_rng(seed, length, number)
+    for length, depth in itertools.product(lengths, depths):
+        rng = evaluation_rng(seed, length, *_key(float(depth)))
         size = length if first is None else length - 1
         documents = [
             needle_document(writer, stretch(text, rng, size), rng, size, depth, num_facts)
             for _ in range(num_documents)
         ]
         made[length, float(depth)] = [opened(document, first) for document in documents]
-    cells, total = [], num_documents * len(made)
-    with Progress("needles", total, "documents", shown=progress, transient=True) as bar:
-        for (length, depth), documents in made.items():
-            shares, token = grade(model, documents, batch_size, bar)
-            cells.append(NeedleCell(length, depth, num_documents, float(np.mean(shares)), token))
-    return cells
+    graded = grade(model, made, batch_size, "needles", progress)
+    return [
+        NeedleCell(*place, num_documents, float(np.mean(shares)), token)
+        for place, (shares, token) in zip(made, graded, strict=True)
+    ]
+
+
+def _key(depth: float) -> tuple[int, ...]:
+    """What the documents of a depth are drawn by, whatever other depths there are.
+
+    Quarters, the default's depths, by their number: recorded results were.
+    """
+    quarters = 4 * depth
+    return (int(quarters),) if quarters.is_integer() else depth.as_integer_ratio()
 
 
 def check_depths(depths: Sequence[float]) -> None:

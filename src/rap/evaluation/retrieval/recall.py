@@ -16,7 +16,6 @@ from ...data.bos import Bos, bos_token
 from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
 from ...model.layers import text_config
-from ...runtime.progress import Progress
 from .documents import (
     Document,
     FactWriter,
@@ -27,6 +26,7 @@ from .documents import (
     opened,
     recall_document,
     score_documents,
+    stretch,
 )
 
 MOST_LOGITS = 2**28  # held at once: 1 GiB of float32, which eight documents of Gemma's would pass
@@ -93,13 +93,11 @@ def recall_grid(
         for distance in distances
         for num_facts in facts
     }
-    cells, total = [], num_documents * len(made)
-    with Progress("recall", total, "documents", shown=progress, transient=True) as bar:
-        for (distance, num_facts), documents in made.items():
-            shares, token = grade(model, documents, batch_size, bar)
-            accuracy = float(np.mean(shares))
-            cells.append(RecallCell(distance, num_facts, num_documents, accuracy, token))
-    return cells
+    graded = grade(model, made, batch_size, "recall", progress)
+    return [
+        RecallCell(*place, num_documents, float(np.mean(shares)), token)
+        for place, (shares, token) in zip(made, graded, strict=True)
+    ]
 
 
 def recall_documents(
@@ -120,8 +118,7 @@ def recall_documents(
     need = distance + 16 + 8 * num_facts
     documents = []
     for _ in range(num_documents):
-        start = _random_start(rng, text, need)
-        filler = text[start : start + need]
+        filler = _stretch(text, rng, need)
         document = recall_document(writer, filler, rng, distance, num_facts)
         documents.append(opened(document, bos))
     return documents
@@ -156,9 +153,9 @@ def copy_loss(
     rng = evaluation_rng(seed, passage, distance)
     documents = []
     for _ in range(num_documents):
-        start, other = (_random_start(rng, text, distance) for _ in range(2))
-        filler = text[other : other + distance - passage]
-        documents.append(opened(copy_document(text[start : start + passage], filler), bos))
+        repeated, filler = (_stretch(text, rng, distance) for _ in range(2))
+        document = copy_document(repeated[:passage], filler[: distance - passage])
+        documents.append(opened(document, bos))
     batch_size = _fitting(model, batch_size, len(documents[0].ids))
     losses = np.stack([loss for _, loss, _ in score_documents(model, documents, batch_size)])
     losses = losses[:, bos is not None :]  # after BOS the first token is predicted as well
@@ -173,10 +170,11 @@ def _fitting(model: Any, batch_size: int, num_tokens: int) -> int:
     return max(1, min(batch_size, MOST_LOGITS // (num_tokens * size)))
 
 
-def _random_start(rng: np.random.Generator, text: np.ndarray, length: int) -> int:
+def _stretch(text: np.ndarray, rng: np.random.Generator, length: int) -> np.ndarray:
+    """As `documents.stretch`, of `length` tokens; RapError for a text that has fewer."""
     if len(text) < length:
         raise RapError(
             f"a document needs {length} tokens, and the text has {len(text)}: give a longer text "
             "or a shorter distance"
         )
-    return int(rng.integers(0, len(text) - length + 1))
+    return stretch(text, rng, length)

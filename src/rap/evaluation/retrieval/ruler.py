@@ -24,8 +24,6 @@ from ...checkpoint.card import interval_text
 from ...data.bos import Bos, bos_token
 from ...data.protocol import evaluation_rng
 from ...model.errors import RapError
-from ...runtime.progress import Progress
-from ...runtime.state import evaluating
 from ..quality.intervals import Interval, mean_interval
 from ..quality.perplexity import check_sizes
 from .documents import (
@@ -293,13 +291,11 @@ def ruler_grid(
         for task in tasks
         for length in lengths
     }
-    total = num_documents * len(made)
-    bar = Progress("retrieval", total, "documents", shown=progress, transient=True)
-    with evaluating(model), bar:
-        return [
-            _cell(model, task, length, documents, batch_size, bar)
-            for (task, length), documents in made.items()
-        ]
+    graded = grade(model, made, batch_size, "retrieval", progress)
+    return [
+        RulerCell(*place, num_documents, mean_interval(shares), token)
+        for place, (shares, token) in zip(made, graded, strict=True)
+    ]
 
 
 def check_tasks(tasks: Sequence[str], beside: Sequence[str] = ()) -> None:
@@ -307,18 +303,6 @@ def check_tasks(tasks: Sequence[str], beside: Sequence[str] = ()) -> None:
     for task in tasks:
         if task not in TASKS:
             raise RapError(f"unknown task {task!r}: use {', '.join((*TASKS, *beside))}")
-
-
-def _cell(
-    model: Any,
-    task: str,
-    length: int,
-    documents: Sequence[Document],
-    batch_size: int,
-    bar: Progress,
-) -> RulerCell:
-    shares, token = grade(model, documents, batch_size, bar)
-    return RulerCell(task, length, len(documents), mean_interval(shares), token)
 
 
 def ruler_table(title: str, cells: Sequence[RulerCell]) -> dict[str, Any]:

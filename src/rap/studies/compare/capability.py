@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...methods import METHODS
-from .variants import DENSE
+from .variants import DENSE, recovery_name
 
 Record = dict[str, Any]
 Table = dict[str, Any]
@@ -30,11 +30,10 @@ def family(method: str) -> str:
     return METHODS[name].family if name in METHODS else name
 
 
-def capability(name: str, dense: Record, cut: Sequence[Record], recovered: dict[str, str]) -> Table:
+def capability(name: str, dense: Record, cut: Sequence[Record]) -> Table:
     """A row per method, sorted by family: what shrinks, what is reconstructed, possible ratios.
 
-    `recovered` maps the recoveries to what their columns are called. No rows if all methods are of
-    one family: there is nothing to tell apart.
+    No rows if all methods are of one family: there is nothing to tell apart.
     """
     methods = list(dict.fromkeys(record["method"] for record in cut))
     methods.sort(key=lambda method: _place(family(method)))
@@ -51,7 +50,7 @@ def capability(name: str, dense: Record, cut: Sequence[Record], recovered: dict[
                 *(furthest(here, recover, dense) for recover in recoveries),
             ]
         )
-    columns = [f"smallest cache, {recovered.get(recover, recover)}" for recover in recoveries]
+    columns = [f"smallest cache, {recovery_name(recover)}" for recover in recoveries]
     return {
         "title": f"What each method saves, {name}",
         "note": _note(dense),
@@ -118,12 +117,11 @@ def matched(
     dense: Record,
     cut: Sequence[Record],
     quality: dict[str, CellFormat],
-    recovered: dict[str, str],
 ) -> Table:
     """`rap` and every reconstructing method, at the ratio with the nearest parameters.
 
-    `quality` maps what is shown of a cell to how; `recovered` the recoveries to their names. No
-    rows if the comparison lacks the reference, or a method that reconstructs.
+    `quality` maps what is shown of a cell to how. No rows if the comparison lacks the reference, or
+    a method that reconstructs.
     """
     reference = [r for r in cut if (r["method"], r["retain"]) == REFERENCE]
     rebuilding = list(dict.fromkeys(r["method"] for r in cut if r["reconstructs"]))
@@ -134,7 +132,7 @@ def matched(
     groups = [reference, *(nearest(cut, method, dense, target) for method in rebuilding)]
     recoveries = list(dict.fromkeys(r["recover"] for r in cut))
     far = [g[0]["method"] for g in groups if abs(parameters(g[0], dense) - target) > NEAR]
-    columns = [f"{what}, {recovered.get(r, r)}" for what in quality for r in recoveries]
+    columns = [f"{what}, {recovery_name(r)}" for what in quality for r in recoveries]
     return table | {
         "note": _matched_note(target, far),
         "header": ["method", "KV", "parameters", "projection FLOPs", *columns],

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...checkpoint.card import interval_text
 from ...evaluation.quality.intervals import perplexity_ratio_interval, share_interval
-from .variants import DENSE
+from .variants import DENSE, recovery_name
 
 HEADER = ("method", "PPL", "PPL of dense", "KL", "KL p99", "top-1")
 
@@ -17,15 +17,12 @@ Record = dict[str, Any]
 Table = dict[str, Any]
 
 
-def closeness(
-    name: str, retain: float, dense: Record, cut: Sequence[Record], recovered: dict[str, str]
-) -> Table:
+def closeness(name: str, retain: float, dense: Record, cut: Sequence[Record]) -> Table:
     """A row per cell of one retain ratio, the dense model first.
 
-    `recovered` maps the recoveries to what they are called. No rows if no cell was measured so, as
-    in a comparison of an earlier release.
+    No rows if no cell was measured so, as in a comparison of an earlier release.
     """
-    here = of_ratio(retain, cut, recovered)
+    here = of_ratio(retain, cut)
     rows = [_row(row, record, dense) for row, record in ((DENSE, dense), *here)]
     measured = any("kl" in record or _paired(record, dense) for _, record in here)
     return {
@@ -36,17 +33,12 @@ def closeness(
     }
 
 
-def of_ratio(
-    retain: float, cut: Sequence[Record], recovered: dict[str, str]
-) -> list[tuple[str, Record]]:
+def of_ratio(retain: float, cut: Sequence[Record]) -> list[tuple[str, Record]]:
     """The cells of one retain ratio, each with the name of its row: its recovery if several are."""
     here = [record for record in cut if record["retain"] == retain]
     if len({record["recover"] for record in here}) < 2:
         return [(record["method"], record) for record in here]
-    return [
-        (f"{record['method']}, {recovered.get(record['recover'], record['recover'])}", record)
-        for record in here
-    ]
+    return [(f"{record['method']}, {recovery_name(record['recover'])}", record) for record in here]
 
 
 def perplexity_text(value: float) -> str:
@@ -111,15 +103,10 @@ def _note(dense: Record) -> str:
     )
 
 
-def other_texts(
-    name: str, retain: float, dense: Record, cut: Sequence[Record], recovered: dict[str, str]
-) -> Table:
-    """A row per cell of one retain ratio, the dense model first; no rows for one dataset.
-
-    `recovered` maps the recoveries to what they are called.
-    """
+def other_texts(name: str, retain: float, dense: Record, cut: Sequence[Record]) -> Table:
+    """A row per cell of one retain ratio, the dense model first; no rows for one dataset."""
     texts = list(dense.get("other_texts") or {})
-    here = (DENSE, dense), *of_ratio(retain, cut, recovered)
+    here = (DENSE, dense), *of_ratio(retain, cut)
     rows = [_other_row(row, record, dense, texts) for row, record in here]
     counts = {t: dense["other_texts"][t]["evaluation"]["num_windows"] for t in texts}
     return {

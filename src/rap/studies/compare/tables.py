@@ -10,7 +10,7 @@ from typing import Any
 from .capability import capability, matched
 from .closeness import closeness, other_texts, perplexity_text
 from .grid import Cell, failure, finished
-from .variants import DENSE
+from .variants import DENSE, recovery_name
 
 Record = dict[str, Any]
 Table = dict[str, Any]
@@ -26,7 +26,6 @@ STEELMAN = (
     "rap",
 )
 UNCONVERGED = ("elitekv", "matryoshka")
-RECOVERED = {"none": "no recovery", "closed-form": "refitted"}
 MISSED = 0.025  # of dense: a cache that is farther from what was asked is pointed out
 
 
@@ -41,13 +40,13 @@ def tables(name: str, records: Sequence[Record], failed: Sequence[Record]) -> li
     made = []
     for retain in retains:
         made.append(_main(name, retain, dense, cut, failed))
-        made.append(closeness(name, retain, dense, cut, RECOVERED))
-        made.append(other_texts(name, retain, dense, cut, RECOVERED))
+        made.append(closeness(name, retain, dense, cut))
+        made.append(other_texts(name, retain, dense, cut))
     # Once is enough: it holds for all of them.
     made[0]["note"] = f"{_note(dense)} {made[0]['note']}".strip()
-    made.append(capability(name, dense, cut, RECOVERED))
+    made.append(capability(name, dense, cut))
     seen = {k: show for k, show in MATCHED_QUALITY.items() if any(map(show, cut))}
-    made.append(matched(name, dense, cut, seen, RECOVERED))
+    made.append(matched(name, dense, cut, seen))
     if len(retains) > 2:
         for what, show in SWEPT.items():
             made += [_sweep(name, what, show, recover, dense, cut) for recover in _recoveries(cut)]
@@ -79,13 +78,13 @@ def _main(
     here = [record for record in cut if record["retain"] == retain]
     recoveries = _recoveries(here)
     published = any("paper" in record for record in here)
-    columns = {"paper PPL": lambda cell: _paper(cell, "perplexity")} if published else {}
+    columns = {"paper PPL": _paper} if published else {}
     measured = {k: show for k, show in QUALITY.items() if any(map(show, (dense, *here)))}
     quality = {**measured, **columns}
     context = dense["attention_flops"]["context"]
     cost = {what: show for what, show in COST.items() if show(dense, dense)}
     header = ["method", *cost, f"FLOPs at {context:,}", "reconstructs K/V"]
-    header += [f"{what}, {RECOVERED.get(r, r)}" for what in quality for r in recoveries]
+    header += [f"{what}, {recovery_name(r)}" for what in quality for r in recoveries]
     rows = []
     for method in [DENSE, *_methods(here)]:
         by_recovery = {r["recover"]: r for r in here if r["method"] == method}
@@ -127,7 +126,7 @@ def _sweep(
     for retain in sorted({record["retain"] for record in here}):
         at = {record["method"]: record for record in here if record["retain"] == retain}
         rows.append([f"{retain:g}", *(show(at[m]) if m in at else "" for m in methods)])
-    title = f"{what} over the retain ratio, {RECOVERED.get(recover, recover)}, {name}"
+    title = f"{what} over the retain ratio, {recovery_name(recover)}, {name}"
     note = _missed(here, dense)
     return {"title": title, "note": note, "header": ["retain", *methods], "rows": rows}
 
@@ -166,7 +165,7 @@ def _steelman(name: str, recover: str, dense: Record, records: Sequence[Record])
         )
     return {
         "title": "Single channels at their best against RoPE pairs, "
-        f"{RECOVERED.get(recover, recover)}, {name}",
+        f"{recovery_name(recover)}, {name}",
         "note": f"Perplexity; dense {dense['perplexity']:.2f}.",
         "header": [
             "method",
@@ -189,7 +188,7 @@ def _unconverged(name: str, records: Sequence[Record], dense: Record) -> Table:
     return {
         "title": f"Methods that the paper's recovery left unconverged, {name}",
         "note": f"Perplexity; dense {dense['perplexity']:.2f}.",
-        "header": ["method", "retain", *(RECOVERED.get(r, r) for r in recoveries)],
+        "header": ["method", "retain", *(recovery_name(r) for r in recoveries)],
         "rows": rows,
     }
 
@@ -257,8 +256,8 @@ def _copying(cell: Record) -> str:
     return f"{cell['copy_gain']:.2f}" if "copy_gain" in cell else ""
 
 
-def _paper(cell: Record, key: str) -> str:
-    value = (cell.get("paper") or {}).get(key)
+def _paper(cell: Record) -> str:
+    value = (cell.get("paper") or {}).get("perplexity")
     return "" if value is None else str(value)
 
 

@@ -1,4 +1,4 @@
-"""How a grid is written: lists of methods, and lists and ranges of retain ratios."""
+"""How a grid is written: methods, recoveries, and lists and ranges of retain ratios."""
 
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
@@ -8,6 +8,12 @@ from ...methods.naming import recipes
 from ...model.errors import RapError
 
 DENSE = "dense"
+_RECOVERED = {"none": "no recovery", "closed-form": "refitted"}
+
+
+def recovery_name(recover: str) -> str:
+    """A recovery as tables name it."""
+    return _RECOVERED.get(recover, recover)
 
 
 def all_variants() -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from .report import (
     commit_of,
     markdown_page,
     numeric,
+    page_head,
     read_results,
     source_parts,
     tables_of,
@@ -206,7 +207,7 @@ def _folder(result: dict[str, Any]) -> str:
 
 def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) -> str:
     contents = [
-        f"* [{topic.title}]({topic.name}.md): {_counted(len(ones), 'result file')}"
+        f"* [{topic.title}]({topic.name}.md): {len(ones)} result file{'s' * (len(ones) != 1)}"
         for topic, ones in grouped
     ]
     page = {id(one): topic for topic, ones in grouped for one in ones}
@@ -220,10 +221,7 @@ def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) ->
     files = [line for name, ones in sections.items() for line in (f"### {name}", "", *ones, "")]
     return "\n".join(
         [
-            "# Results",
-            "",
-            "Built by `rap report` from result files; no figure is typed.",
-            "",
+            *page_head("Results"),
             *contents,
             "",
             "## Every result file and its command",
@@ -231,10 +229,6 @@ def _index(results: Sequence[dict[str, Any]], grouped: Grouped, folder: Path) ->
             *files,
         ]
     )
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" + "s" * (count != 1)
 
 
 def _link(path: Path, folder: Path) -> str:

@@ -159,14 +159,13 @@ def _filled(table: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def markdown_report(sources: Sequence[Path], title: str = "Results") -> str:
+def markdown_report(sources: Sequence[Path]) -> str:
     """One Markdown page of all tables; RapError as of `read_results`."""
-    return markdown_page(read_results(sources), title)
+    return markdown_page(read_results(sources), "Results")
 
 
 def markdown_page(results: Sequence[dict[str, Any]], title: str) -> str:
     """The page of results that were read."""
-    head = [f"# {title}", "", "Built by `rap report` from result files; no figure is typed.", ""]
     tables = [tables_of(result) for result in results]
     named = [
         (table["title"], result)
@@ -178,7 +177,12 @@ def markdown_page(results: Sequence[dict[str, Any]], title: str) -> str:
         _section(result, [table | {"title": next(headings)} for table in own])
         for result, own in zip(results, tables, strict=True)
     )
-    return "\n".join([*head, *sections])
+    return "\n".join([*page_head(title), *sections])
+
+
+def page_head(title: str) -> list[str]:
+    """The lines above all that a page of results shows."""
+    return [f"# {title}", "", "Built by `rap report` from result files; no figure is typed.", ""]
 
 
 def told_apart(named: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
