@@ -1,4 +1,4 @@
-"""The tables of budgets on docs/explanation/budget.md, before and after layer-wise distillation.
+"""The tables of budgets on docs/measurements/recovery.md, before and after layer-wise distillation.
 
     python docs/budgets.py
 
@@ -13,7 +13,7 @@ from sources import REPOSITORY, put
 
 from rap.studies.report.report import markdown_table
 
-PAGE = "docs/explanation/budget.md"
+PAGE = "docs/measurements/recovery.md"
 BEGIN = "<!-- measured: python docs/budgets.py {} -->\n"
 END = "<!-- end of the budgets -->\n"
 # Result folder, model, heads, and the methods whose budgets are `uniform` and `error`.

@@ -1,4 +1,4 @@
-"""The table of docs/how-to/choose.md: what to use for a cache that many times smaller.
+"""The table of docs/measurements/cache-size.md: what to use for a cache that many times smaller.
 
     python docs/choose.py
 
@@ -17,7 +17,7 @@ from sources import anchor, link, put
 from rap.methods.naming import named_today, result_today
 from rap.studies.report.report import caption, markdown_table
 
-PAGE = "docs/how-to/choose.md"
+PAGE = "docs/measurements/cache-size.md"
 BEGIN, END = "<!-- measured: python docs/choose.py -->\n", "<!-- end of what is measured -->\n"
 COMBINED, PRESSED = "smollm2-pareto", "smollm2-presses"
 TIMES = (1.4, 2.0, 4.0, 8.0)

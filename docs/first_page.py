@@ -121,7 +121,7 @@ class Measured:
         found += [
             "Recovery is layer-wise distillation (`--recover fit`) on samples of 512 tokens. Dense "
             "weights are dequantized from 4 bits. KV cache: bfloat16. Other data and tasks: "
-            "[beyond perplexity](beyond-perplexity.md).",
+            "[novels, code, recall, retrieval and zero-shot](data-and-tasks.md).",
         ]
         return found
 

@@ -1,4 +1,4 @@
-"""The table of decode attention on a GPU in docs/how-to/speed.md.
+"""The table of decode attention on a GPU in docs/measurements/decode-speed.md.
 
     python docs/gpu_speed.py
 
@@ -12,7 +12,8 @@ from sources import REPOSITORY, put
 
 from rap.studies.report.report import markdown_table
 
-PAGE, RESULT = "docs/how-to/speed.md", "benchmarks/results/roofline-nvidia-h200.json"
+PAGE = "docs/measurements/decode-speed.md"
+RESULT = "benchmarks/results/roofline-nvidia-h200.json"
 BEGIN, END = "<!-- measured: python docs/gpu_speed.py -->\n", "<!-- end of what is measured -->\n"
 POINTS = ((1, 4096), (1, 32768), (16, 4096), (16, 32768))
 NAMES = {

@@ -1,4 +1,4 @@
-"""docs/explanation/budget.md: its table of budgets is what the result files say."""
+"""docs/measurements/recovery.md: its table of budgets is what the result files say."""
 
 from cases.scripts import REPOSITORY, load_script
 

@@ -1,4 +1,4 @@
-"""docs/how-to/choose.md: its table shows the measured row that is best at every size."""
+"""docs/measurements/cache-size.md: its table shows the measured row that is best at every size."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""docs/how-to/speed.md: its table of a GPU is what the result file says."""
+"""docs/measurements/decode-speed.md: its table of a GPU is what the result file says."""
 
 import json
 

@@ -13,10 +13,11 @@ ARCHIVED = sorted(path.parent.name for path in REPOSITORY.glob("experiments/arch
 # Pages that scripts write tables of results into; those of `rap report` print every command.
 GENERATED = (
     "measurements/methods.md",
-    "measurements/beyond-perplexity.md",
+    "measurements/data-and-tasks.md",
     "explanation/paper-replication.md",
     "explanation/pruning-vs-quantization.md",
     "how-to/choose.md",
+    "measurements/cache-size.md",
 )
 NO_RESULTS = ("Paper replication",)  # headings whose tables have no result: a setup, and counts
 FIGURE = re.compile(r"^\|.*\d\.\d", re.MULTILINE)

@@ -130,6 +130,19 @@ def test_merged_heads_are_found_once_there_are_results(script, tmp_path):
     assert not _rows(tables["scored_table"], name)
 
 
+def test_a_finding_that_the_results_do_not_bear_out_is_left_out(script):
+    evidence = script.Evidence()
+    found = script.findings(evidence)
+    assert len(found) == 6
+    assert "`rap:merge=all` loses least" in found[0]
+    key = script.Key("palu", 0.7, "fit")
+    evidence.cells[key] = evidence.cells[key] | {"kl": {"value": 50.0}}
+    assert script.findings(evidence) == [found[0], *found[3:]]
+    merged = script.Key("rap:merge=all", 0.7)
+    evidence.cells[merged] = evidence.cells[merged] | {"kl": {"value": 50.0}}
+    assert script.findings(evidence) == found[4:]
+
+
 def test_a_method_whose_times_were_not_taken_is_not_among_the_costs(script):
     evidence = script.Evidence()
     key = script.Key(script.SEPARATE, 0.7)

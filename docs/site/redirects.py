@@ -4,7 +4,7 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-# From before the site had tutorials, how-to guides, reference and explanation.
+# Most are from before the site had tutorials, how-to guides, reference and explanation.
 MOVED = {
     "composition": "how-to/combine",
     "contributing": "how-to/extend/index",
@@ -16,6 +16,7 @@ MOVED = {
     "how/loss": "explanation/budget",
     "how/pairs": "explanation/rope-pairs",
     "how/subspace": "explanation/value-latent",
+    "measurements/beyond-perplexity": "measurements/data-and-tasks",
     "methods": "reference/methods",
     "real-model": "measurements/index",
     "reference-model": "reference/test-model",
