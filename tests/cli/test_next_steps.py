@@ -25,7 +25,7 @@ from rap.recovery.layer_fit import FitConfig
 from rap.serving.capacity import EngineCapacity
 from rap.serving.targets import TARGETS
 
-SERVED = [EngineCapacity("vLLM on a CPU", "as they are", 1.4, "")]
+SERVED = [EngineCapacity("vLLM on a CPU", "unpadded", 1.4, "")]
 PRUNED = SimpleNamespace(model_type="rap_llama")
 LABELS = ("evaluate", "recover", "serve")
 

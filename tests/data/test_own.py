@@ -68,7 +68,7 @@ def test_a_file_with_a_comma_is_one_source_of_three(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("general:", "'general:' names no text: give 'bundled'"),
+        ("general:", "unknown data source 'general:': give 'bundled'"),
         ("general:absent.txt", "there is no file absent.txt"),
         ("repeated:general:bundled", "has 'general:' inside: write it once, and first"),
         ("general:general:bundled", "has 'general:' inside: write it once, and first"),

@@ -189,14 +189,17 @@ def test_a_dataset_out_of_reach_is_one_line_with_a_remedy(hub):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("", "'' names no text: give 'bundled'"),
-        (",", "',' names no text: give 'bundled'"),
-        ("repeated:", "'repeated:' names no text: give 'bundled'"),
-        ("bundled,repeated:repeated: ", "names no text: give 'bundled'"),
+        ("", "unknown data source '': give 'bundled'"),
+        (",", "unknown data source ',': give 'bundled'"),
+        ("repeated:", "unknown data source 'repeated:': give 'bundled'"),
+        ("bundled,repeated:repeated: ", "unknown data source"),
         ("folder", "folder is a directory: give 'bundled', .* or the name of a dataset"),
         ("bundled,repeated:folder", "folder is a directory"),
         ("bundled,repeated:absent.txt", "there is no file absent.txt"),
-        ("It was a dark evening. " * 20, r"^'It was a dark evening\. .{17}'\.\.\. names no text"),
+        (
+            "It was a dark evening. " * 20,
+            r"^unknown data source 'It was a dark evening\. .{17}'\.\.\.:",
+        ),
     ],
 )
 def test_what_is_no_text_is_no_dataset_either(tmp_path, monkeypatch, source, message):
@@ -212,7 +215,7 @@ def test_what_is_no_text_is_no_dataset_either(tmp_path, monkeypatch, source, mes
 @pytest.mark.parametrize("source", [",", "repeated:", "."])
 def test_a_held_out_text_is_no_dataset_without_a_name(monkeypatch, source):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(CalibrationError, match=r"names no text|\. is a directory"):
+    with pytest.raises(CalibrationError, match=r"unknown data source|\. is a directory"):
         evaluation_tokens(source, Characters())
 
 

@@ -104,7 +104,7 @@ def test_auto_takes_the_form_with_fewer_products(
         wider = rap.footprint(absorbed.apply(model, other))
         assert costs.projection_flops < wider.projection_flops
         assert costs.attention_parameters < wider.attention_parameters
-        assert "W_q and W_o dense, with a map of every head" in plan.about()[0]
+        assert "W_q and W_o stay dense, with a map per head" in plan.about()[0]
         assert "W_q and W_o have 2.00 of their dense size" in other.about()[0]
 
 

@@ -26,7 +26,7 @@ def test_padding_of_a_cpu_is_told_with_the_target_without_it():
     assert (cpu.widths, cpu.advice) == ("16 as 32, 48 as 64", "--target cpu")
     flash = rows["vLLM, FlashAttention"]
     assert flash.ratio == pytest.approx(1 / kept)
-    assert (flash.widths, flash.advice) == ("as they are", "")
+    assert (flash.widths, flash.advice) == ("unpadded", "")
     assert rows["vLLM, FlashInfer"].ratio == 1.0
     assert rows["vLLM, FlashInfer"].advice == ""  # heads of 64 have no other width for it
     assert (rows["llama.cpp, MLX"].ratio, rows["llama.cpp, MLX"].advice) == (
@@ -91,7 +91,7 @@ def test_layers_that_read_the_cache_of_another_hold_nothing():
     model = tiny_model("gemma4_text", head_dim=64, **fields)
     config = apply(model, random_plan(model, [(16, 32), (32, 64), None, None])).config
     row = next(row for row in held_by_engines(config) if row.backend == "vLLM on a CPU")
-    assert (row.ratio, row.widths) == ((64 + 128) / (32 + 64), "as they are")
+    assert (row.ratio, row.widths) == ((64 + 128) / (32 + 64), "unpadded")
 
 
 def held_merged(*layers, kv_heads=3):
@@ -115,7 +115,7 @@ def test_merged_heads_are_counted_as_cached():
     """One head of 96 for three of 64 holds twice the tokens; where it is padded, 1.5 times."""
     rows = held_merged((3, 96), (3, 96))
     cpu, flash = rows["vLLM on a CPU"], rows["vLLM, FlashAttention"]
-    assert (cpu.ratio, cpu.widths, cpu.advice) == (2.0, "as they are", "")
+    assert (cpu.ratio, cpu.widths, cpu.advice) == (2.0, "unpadded", "")
     assert flash.ratio == 2.0
     infer = rows["vLLM, FlashInfer"]
     # Of a merged head a multiple of 64 may be kept, though the dense ones have no more than 64.

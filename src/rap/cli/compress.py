@@ -354,8 +354,8 @@ def _say_held(held: Sequence[EngineCapacity]) -> None:
         for row in held
     ]
     if rows:
-        header = ["engine", "widths", "tokens it holds", "would do better"]
-        print_table("The cache in engines, over the dense model's", header, rows)
+        header = ["engine", "head dimensions", "tokens, over dense", "suggested option"]
+        print_table("KV cache capacity by engine", header, rows)
 
 
 @grouped

@@ -184,7 +184,7 @@ def _fetch(name: str) -> None:
     try:
         fetch(name, say=console.print)
     except CheckpointError as error:
-        message = f"{error}; `rap demo bundled` shows a toy without a network"
+        message = f"{error}; `rap demo bundled` needs no network"
         raise CheckpointError(message) from error
 
 

@@ -148,7 +148,7 @@ def fidelity_command(
         progress=not as_json,
     )
     made = provenance(max_windows=max_windows)
-    table = _table(f"{label(opened)} beside {dense}", measured, text)
+    table = _table(f"{label(opened)} compared with {dense}", measured, text)
     figures = {
         "dense": dense,
         "dense_fingerprint": known_fingerprint(original),

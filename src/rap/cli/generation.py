@@ -122,12 +122,12 @@ def generation_command(
     opened = open_checkpoint(pruned, device, device_map, [output], dtype="float32", bos=bos)
     original = open_dense(dense, device, device_map)
     if asked.chat is None:
-        title = f"Greedy continuations by {label(opened)} beside {dense}"
+        title = f"Greedy continuations by {label(opened)} compared with {dense}"
         compared = _continued(opened, original, asked, seed, shown=not as_json)
         about = {"text": asked.text or "bundled", "bos": opened.bos, **asdict(compared)}
         table = _table(title, compared)
     else:
-        title = f"Answers by {label(opened)} beside {dense}"
+        title = f"Answers by {label(opened)} compared with {dense}"
         answered = _answered(opened, original, asked, seed, shown=not as_json)
         about = {"chat": asked.chat, **asdict(answered)}
         table = _answers_table(title, answered)

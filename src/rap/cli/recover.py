@@ -120,7 +120,7 @@ def recover_command(
     as_json: options.Json = False,
     config: options.ConfigFile = None,
 ) -> None:
-    """Recover PRUNED with its dense model as the teacher; a killed run continues when repeated."""
+    """Recover PRUNED with its dense model as the teacher; a killed run resumes when repeated."""
     check_output(output, force=force)
     check_apart(output, teacher, pruned)
     chosen = configured(train.preset, train.changes or [], seed)

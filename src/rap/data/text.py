@@ -107,7 +107,7 @@ def named_sources(source: str | Path) -> list[str]:
     try:
         single = Path(without_prefixes(given.removeprefix(GENERAL))).is_file()
     except OSError as error:  # too long for a name
-        raise CalibrationError(f"{given[:40]!r}... names no text: give {POSSIBLE}") from error
+        raise CalibrationError(f"unknown data source {given[:40]!r}...: give {POSSIBLE}") from error
     names = [given] if single else [name.strip() for name in given.split(",") if name.strip()]
     found: list[str] = []
     for name in names:
@@ -154,7 +154,7 @@ def check_sources(*texts: str | Path | None) -> None:
         once = without_prefixes(name)
         path, alias = Path(once), once in _BUILT_IN or once in ALIASES
         if not once.removeprefix(GENERAL).strip(", "):
-            raise CalibrationError(f"{name!r} names no text: give {POSSIBLE}")
+            raise CalibrationError(f"unknown data source {name!r}: give {POSSIBLE}")
         if once.startswith(GENERAL):
             raise CalibrationError(f"{name!r} has 'general:' inside: write it once, and first")
         if path.is_dir() and not alias:

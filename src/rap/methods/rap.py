@@ -138,7 +138,7 @@ class Rap(PairPruning):
         if self.keys != "fold" and self.reach == "far":
             object.__setattr__(self, "reach", None)
         if self.keys != "fold" and self._says_how_to_fold:
-            raise RapError("context and reach are of folded keys: they need keys 'fold'")
+            raise RapError("context and reach require folded keys: use keys 'fold', or remove both")
         if self.shrinkage and self.values != "subspace":
             raise RapError("shrinkage is of a value subspace: it needs values 'subspace'")
         check_merging(self)
@@ -480,7 +480,7 @@ class Rap(PairPruning):
             raise RapError(f"profile 'stock' {only}: use keys 'pairs'")
         if True not in mixed and self._says_how_to_fold:
             raise RapError(
-                "context and reach are of folded keys, and this model's cannot be: remove both"
+                "context and reach require folded keys, which this model cannot have: remove both"
             )
         return True in mixed
 

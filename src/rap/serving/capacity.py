@@ -119,7 +119,7 @@ def _backend(name: str, caches: Sequence[LayerCache]) -> EngineCapacity:
         beside_dense = any(not one.pruned for one in caches if one.windowed)
         lost, better = True, "--layers all" if beside_dense else "--budget uniform"
     shown = [f"{width} as {size}" for width, size in stored.items() if width != size]
-    return EngineCapacity(name, ", ".join(shown) or "as they are", ratio, better if lost else "")
+    return EngineCapacity(name, ", ".join(shown) or "unpadded", ratio, better if lost else "")
 
 
 def _page(size: int, widest: int) -> int:
@@ -134,7 +134,7 @@ def _plain(caches: Sequence[LayerCache]) -> EngineCapacity:
     if not alike or first.key_width != first.value_width:
         return EngineCapacity(name, "not runnable", None, target)
     # The export itself tells a stock profile from equal widths with indices of their own.
-    shown = "as they are, if of the stock profile"
+    shown = "unpadded, in the uniform layout"
     slow = first.width % TARGETS["llamacpp"].step != 0
     advice = target if slow else ""
     ratio = asked_ratio(caches)

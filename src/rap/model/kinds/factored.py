@@ -57,7 +57,7 @@ class FactoredPlan(PairPlan):
         heads = shape.num_kv_heads
         merged = f"{heads} KV heads merged into {self.num_heads}, " if self.merge > 1 else ""
         stays = " and ".join(["W_q"] * self.queries + ["W_o"] * self.outputs)
-        return f"{merged}queries factored: {stays} dense, with a map of every head"
+        return f"{merged}queries factored: {stays} stay dense, with a map per head"
 
     def check(self, layer: int, shape: AttentionShape) -> None:
         """As of every plan: PlanError also for maps without mixes or a subspace of values."""
