@@ -258,10 +258,10 @@ def test_texts_of_different_lengths_say_how_much_of_each_was_read():
 
     dense = {"method": "dense", "evaluation": {"num_windows": 4, "window": 64}}
     dense["other_texts"] = {"a.txt": figures(4), "b.txt": figures(2)}
-    note = other_texts("m", 0.5, dense, [], {})["note"]
+    note = other_texts("m", 0.5, dense, [])["note"]
     assert "; 4 windows of a.txt and 2 windows of b.txt, of 64 tokens." in note
     dense["other_texts"]["b.txt"] = figures(4)
-    assert "; 4 windows of each text, of 64 tokens." in other_texts("m", 0.5, dense, [], {})["note"]
+    assert "; 4 windows of each text, of 64 tokens." in other_texts("m", 0.5, dense, [])["note"]
 
 
 def test_a_text_is_not_measured_twice():
