@@ -161,11 +161,12 @@ def assert_agrees(reference: Any, found: list[Transcript]) -> None:
 
 def run_tiny(path: Path, *rounds: Round, **engine: Any) -> EngineRun:
     """One engine of a tiny checkpoint."""
-    return run_vllm(path, rounds, **(TINY | engine))
+    ranks = engine.get("tensor_parallel_size", 1)
+    with mock.patch.dict(os.environ, TWO_RANKS if ranks > 1 else {}):
+        return run_vllm(path, rounds, **(TINY | engine))
 
 
 def run_divided(path: Path, *lengths: int) -> list[Transcript]:
     """What an engine on two ranks makes of random prompts."""
     asked = Round(prompts_of(*lengths), max_tokens=8, prompt_logprobs=True)
-    with mock.patch.dict(os.environ, TWO_RANKS):
-        return run_tiny(path, asked, tensor_parallel_size=2).rounds[0]
+    return run_tiny(path, asked, tensor_parallel_size=2).rounds[0]

@@ -5,7 +5,7 @@ import torch
 
 from cases.family_cases import CASES
 from cases.plans import random_plan
-from cases.served import TWO_RANKS, in_mode, run_tiny
+from cases.served import in_mode, run_tiny
 from rap import assets
 from rap.serving.engine import EngineError, Round, run_vllm
 from rap.serving.verify import agreement, verify
@@ -103,8 +103,8 @@ def test_longrope_up_to_its_short_table(prune, tiny, tiny_prompts):
 
 
 def _run_tiny(path, prompts, *, ranks):
-    divided = {"environment": TWO_RANKS, "tensor_parallel_size": ranks} if ranks > 1 else {}
-    return run_tiny(path, Round(prompts, max_tokens=8, prompt_logprobs=True), **divided).rounds[0]
+    asked = Round(prompts, max_tokens=8, prompt_logprobs=True)
+    return run_tiny(path, asked, tensor_parallel_size=ranks).rounds[0]
 
 
 def test_swapped_indices_are_noticed(mixed, damaged, prompts):
