@@ -35,7 +35,7 @@ def family(name: str, **fields: Any) -> Any:
         ("heads", "helium", "makes its heads of the hidden size"),
         ("heads", "stablelm", "makes its heads of the hidden size"),
         ("rap", "stablelm:norms", "plan with qk_norm='exact'"),
-        ("rap:context=100:merge=1", "qwen3", "this model's cannot be: remove both"),
+        ("rap:context=100:merge=1", "qwen3", "which this model cannot have: remove both"),
         ("rap:profile=stock", "smollm3", "frequenc"),
         ("elitekv", "smollm3", "does not rotate its keys"),
         ("kvpruner", "phi", "where only some rotate, use kvpruner-indexed"),

@@ -83,7 +83,7 @@ def test_a_distance_of_no_token_is_refused(asked: dict) -> None:
 
 @pytest.mark.parametrize("asked", [{"reach": 20}, {"context": 400}])
 def test_what_folding_is_told_is_refused_where_nothing_is_folded(asked: dict) -> None:
-    with pytest.raises(rap.RapError, match="they need keys 'fold'"):
+    with pytest.raises(rap.RapError, match="use keys 'fold', or remove both"):
         rap.Rap(retain=0.5, keys="pairs", **asked)
     method = rap.Rap(retain=0.5, merge=1, **asked)
     model = tiny_model("qwen3", dtype=torch.float64)
