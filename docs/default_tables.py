@@ -141,10 +141,14 @@ class Model:
         return _score(rows[0])
 
 
-def _smollm2(model: str, folder: str, name: str = TODAY) -> Kept:
-    """What the command in the folder SMOLLM2 + `model` kept; evaluated in SMOLLM2 + `folder`."""
+def _smollm2(model: str, folder: str, name: str = TODAY, again: str = "") -> Kept:
+    """What the command in the folder SMOLLM2 + `model` kept; evaluated in SMOLLM2 + `folder`.
+
+    Where that command ran once more, the full test set is in SMOLLM2 + `again`.
+    """
     whole = "smollm2-default-articles/default-whole-test.json"
-    return Kept(f"{SMOLLM2}-{model}/compress.json", f"{SMOLLM2}-{folder}", name, whole)
+    alone = f"{SMOLLM2}-{again}/{ALONE}" if again else ""
+    return Kept(f"{SMOLLM2}-{model}/compress.json", f"{SMOLLM2}-{folder}", name, whole, alone)
 
 
 def _gemma3(folder: str, name: str = TODAY, alone: str = "") -> Kept:
@@ -160,11 +164,11 @@ MODELS = (
         (
             _smollm2("0.7-again-plain", "0.7-again"),
             _smollm2("0.7-merged", "0.7-merged-kept", UNTARGETED),
-            _smollm2("0.7-per-head", "0.7-per-head-kept", SEPARATE),
+            _smollm2("0.7-per-head", "0.7-per-head-kept", SEPARATE, "0.7-per-head-again"),
             Kept("", f"{FORMS}/smollm2-palu-0.7.json", PALU),
             _smollm2("0.5-again-plain", "0.5-again"),
             _smollm2("0.5-merged", "0.5-merged-kept", UNTARGETED),
-            _smollm2("0.5-per-head", "0.5-per-head-kept", SEPARATE),
+            _smollm2("0.5-per-head", "0.5-per-head-kept", SEPARATE, "0.5-per-head-again"),
             Kept("", f"{FORMS}/smollm2-palu-0.5.json", PALU),
         ),
         "smollm2-zero-shot/zero-shot.json",
