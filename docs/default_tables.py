@@ -182,7 +182,7 @@ MODELS = (
         "Gemma 3 270M",
         (
             _gemma3("far-0.7", alone="gemma3-whole-test/rap-0.7.json"),
-            _gemma3("palu-0.7", PALU),
+            _gemma3("palu-0.7", PALU, f"{GEMMA3}-palu-0.7-again/{ALONE}"),
             _gemma3("far-0.5", alone="gemma3-whole-test/rap-0.5.json"),
             _gemma3("palu-0.5", PALU),
         ),
