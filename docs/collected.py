@@ -14,7 +14,7 @@ from typing import Any
 
 from default_tables import MODELS, retrieval
 from real_model import Evidence, Key
-from sources import REPOSITORY, put
+from sources import REPOSITORY, put_all
 
 from rap.methods.naming import result_today
 from rap.studies.report.report import markdown_table
@@ -321,12 +321,7 @@ def made() -> dict[str, dict[str, str]]:
 
 def main() -> None:
     """Put it into the pages."""
-    for page, tables in made().items():
-        path = REPOSITORY / page
-        text = path.read_text(encoding="utf-8")
-        for name, shown in tables.items():
-            text = put(text, BEGIN.format(name), END, shown, page)
-        path.write_text(text, encoding="utf-8")
+    put_all(made(), BEGIN, END)
 
 
 if __name__ == "__main__":

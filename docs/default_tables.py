@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sources import INDEX, REPOSITORY, link, put, runs, with_error, wrapped
+from sources import INDEX, REPOSITORY, link, put_all, runs, with_error, wrapped
 
 from rap.checkpoint.card import interval_text
 from rap.studies.report.report import markdown_table
@@ -427,12 +427,7 @@ def made() -> dict[str, dict[str, str]]:
 
 def main() -> None:
     """Put the tables into their pages."""
-    for page, tables in made().items():
-        path = REPOSITORY / page
-        text = path.read_text(encoding="utf-8")
-        for name, table in tables.items():
-            text = put(text, BEGIN.format(name), END, table, page)
-        path.write_text(text, encoding="utf-8")
+    put_all(made(), BEGIN, END)
 
 
 if __name__ == "__main__":

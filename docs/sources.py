@@ -7,7 +7,7 @@ results, with each file and its command.
 import os
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -56,6 +56,16 @@ def put(text: str, begin: str, end: str, generated: str, page: str | Path) -> st
     if not found:
         raise SystemExit(f"{Path(page).name} has no place for what is generated: {begin.strip()}")
     return f"{before}{begin}\n{generated}\n{end}{after}"
+
+
+def put_all(made: Mapping[str, Mapping[str, str]], begin: str, end: str) -> None:
+    """Put what is generated, by page and by the name in its mark `begin`, into the pages."""
+    for page, tables in made.items():
+        path = REPOSITORY / page
+        text = path.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            text = put(text, begin.format(name), end, table, page)
+        path.write_text(text, encoding="utf-8")
 
 
 def linked(text: str) -> set[str]:
